@@ -47,7 +47,7 @@ from .inspect.lazy_tensor import LazyTensor as LazyTensor
 from .inspect.stats import TensorStats as TensorStats
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
-from .loads.loading import load as load
+from .loads.load import load as load
 from .manager.delete import delete as delete
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.prune import PruneReport as PruneReport

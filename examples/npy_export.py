@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib import format as npy
 
-from ckpt_storage import RetryPolicy, Timeouts
 from ckpt_storage.export.layout import Fixed, Layout, out_file
-from ckpt_storage.export.opening import Found, Opening
-from ckpt_storage.export.output import Made, Output, Setting, Site
+from ckpt_storage.export.output import Made, Output, Setting
 from ckpt_storage.export.plain_folder import PlainFolder
 from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.run import Task, run_together
@@ -44,24 +42,7 @@ def header(info: TensorInfo) -> bytes:
 class NpyExport(Task[list[str]]):
     """One export on one rank; returns the names of the files."""
 
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self._opening = Opening(site)
-        self._state: object = None
-
-    def find(self) -> Found:
-        """Open the newest checkpoint at the source; coordinator only."""
-        source, found = self._opening.find()
-        self._keep(source, found)
-        return found
-
-    def open(self, found: object) -> None:
-        """Open the same one."""
-        assert isinstance(found, Found)  # noqa: S101  # as `find` returns
-        self._keep(self._opening.open(found), found)
-
-    def _keep(self, source: Source, found: Found) -> None:
-        self.source, self.save_id, self._state = source, source.save_id, found.state
+    source: Source
 
     def lay_out(self) -> Layout:
         """Return one file a tensor: its header, then all its elements."""
@@ -82,15 +63,11 @@ class NpyExport(Task[list[str]]):
 
     def content(self) -> object:
         """Return what stands for the bytes of the files; a re-run trusts files of equal content."""
-        return ["npy/1", self.save_id or self._state]
+        return ["npy/1", self.save_id or self.found.state]
 
     def output(self, plan: Plan) -> Output:
         """Return the folder; an export that was cut is gone on with."""
         return PlainFolder(self.site, plan, shown="nothing", overwrite=False)
-
-    def check_unchanged(self) -> None:
-        """Raise if the source was written again."""
-        self._opening.check_unchanged()
 
     def report(self, output: Output, made: Made, seconds: float) -> list[str]:
         """Return the names of the files."""
@@ -102,18 +79,12 @@ def export_npy(
     source: str, target: str, *, process_group: dist.ProcessGroup | None = None
 ) -> list[str]:
     """Write each tensor of the checkpoint at `source` to a file in the folder `target`."""
-    timeouts = Timeouts()
-    setting = Setting(
-        source=Location.of(source),
-        target=Location.of(target),
-        timeouts=timeouts,
-        retry=RetryPolicy(),
-    )
+    setting = Setting(source=Location.of(source), target=Location.of(target))
 
     def job() -> tuple[Setting, dict[str, str], type[NpyExport]]:
-        return setting, {"source": source, "target": target}, NpyExport
+        return setting, setting.terms(), NpyExport
 
-    return run_together(process_group, "npy", f"export of {source}", timeouts, job)
+    return run_together(process_group, "npy", f"export of {source}", setting.timeouts, job)
 
 
 if __name__ == "__main__":

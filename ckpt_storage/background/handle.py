@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.signs import Sign
+from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -78,8 +78,8 @@ class SaveProgress:
     total_bytes: int = 0
     done_files: int = 0
     save_id: str | None = None
-    slowest: Sign | None = None
-    ranks: Mapping[int, Sign] = field(default_factory=dict)
+    slowest: RankProgress | None = None
+    ranks: Mapping[int, RankProgress] = field(default_factory=dict)
 
 
 def check_process(process_id: int, what: str) -> None:
@@ -190,7 +190,10 @@ class SaveStatus:
         self._state = SaveState.STAGING
         self._is_copied = False
         self._asker_count = 0
-        self._source: Callable[[], tuple[Mapping[int, Sign], str | None]] = lambda: ({}, None)
+        self._source: Callable[[], tuple[Mapping[int, RankProgress], str | None]] = lambda: (
+            {},
+            None,
+        )
         self._cancel: Callable[[SaveCancelledError], None] | None = None
         self._cancelled: SaveCancelledError | None = None
         self._callbacks: list[Callable[[], object]] = []
@@ -309,7 +312,7 @@ class SaveStatus:
                 self._is_copied = True
         self.staged.set()
 
-    def follow(self, source: Callable[[], tuple[Mapping[int, Sign], str | None]]) -> None:
+    def follow(self, source: Callable[[], tuple[Mapping[int, RankProgress], str | None]]) -> None:
         """Take how far the ranks are, and the save id, from `source` from now on."""
         self._source = source
 

@@ -22,8 +22,8 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.boardoperation import BoardOperation
 from ckpt_storage.coordination.failures import place_of, travelling
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     ConsolidationError,
@@ -217,7 +217,7 @@ class Worker:
         if child is not None:
             child.end()
 
-    def run(self, operation: BoardOperation, job: SaveJob) -> CheckpointInfo:
+    def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
         """Let the worker run one save in `operation`, and return or raise how it ended.
 
         A worker that dies, or gives no sign of life, is ended. The save ends with it, unless all
@@ -269,7 +269,7 @@ class _Run:
 
     def __init__(
         self,
-        operation: BoardOperation,
+        operation: Operation,
         job: SaveJob,
         silence_s: float,
         shown: contextlib.ExitStack,
@@ -327,7 +327,7 @@ class _Run:
                 # Elsewhere a death is told to none: before all have met, its rank meets them
                 # first; and the coordinator's last word counts, whoever asked for it.
                 self._is_exchanging = step.name in _EXCHANGES
-                if step.name == "gather" and operation.current_phase == "write":
+                if step.name == "gather" and operation.deadline.phase == "write":
                     self._is_part_told = not operation.is_coordinator
                 value = getattr(operation, step.name)(*step.args)
         except CheckpointError as error:
@@ -344,7 +344,7 @@ class _Run:
         self._send(reply)
 
     def _begin_phase(self, phase: Any, timeout_s: float | None, total_bytes: int) -> None:  # noqa: ANN401  # a Phase
-        if phase != self._operation.current_phase:
+        if phase != self._operation.deadline.phase:
             self._report = None
         self._operation.phase(phase, timeout_s, total_bytes=total_bytes)
         self._done_bytes = self._done_files = 0
@@ -363,7 +363,7 @@ class _Run:
     def death(self, how: str) -> CheckpointError:
         """Return the error that names the worker that is gone, and how it went."""
         if self._death is None:
-            rank, phase = self._operation.rank, self._operation.current_phase
+            rank, phase = self._operation.rank, self._operation.deadline.phase
             pid = self._child.process.pid if self._child is not None else None
             self._death = RankFailedError(
                 f"The worker process {pid} of rank {rank} {how} in the {phase} phase of the save "
@@ -391,7 +391,7 @@ class _Run:
         operation, options = self._operation, self._job.options
         if operation.committed is not None:
             raise _unexported(error, operation.committed)
-        is_committing = operation.is_coordinator and operation.current_phase == "commit"
+        is_committing = operation.is_coordinator and operation.deadline.phase == "commit"
         if not is_committing and not self._is_part_told:
             raise error
         session = SaveSession(
@@ -408,7 +408,7 @@ class _Run:
                 raise found
         else:
             # Its part is complete, and the others go on with the save.
-            if operation.current_phase == "write":
+            if operation.deadline.phase == "write":
                 operation.phase("commit", options.timeouts.write + options.timeouts.commit)
             found = hear_outcome(operation, session, self._word)
         if options.consolidate:
@@ -466,7 +466,7 @@ class _Run:
 
     def _show(self, more_bytes: int, total_bytes: int) -> None:
         """Show the user what is done in the phases that move bytes."""
-        operation, phase = self._operation, self._operation.current_phase
+        operation, phase = self._operation, self._operation.deadline.phase
         if phase not in {"write", "consolidate"} or not self._job.options.progress:
             return
         if self._report is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, RankMismatchError
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import LocalPlan
@@ -71,7 +71,7 @@ class SaveQueue:
     once all saves have ended.
     """
 
-    def __init__(self, ranks: Ranks, worker: Worker | None, arenas: Arenas) -> None:
+    def __init__(self, ranks: RankGroup, worker: Worker | None, arenas: Arenas) -> None:
         self._ranks = ranks
         self._worker = worker
         self._arenas = arenas
@@ -165,8 +165,8 @@ class SaveQueue:
             with save_operation(self._ranks, job.url, job.options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
-                status.follow(lambda: (operation.signs, operation.save_id))
-                status.on_cancel(operation.give_up)
+                status.follow(lambda: (operation.progress, operation.save_id))
+                status.on_cancel(operation.failed)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
                 return run_save(operation, job.url, job.options, job.part, in_background=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
-from ckpt_storage.coordination.ranks import Ranks, group_of
+from ckpt_storage.coordination.group import RankGroup, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
     PageCache,
@@ -106,7 +106,7 @@ class AsyncSaver:
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
-        self._ranks = Ranks.taken(process_group, lane=f"async/{name}")
+        self._ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
         self._worker: Worker | None = None
         if mode == "process":
             try:
@@ -363,7 +363,7 @@ def _twin_of(planner: SavePlanner) -> SavePlanner:
     return twin
 
 
-def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: Ranks) -> None:
+def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: RankGroup) -> None:
     if os.getpid() != process_id:
         return  # a child of fork owns nothing of this
     arenas.close()

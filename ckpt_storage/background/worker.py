@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
-from ckpt_storage.coordination.signs import Sign
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
@@ -128,128 +129,70 @@ class Outcome:
     is_void: bool = False
 
 
-class PipedOperation:
+def _step(name: str) -> Any:  # noqa: ANN401  # each step has a type of its own
+    def call(operation: PipedOperation, *args: object) -> Any:  # noqa: ANN401  # as the step's own
+        return operation.step(name, *args)
+
+    return call
+
+
+class PipedOperation(Operation):
     """The trainer's `Operation`, borrowed: each step is a call that the trainer carries out."""
 
     def __init__(
         self, send: Callable[[object], None], setup: Setup, number: int, timeouts: Timeouts
     ) -> None:
-        self.rank = setup.rank
-        self.world_size = setup.world_size
-        self.is_coordinator = setup.rank == 0
+        super().__init__(RankGroup.of_worker(setup.rank, setup.world_size), "", timeouts)
         self.number = number
-        self.timeouts = timeouts
-        self.what = ""
-        self.save_id: str | None = None
-        self.committed: CheckpointInfo | None = None
-        self.verdict: CheckpointError | None = None
-        self.is_void = False
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self.signs: Mapping[int, Sign] = {}
-        self.deadline = Deadline("plan", timeouts.plan, watch=self)
         self._send = send
-        self._failure: CheckpointError | None = None
-        self._lock = threading.Lock()
-        self._done_bytes = self._total_bytes = self._done_files = 0
 
-    # What transfers see.
+    meet = _step("meet")
+    gather = _step("gather")
+    scatter = _step("scatter")
+    broadcast = _step("broadcast")
+    all_gather = _step("all_gather")
+    announce = _step("announce")
+    outcome = _step("outcome")
+    is_last_word = _step("is_last_word")
 
-    def failure(self) -> CheckpointError | None:
-        """Return why the operation cannot go on; None while it can."""
-        return self._failure
-
-    def give_up(self, error: CheckpointError) -> None:
-        """End all waits of this process with `error`."""
-        self._failure = self._failure or error
-
-    def failed(self, error: CheckpointError) -> None:
-        """Let the trainer tell all ranks of a failure before it leaves the save."""
-        if self._failure is None:
-            self._failure = error
-            self._send(Beat(number=self.number, failure=travelling(error)))
-
-    def advanced(self, byte_count: int) -> None:
-        """Note bytes done in this phase."""
-        with self._lock:
-            self._done_bytes += byte_count
-
-    def expect(self, total_bytes: int) -> None:
-        """Note how many bytes this rank has to do in this phase."""
-        self._total_bytes = total_bytes
-
-    def ended_file(self) -> None:
-        """Note a complete file of this phase."""
-        with self._lock:
-            self._done_files += 1
-
-    def beat(self) -> Beat:
-        """Return how far this phase is."""
-        return Beat(
-            number=self.number,
-            done_bytes=self._done_bytes,
-            total_bytes=self._total_bytes,
-            done_files=self._done_files,
-        )
-
-    # Phases and steps.
-
-    def phase(
-        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
-    ) -> Deadline:
-        """Begin a phase, here and in the trainer."""
-        self._send(self.beat())
-        self._done_bytes, self._total_bytes, self._done_files = 0, total_bytes, 0
-        self._step("phase", phase, timeout_s, total_bytes)
-        seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
-        self.deadline = Deadline(phase, seconds, watch=self)
-        return self.deadline
-
-    @property
-    def current_phase(self) -> Phase:
-        """The phase that this rank is in."""
-        return self.deadline.phase
-
-    def meet(self, terms: Mapping[str, str]) -> None:
-        """As `Operation.meet`."""
-        self._step("meet", dict(terms))
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """As `Operation.gather`."""
-        gathered: list[bytes] = self._step("gather", payload)
-        return gathered
-
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """As `Operation.scatter`."""
-        return bytes(self._step("scatter", payloads))
-
-    def broadcast(self, payload: bytes) -> bytes:
-        """As `Operation.broadcast`."""
-        return bytes(self._step("broadcast", payload))
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """As `Operation.all_gather`."""
-        together: list[bytes] = self._step("all_gather", payload)
-        return together
-
-    def announce(self, outcome: bytes) -> None:
-        """As `Operation.announce`."""
-        self._step("announce", outcome)
-
-    def outcome(self) -> bytes:
-        """As `Operation.outcome`."""
-        return bytes(self._step("outcome"))
-
-    def is_last_word(self, error: CheckpointError) -> bool:
-        """As `Operation.is_last_word`."""
-        return bool(self._step("is_last_word", error))
-
-    def _step(self, name: str, *args: object) -> Any:  # noqa: ANN401  # as the step's own
+    def step(self, name: str, *args: object) -> Any:  # noqa: ANN401  # as the step's own
+        """Let the trainer carry out a step, and return or raise what it comes to."""
         facts = {"what": self.what, "save_id": self.save_id, "committed": self.committed}
         self._send(Step(number=self.number, name=name, args=args, facts=facts))
         reply = self.replies.get()
         if reply.error is not None:
             raise reply.error
         return reply.value
+
+    def end(self, error: CheckpointError) -> None:
+        """End all waits of this process with `error`."""
+        if self.waits.failure is None:
+            self.waits.fail(error)
+
+    def failed(self, error: CheckpointError) -> None:
+        """Let the trainer tell all ranks of a failure before it leaves the save."""
+        if self.waits.failure is None:
+            self.end(error)
+            self._send(Beat(number=self.number, failure=travelling(error)))
+
+    def phase(
+        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
+    ) -> Deadline:
+        """Begin a phase, here and in the trainer."""
+        self._send(self.beat())
+        self.step("phase", phase, timeout_s, total_bytes)
+        return super().phase(phase, timeout_s, total_bytes=total_bytes)
+
+    def beat(self) -> Beat:
+        """Return how far this phase is."""
+        own = self.heartbeats.own()
+        return Beat(
+            number=self.number,
+            done_bytes=own.done_bytes,
+            total_bytes=own.total_bytes,
+            done_files=own.done_files,
+        )
 
 
 class _Worker:
@@ -344,7 +287,7 @@ class _Worker:
                     if isinstance(message, Reply):
                         operation.replies.put(message)
                     else:
-                        operation.give_up(message.error)
+                        operation.end(message.error)
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)

@@ -37,8 +37,8 @@ def common(command: Command) -> Command:
         "--timeout",
         metavar="SECONDS",
         callback=duration,
-        help="Give up once one step (planning, reading, writing) takes so long; 90, 30m, 2h. "
-        "Default an hour. cp, convert and verify: once nothing has moved for so long.",
+        help="Give up once nothing has moved for so long; 90, 30m, 2h. Default an hour. "
+        "consolidate, ls, rm, prune and doctor: once one step takes so long.",
     )
     return debug(timeout(command))
 

@@ -216,7 +216,7 @@ def _shape_of(tensor: LazyTensor, wanted: Index) -> tuple[int, ...]:
 def _elements(tensor: LazyTensor, wanted: Index) -> Any:  # noqa: ANN401  # numpy's or torch's
     """Return elements as an array; as a tensor of torch for types that numpy lacks."""
     selection = select(wanted, tensor.shape)
-    return _made(tensor, tensor._read(selection.ranges), selection)  # noqa: SLF001  # of this package
+    return _made(tensor, tensor.words(selection.ranges), selection)
 
 
 def _abbreviated(tensor: LazyTensor, wanted: Index) -> str:
@@ -250,7 +250,7 @@ def _pieces(tensor: LazyTensor, wanted: Index, most_bytes: int) -> Iterator[byte
             else whole[some.start : some.stop]
             for whole, some, is_turned in zip(selection.ranges, part, selection.turned, strict=True)
         )
-        yield tensor._read(ranges)[flip].tobytes()  # noqa: SLF001  # of this package
+        yield tensor.words(ranges)[flip].tobytes()
 
 
 def _npy_head(tensor: LazyTensor, wanted: Index) -> bytes:
@@ -292,7 +292,7 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
     found: Words | None = None
     sizes = [sum(map(len, cut)) for cut in cuts]
     for ranges in itertools.product(*cuts):
-        words = tensor._read(ranges)  # noqa: SLF001  # of this package
+        words = tensor.words(ranges)
         if found is None:
             found = np.empty(sizes, words.dtype)
         where = tuple(

@@ -1,4 +1,4 @@
-"""The commit protocol: begin a save attempt, and commit it by one exclusive create of a slot.
+"""One save attempt: it begins, and is committed by one exclusive create of a slot.
 
 Only the coordinator calls it.
 """
@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,6 @@ from ckpt_storage.format.names import (
     STOCK_METADATA,
     begun_path,
     new_save_id,
-    new_write_id,
     ranks_folder,
     save_folder,
     slot_path,
@@ -30,9 +30,8 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .delete import TOMBSTONE_AGE_S, log_to_extend
-from .slot import take_slot
-from .slotlog import CommitLog, is_there, stamp
-from .stockfooter import is_foreign
+from .publishing import is_foreign
+from .slotlog import is_there, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,8 +53,12 @@ class Grant:
     began_s: float
 
 
-def begin(store: Store, *, overwrite: bool, replaces: Collection[str] = ()) -> Grant:
+def begin(
+    store: Store, *, overwrite: bool, replaces: Collection[str] = (), save_id: str | None = None
+) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
+
+    A copy goes on with the attempt of a `save_id` that it chose.
 
     Coordinator only. Raises `CheckpointExistsError` for a committed checkpoint, ours or stock
     torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
@@ -63,28 +66,38 @@ def begin(store: Store, *, overwrite: bool, replaces: Collection[str] = ()) -> G
     cannot be relied on.
     """
     began_s = time.time()
-    calls: list[Callable[[], Any]] = [lambda: log_to_extend(store)]
+    calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
     if not overwrite:
-        calls.append(lambda: is_there(store, STOCK_METADATA))
-    found: CommitLog
-    found, is_shown = [*side_by_side(store, calls), False][:2]
-    if not overwrite:
-        if found.head is not None and found.head.save_id not in replaces:
-            raise CheckpointExistsError(
-                f"{store.url} holds a checkpoint committed at {found.head.created_at} "
-                f"({found.head.save_id}).",
-                path=store.url,
-                phase="plan",
-                next_step="Save to another id, or pass overwrite=True to replace it.",
-            )
-        if is_shown and is_foreign(store, found):
-            raise CheckpointExistsError(
-                f"{store.url} holds a checkpoint that another writer made (.metadata).",
-                path=store.url,
-                phase="plan",
-                next_step="Save to another id, or pass overwrite=True to replace it.",
-            )
-    save_id = new_save_id()
+        calls.append(partial(is_there, store, STOCK_METADATA))
+    found, *shown = side_by_side(store, calls)
+    head, what = found.head, None
+    if not overwrite and head is not None and head.save_id not in replaces:
+        what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
+    elif any(shown) and is_foreign(store, found):
+        what = "a checkpoint that another writer made (.metadata)"
+    if what is not None:
+        raise CheckpointExistsError(
+            f"{store.url} holds {what}.",
+            path=store.url,
+            phase="plan",
+            next_step="Save to another id, or pass overwrite=True to replace it.",
+        )
+    save_id = save_id or new_save_id()
+    _claim(store, save_id)
+    return Grant(
+        save_id=save_id,
+        last_slot=found.last_slot,
+        previous=head.head if head else None,
+        began_s=began_s,
+    )
+
+
+def _claim(store: Store, save_id: str) -> None:
+    """Make the folders of an attempt, and the file that shows that it began.
+
+    Temporary files and open uploads show in no listing: without that file, an attempt that dies
+    before its first file is complete would never be found and freed.
+    """
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
     probed = probe_exclusive_create(store)
     if not probed.exclusive:
@@ -94,17 +107,8 @@ def begin(store: Store, *, overwrite: bool, replaces: Collection[str] = ()) -> G
             store.url,
             probed.reason,
         )
-    # Temporary files and open uploads show in no listing: without this, an attempt that dies before
-    # its first file is complete would never be found and freed.
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(begun_path(save_id), seal(begun))
-    previous = found.head.head if found.head else None
-    return Grant(
-        save_id=save_id,
-        last_slot=found.last_slot,
-        previous=previous,
-        began_s=began_s,
-    )
 
 
 def commit(
@@ -131,56 +135,43 @@ def commit(
             timeout_s=_MOST_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
-    slot = grant.last_slot + 1
+    slot = grant.last_slot
     while True:
-        record = SlotRecord(
-            type="commit",
-            slot=slot,
-            write_id=new_write_id(),
-            head=HeadRef(slot=slot, save_id=grant.save_id),
+        slot += 1
+        holder, is_ours = take_slot(
+            store,
+            "commit",
+            slot,
+            HeadRef(slot=slot, save_id=grant.save_id),
             save_id=grant.save_id,
             manifest=manifest,
             stock=stock,
             stock_entries=stock_entries,
             previous=grant.previous,
             user=user,
-            **stamp(),
         )
-        holder = take_slot(store, record)
-        if holder.write_id == record.write_id:
-            return record
-        if holder.type == "fence" and grant.save_id not in holder.fenced:
-            # Somebody cleared away another attempt; the head is still the one we saw.
-            slot += 1
-            continue
-        raise _conflict(store, grant.save_id, holder)
+        if is_ours:
+            return holder
+        # A fence of others cleared away another attempt; the head is still the one we saw.
+        if holder.type != "fence" or grant.save_id in holder.fenced:
+            raise _conflict(store, grant.save_id, holder)
 
 
 def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictError:
-    winner = {
-        "type": holder.type,
-        "slot": holder.slot,
-        "save_id": holder.save_id,
-        "host": holder.host,
-        "pid": holder.pid,
-        "created_at": holder.created_at,
-    }
     by = f"process {holder.pid} on {holder.host or 'an unknown host'} at {holder.created_at}"
+    what = f"lost slot {holder.slot} to save {holder.save_id} of {by}"
+    next_step = "That save is the checkpoint now. Let one job save to this id; the other goes on "
+    next_step += "from it, or saves to another id."
     if holder.type == "fence":
         what = f"was given up for dead and fenced by {by}"
         next_step = "See why it took so long, then save again."
     elif holder.type == "deleted":
         what = f"lost: the checkpoint was deleted by {by}"
         next_step = "If it is wanted after all, save again."
-    else:
-        what = f"lost slot {holder.slot} to save {holder.save_id} of {by}"
-        next_step = (
-            "That save is the checkpoint now. Let one job save to this id; the other goes on "
-        )
-        next_step += "from it, or saves to another id."
+    told = ("type", "slot", "save_id", "host", "pid", "created_at")
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",
-        winner=winner,
+        winner={name: getattr(holder, name) for name in told},
         path=slot_path(holder.slot),
         phase="commit",
         next_step=next_step,

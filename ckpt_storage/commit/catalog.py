@@ -16,10 +16,9 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
-from . import publishing, slotlog
+from . import publishing
 from .info import CheckpointInfo
-from .slotlog import CommitLog
-from .stockfooter import is_foreign
+from .slotlog import read_log
 
 _THREADS = 8
 log = logging.getLogger("ckpt_storage")
@@ -109,7 +108,7 @@ def publish(
     deadline = Deadline("commit", timeouts.commit)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     with deadline.governs(f"Publishing {location.url}"):
-        if slotlog.read_log(store).head is None:
+        if read_log(store).head is None:
             raise CheckpointNotFoundError(
                 f"{location.url} holds no checkpoint of this package.",
                 path=location.url,
@@ -128,10 +127,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _info(store: Store, location: Location, name: str) -> CheckpointInfo | None:
-    found: CommitLog = slotlog.read_log(store)
-    head = found.head
-    if head is not None:
-        return CheckpointInfo.of(location.url, head, name=name)
-    if is_foreign(store, found):
+    found = read_log(store)
+    if found.head is not None:
+        return CheckpointInfo.of(location.url, found.head, name=name)
+    if publishing.is_foreign(store, found):
         return CheckpointInfo(url=location.url, name=name, format="dcp")
     return None

@@ -8,17 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
 from ckpt_storage.format.names import (
-    SAVES,
     begun_path,
     is_publishing_path,
-    is_save_id,
-    new_write_id,
     probe_path,
     published_path,
     save_folder,
@@ -26,11 +23,9 @@ from ckpt_storage.format.names import (
 )
 from ckpt_storage.store.store import Store
 
-from .delete import delete_attempt, log_to_extend
-from .publishing import publish
-from .slot import take_slot
-from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, stamp
-from .stockfooter import read_footer
+from .delete import attempts_there, delete_attempt, log_to_extend
+from .publishing import publish, read_footer
+from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,23 +44,23 @@ def free_superseded(
     reads. Raises `StorageError`.
     """
     head = read_log(store, known=known).head
-    if head is None:
-        return []
     candidates: list[SlotRecord] = []
     for index, record in enumerate(history(store, head)):
-        if index < keep_previous or record.save_id is None or record.manifest is None:
+        if index <= keep_previous or record.manifest is None:
             continue
         if not is_there(store, record.manifest.path):
             # Who freed it may have been cut just before the end.
-            store.delete_folder(save_folder(record.save_id))
+            store.delete_folder(save_folder(record.save_id or ""))
             break  # the manifest goes last, and older attempts go first
         candidates.append(record)
     return _free_commits(store, head, candidates[::-1])
 
 
-def _free_commits(store: Store, head: SlotRecord, records: Sequence[SlotRecord]) -> list[str]:
+def _free_commits(
+    store: Store, head: SlotRecord | None, records: Sequence[SlotRecord]
+) -> list[str]:
     """Delete commits that `head` superseded and nobody can publish any more, in this order."""
-    if not records:
+    if head is None or not records:
         return []
     named = read_footer(store)
     is_shown = named is not None and named.slot >= head.slot
@@ -79,10 +74,9 @@ def _free_commits(store: Store, head: SlotRecord, records: Sequence[SlotRecord])
                 continue
             # Looked at only now: what was published late was published before that was ruled out.
             named = read_footer(store)
-        if named is not None and named.save_id == save_id:
-            continue
-        delete_attempt(store, save_id)
-        freed.append(save_id)
+        if named is None or named.save_id != save_id:
+            delete_attempt(store, save_id)
+            freed.append(save_id)
     return freed
 
 
@@ -97,11 +91,9 @@ def _cannot_publish(store: Store, record: SlotRecord) -> bool:
     times_s = [entry.modified_s for entry in entries if is_publishing_path(entry.path)]
     if not is_there(store, published_path(save_id)):
         times_s.append(store.stat(slot_path(record.slot)).modified_s)
-    if not times_s:
-        return True
     known_s = [time_s for time_s in times_s if time_s is not None]
-    if len(known_s) < len(times_s):
-        return False
+    if not known_s or len(known_s) < len(times_s):
+        return not times_s
     return store.server_time(probe_path()) - max(known_s) > LEFTOVER_AGE_S
 
 
@@ -113,15 +105,9 @@ def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
     """
     while True:
         found = log_to_extend(store)
-        record = SlotRecord(
-            type="fence",
-            slot=found.last_slot + 1,
-            write_id=new_write_id(),
-            head=found.head.head if found.head else None,
-            fenced=tuple(save_ids),
-            **stamp(),
-        )
-        if take_slot(store, record).write_id == record.write_id:
+        slot, head = found.last_slot + 1, found.head.head if found.head else None
+        record, is_ours = take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
+        if is_ours:
             return replace(found, last_slot=record.slot, last=record)
         store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
@@ -142,14 +128,13 @@ def free_leftovers(
     head when there is nothing old; otherwise all slots are read. `known` is as in
     `free_superseded`.
     """
-    times_s = _last_changes(store)
+    times_s = attempts_there(store)
     found = read_log(store, known=known)
     for reference in (found.head.head, found.head.previous) if found.head else ():
         times_s.pop(reference.save_id if reference else "", None)
-    if not times_s:
-        return []
-    now_s = store.server_time(probe_path())
-    old = [save_id for save_id, time_s in times_s.items() if now_s - time_s >= min_age_s]
+    told = {save_id: time_s for save_id, time_s in times_s.items() if time_s is not None}
+    now_s = store.server_time(probe_path()) if told else 0.0
+    old = [save_id for save_id, time_s in told.items() if now_s - time_s >= min_age_s]
     if not old:
         return []
     commits = _commits(store, found)
@@ -157,20 +142,13 @@ def free_leftovers(
     if dead:
         found = fence(store, dead)
         commits = _commits(store, found)
-    freed = []
-    if found.head is not None:
-        order = list(commits)
-        superseded = [commits[save_id] for save_id in order[keep_previous + 1 :] if save_id in old]
-        freed = _free_commits(store, found.head, superseded[::-1])
+    superseded = [commits[save_id] for save_id in list(commits)[keep_previous + 1 :]]
+    wanted = [record for record in superseded[::-1] if record.save_id in old]
+    freed = _free_commits(store, found.head, wanted)
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish(store)
-    for save_id in dead:
-        if save_id not in commits:
-            log.info("freeing save attempt %s, which no commit leads to", save_id)
-            delete_attempt(store, save_id)
-            freed.append(save_id)
-    return freed
+    return freed + _delete_all(store, (save_id for save_id in dead if save_id not in commits))
 
 
 def free_dead(store: Store, *, besides: str) -> list[str]:
@@ -180,20 +158,20 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     storage full; `besides` is its own id. They are fenced first: one that lives after all fails
     with `CommitConflictError`.
     """
-    listed = {entry.path.split("/")[1] for entry in store.list(SAVES)} - {besides}
-    commits = _commits(store, read_log(store))
-    dead = [
-        save_id
-        for save_id in sorted(filter(is_save_id, listed - commits.keys()))
-        if _has_ended(store, save_id)
-    ]
+    others = attempts_there(store).keys() - {besides} - _commits(store, read_log(store)).keys()
+    dead = [save_id for save_id in sorted(others) if _has_ended(store, save_id)]
     if not dead:
         return []
-    found = fence(store, dead)
-    freed = [save_id for save_id in dead if save_id not in _commits(store, found)]
-    for save_id in freed:
-        log.warning("%s is full: freeing save attempt %s, which died", store.url, save_id)
+    commits = _commits(store, fence(store, dead))
+    return _delete_all(store, (save_id for save_id in dead if save_id not in commits))
+
+
+def _delete_all(store: Store, save_ids: Iterable[str]) -> list[str]:
+    freed = []
+    for save_id in save_ids:
+        log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
         delete_attempt(store, save_id)
+        freed.append(save_id)
     return freed
 
 
@@ -204,31 +182,14 @@ def _has_ended(store: Store, save_id: str) -> bool:
     pid = begun.get("pid")
     if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
-    if pid == os.getpid():
-        return True
     try:
-        os.kill(pid, 0)
+        if pid != os.getpid():
+            os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
         return False
-    return False
-
-
-def _last_changes(store: Store) -> dict[str, float]:
-    """Return, for each attempt, when its youngest file was written, by the storage's clock.
-
-    Attempts of which the storage does not tell are left out.
-    """
-    times_s: dict[str, float] = {}
-    untold: set[str] = set()
-    for entry in store.list(SAVES):
-        save_id = entry.path.split("/")[1]
-        if entry.modified_s is None:
-            untold.add(save_id)
-        elif is_save_id(save_id):
-            times_s[save_id] = max(times_s.get(save_id, 0.0), entry.modified_s)
-    return {save_id: time_s for save_id, time_s in times_s.items() if save_id not in untold}
+    return pid == os.getpid()
 
 
 def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
@@ -236,9 +197,7 @@ def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
 
     Without a head, every commit record left in the slots: it was deleted, or is being deleted.
     """
-    records: list[SlotRecord | None]
+    records: Iterable[SlotRecord | None] = history(store, found.head)
     if found.head is None:
-        records = [read_slot(store, slot) for slot in range(found.last_slot, 0, -1)]
-    else:
-        records = [found.head, *history(store, found.head)]
+        records = (read_slot(store, slot) for slot in range(found.last_slot, 0, -1))
     return {record.save_id: record for record in records if record and record.save_id}

@@ -8,6 +8,9 @@ saver began anew at slot 1. Who finds no slot 1 lists the folder.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES
@@ -18,7 +21,6 @@ from ckpt_storage.format.names import (
     is_save_id,
     manifest_path,
     markers_of,
-    new_write_id,
     probe_path,
     save_folder,
     slot_path,
@@ -27,10 +29,18 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_conditional_delete
 from ckpt_storage.store.store import Store
 
-from .publishing import publish
-from .slot import take_slot
-from .slotlog import CommitLog, history, listed_slots, read_if_there, read_log, read_slot, stamp
-from .stockfooter import read_footer
+from .publishing import publish, read_footer
+from .slotlog import (
+    CommitLog,
+    history,
+    listed_slots,
+    read_if_there,
+    read_log,
+    read_slot,
+    take_slot,
+)
+
+log = logging.getLogger("ckpt_storage")
 
 TOMBSTONE_AGE_S = 7 * 24 * 3600.0
 """Age by the storage's clock from which the slots of a deleted checkpoint may be removed."""
@@ -43,15 +53,51 @@ def delete_attempt(store: Store, save_id: str) -> None:
     made sure go with the folder, so that it still can be when this was cut half-way.
     """
     folder = save_folder(save_id)
-    store.abort_uploads(folder)
+    abort_uploads(store, folder)
     paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
     manifest = manifest_path(save_id)
     kept = {manifest, *markers_of(save_id), *filter(is_publishing_path, paths)}
     shards = [path for path in paths if path.endswith(".distcp")]
     store.delete(shards)
-    store.delete([path for path in paths if path not in kept and not path.endswith(".distcp")])
+    store.delete([path for path in paths if path not in kept.union(shards)])
     store.delete([manifest])
     store.delete_folder(folder)
+
+
+def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
+    """Abort the uploads that dead runs left open below a folder, `only` those that are meant.
+
+    They stay where the storage does not list them, or not to us: files are deleted all the same.
+    """
+    try:
+        count = store.abort_uploads(folder, only=only)
+    except StorageError as error:
+        if error.kind not in {"permission", "unsupported"}:
+            raise
+        # They take room, but no part in any checkpoint.
+        log.warning(
+            "%s: open uploads cannot be listed; those that are there stay: %s",
+            store.shown(folder),
+            error,
+        )
+    else:
+        if count:
+            log.info("%s: %d uploads that were left open are gone", store.shown(folder), count)
+
+
+def attempts_there(store: Store) -> dict[str, float | None]:
+    """Return, for each attempt, when its youngest file was written, by the storage's clock.
+
+    None where the storage does not tell. What others keep in a folder of that name is left out.
+    """
+    times_s: dict[str, float | None] = {}
+    for entry in store.list(SAVES):
+        save_id, time_s = entry.path.split("/")[1], entry.modified_s
+        if is_save_id(save_id):
+            known_s = times_s.get(save_id, 0.0)
+            is_untold = known_s is None or time_s is None
+            times_s[save_id] = None if is_untold else max(known_s or 0.0, time_s or 0.0)
+    return times_s
 
 
 def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
@@ -73,32 +119,23 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
             next_step="Give the id of the save that is meant, or None for whatever is there.",
         )
     while True:
-        listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}
-        # What others keep in a folder of that name is no save of ours.
-        doomed = set(filter(is_save_id, listed))
+        doomed = set(attempts_there(store))
         found = read_log(store)
         if found.last is None and not doomed:
             return False
         record = _tombstone(store, found)
         if record is not None:
             break
-        head_id = found.head.save_id if found.head else None
-        if expected_save_id is not None and expected_save_id != head_id:
+        if expected_save_id not in {None, found.head.save_id if found.head else None}:
             return False
         found = log_to_extend(store)
-        for known in (found.head, *history(store, found.head)) if found.head else ():
+        for known in history(store, found.head):
             if known.save_id is None or known.save_id in doomed:
                 break
             doomed.add(known.save_id)  # it began and committed since the listing
-        record = SlotRecord(
-            type="deleted",
-            slot=found.last_slot + 1,
-            write_id=new_write_id(),
-            head=None,
-            fenced=tuple(sorted(doomed)),
-            **stamp(),
-        )
-        if take_slot(store, record).write_id == record.write_id:
+        slot, fenced = found.last_slot + 1, tuple(sorted(doomed))
+        record, is_ours = take_slot(store, "deleted", slot, None, fenced=fenced)
+        if is_ours:
             break
         store.deadline.check(f"Deleting {store.url}")
     _end_deletion(store, record)
@@ -122,21 +159,12 @@ def log_to_extend(store: Store) -> CommitLog:
             continue  # the slots were removed while they were looked at
         if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
             return found
-        if age_s >= TOMBSTONE_AGE_S:
-            try:
-                _remove(store, found)
-            except UnsupportedByStoreError:
-                return found  # nobody removes anything here
-            continue
-        fence = SlotRecord(
-            type="fence",
-            slot=found.last_slot + 1,
-            write_id=new_write_id(),
-            head=None,
-            **stamp(),
-        )
-        left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
-        take_slot(store.bounded(Deadline(store.deadline.phase, left_s)), fence)
+        if age_s < TOMBSTONE_AGE_S:
+            left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
+            bounded = store.bounded(Deadline(store.deadline.phase, left_s))
+            take_slot(bounded, "fence", found.last_slot + 1, None)
+        elif _removed(store, found) is None:
+            return found  # nobody removes anything here
 
 
 def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> bool:
@@ -150,12 +178,7 @@ def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> boo
     if found.head is not None or found.last is None:
         return False
     age_s = _age_s(store, found)
-    if age_s is None or age_s < min_age_s:
-        return False
-    try:
-        return _remove(store, found)
-    except UnsupportedByStoreError:
-        return False
+    return age_s is not None and age_s >= min_age_s and _removed(store, found) is True
 
 
 def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
@@ -178,7 +201,8 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
         delete_attempt(store, save_id)
 
 
-def _remove(store: Store, found: CommitLog) -> bool:
+def _removed(store: Store, found: CommitLog) -> bool | None:
+    """Remove the slots; return whether they went, None where the storage has no such condition."""
     record = _tombstone(store, found)
     if record is not None:
         _end_deletion(store, record)
@@ -188,25 +212,21 @@ def _remove(store: Store, found: CommitLog) -> bool:
         if (content := read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES))
     }
     last = slots.get(found.last_slot)
-    if last is None or found.last is None or max(slots) > found.last_slot:
+    if last is None or max(slots) > found.last_slot:
         return False
-    if SlotRecord.decode(last.data, slot=found.last_slot).write_id != found.last.write_id:
+    if SlotRecord.decode(last.data, slot=found.last_slot) != found.last:
         return False
-    if not probe_conditional_delete(store):
-        raise UnsupportedByStoreError(
-            f"{store.url} deletes objects whatever their version is.", kind="unsupported"
-        )
-    for slot, content in slots.items():
-        if content.version is None:
-            raise UnsupportedByStoreError(
-                f"{store.url} tells no versions of objects.", kind="unsupported"
-            )
-        try:
+    try:
+        for slot, content in slots.items():
+            if content.version is None or not probe_conditional_delete(store):
+                return None
             store.delete_version(slot_path(slot), content.version)
-        except StorageError as error:
-            if error.kind != "precondition":
-                raise
-            return False
+    except UnsupportedByStoreError:
+        return None
+    except StorageError as error:
+        if error.kind != "precondition":
+            raise
+        return False
     return True
 
 
@@ -214,11 +234,10 @@ def _age_s(store: Store, found: CommitLog) -> float | None:
     """Return the age of the last record by the storage's clock, None where it tells no times."""
     try:
         modified_s = store.stat(slot_path(found.last_slot)).modified_s
-        now_s = store.server_time(probe_path())
+        return None if modified_s is None else store.server_time(probe_path()) - modified_s
     except UnsupportedByStoreError:
         return None
     except StorageError as error:
         if error.kind != "not-found":
             raise
         return None  # it was removed since
-    return None if modified_s is None else now_s - modified_s

@@ -1,36 +1,125 @@
-"""`.metadata` for stock readers: its footer, and how it follows the head (invariant I13)."""
+"""`.metadata` for stock readers: whose it is, and how it follows the head (invariant I13).
+
+Its footer names the slot. A storage that replaces under a condition keeps the order by itself.
+Elsewhere a saver that is paused could bring back what was freed meanwhile. So whoever frees a
+superseded save first makes sure that nobody will publish it any more: its saver leaves the marker
+`published.json` when it is done, and others leave a note while they are at it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
-from ckpt_storage.errors import IntegrityError, NotPublishedError, StorageError
+from ckpt_storage.errors import FormatError, IntegrityError, NotPublishedError, StorageError
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
-from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.names import STOCK_METADATA, published_path, publishing_path
+from ckpt_storage.format.documents import DAMAGED, FileRef, seal
+from ckpt_storage.format.names import (
+    STOCK_METADATA,
+    published_path,
+    publishing_path,
+    slot_path,
+)
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .info import CheckpointInfo
-from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
-from .stockfooter import check_newest, read_footer
+from .slotlog import CommitLog, is_there, read_log, read_referenced, read_stock, stamp
 
 log = logging.getLogger("ckpt_storage")
 
-_PUBLISH_ROUNDS = 20
-_PUBLISH_DOUBTS = 3
+_PICKLE_STOP = b"."
+_FOOTER_MOST_BYTES = 512
+_ROUNDS = 20
+_DOUBTS = 3
 
 
-def publish(
-    store: Store,
-    *,
-    own: SlotRecord | None = None,
-    own_stock: bytes | None = None,
-) -> bool:
+def read_footer(store: Store) -> HeadRef | None:
+    """Return what the footer of `.metadata` names, None if it has none or is not there.
+
+    Two small requests, however large the pickle is.
+    """
+    return split_footer(_tail(store))[1]
+
+
+def _tail(store: Store) -> bytes:
+    try:
+        size_bytes = store.stat(STOCK_METADATA).size_bytes
+        tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
+        store.read(STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
+    except IntegrityError:
+        return b""  # replaced by a shorter one between the two requests
+    except StorageError as error:
+        if error.kind == "not-found":
+            return b""
+        raise
+    return bytes(tail)
+
+
+def is_foreign(store: Store, found: CommitLog) -> bool:
+    """Return whether another tool committed what lies at the root of `store`.
+
+    `found` are its slots. Of a deleted checkpoint they stay, and another tool may save under its
+    name later: it does if there is a `.metadata` without our footer. Raises `StorageError`.
+    """
+    if found.head is not None or not is_there(store, STOCK_METADATA):
+        return False
+    return found.last is None or read_footer(store) is None
+
+
+def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> None:
+    """Raise `FormatError` if `.metadata` tells of a newer save than `head`.
+
+    That is another tool's save over a head that was published, or a slot behind all that are
+    there. One that is damaged or cannot be read raises nothing. `stock` is its content, if that was
+    read; else looking takes two small requests.
+    """
+    try:
+        tail = _tail(store) if stock is None else stock
+    except StorageError as error:
+        log.info("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
+        return
+    named = split_footer(tail)[1]
+    ours = f"save {head.save_id} of {head.created_at} in {slot_path(head.slot)}"
+    if named is None and tail.endswith(_PICKLE_STOP) and _is_written_after(store, head):
+        raise FormatError(
+            f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, such "
+            "as torch's own writer, saved over it (.metadata).",
+            path=STOCK_METADATA,
+            phase="load",
+            next_step="To keep the newer one, load it with torch's own reader. To keep the older "
+            "one, delete .metadata. To replace both, save with overwrite=True.",
+        )
+    if named is None or named.slot <= head.slot:
+        return
+    if named.slot > read_log(store, known=head).last_slot:
+        raise FormatError(
+            f"{store.url}: .metadata names save {named.save_id} in slot {named.slot}, but the "
+            f"newest commit that can be found is {ours}.",
+            path=slot_path(named.slot),
+            phase="load",
+            next_step="The folder commits/ lost files; restore it from a copy. torch's own "
+            "readers still load what .metadata names, without checksums.",
+        )
+
+
+def _is_written_after(store: Store, head: SlotRecord) -> bool:
+    """Return whether a `.metadata` that is not ours is newer than `head`."""
+    if is_there(store, published_path(head.save_id or "")):
+        return True
+    # Somebody else than its saver may have published it: those leave no marker.
+    stock_s, slot_s = (
+        store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
+    )
+    return stock_s is not None and slot_s is not None and stock_s > slot_s
+
+
+def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:
     """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
 
     Idempotent; any rank or opener with the right to write may call it. A saver passes the record of
@@ -40,117 +129,108 @@ def publish(
     `check_newest`; the commit stands all the same.
     """
     publisher = _Publisher(store, own, own_stock)
-    for _ in range(_PUBLISH_ROUNDS):
-        names_head = publisher.go_on()
-        if names_head is None:
-            continue
-        try:
-            publisher.end()
-        except StorageError as error:
-            log.warning("%s: what it supersedes is kept a day longer: %s", store.url, error)
-        return names_head
+    for round_ in range(_ROUNDS):
+        # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
+        head, last_slot = (own, 0) if publisher.is_conditional and not round_ else (None, 0)
+        if head is None:
+            found = read_log(store, known=own)
+            head, last_slot = found.head, found.last_slot
+        names_head = publisher.go_on(head, last_slot)
+        if names_head is not None:
+            publisher.end(is_there=head is not None)
+            return names_head
     raise StorageError(
-        f"{store.url}: .metadata was changed by others {_PUBLISH_ROUNDS} times while being "
-        "published.",
+        f"{store.url}: .metadata was changed by others {_ROUNDS} times while being published.",
         kind="precondition",
         path=STOCK_METADATA,
         next_step="Find out what else writes there; the next save or load publishes again.",
     )
 
 
+@dataclass(slots=True)
 class _Publisher:
     """One run of `publish`: what was done and announced so far."""
 
-    def __init__(
-        self,
-        store: Store,
-        own: SlotRecord | None,
-        own_stock: bytes | None,
-    ) -> None:
-        self._store = store
-        self._own = own
-        self._own_stock = own_stock
-        self._conditional = store.capabilities.if_match
-        # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
-        self._head = own if self._conditional else None
-        self._put: HeadRef | None = None
-        self._notes: dict[str | None, str] = {}
-        self._doubt_count = 0
-        self._has_head = True
-        self._is_marked = False
+    store: Store
+    own: SlotRecord | None
+    own_stock: bytes | None
+    is_marked: bool = False
+    has_put: bool = False
+    doubt_count: int = 0
+    notes: dict[str | None, str] = field(default_factory=dict)
 
-    def go_on(self) -> bool | None:
+    @property
+    def is_conditional(self) -> bool:
+        return self.store.capabilities.if_match
+
+    def go_on(self, head: SlotRecord | None, last_slot: int) -> bool | None:
         """Look and act once; return whether `.metadata` names the head, None: look again."""
-        store = self._store
-        head, self._head = self._head, None
-        last_slot = 0
-        if head is None:
-            found = read_log(store, known=self._own)
-            head, last_slot = found.head, found.last_slot
-        current = read_stock(store)
+        own = self.own
+        current = read_stock(self.store)
         named = split_footer(current.data)[1] if current else None
-        if self._own is None and head is not None and current is not None:
-            check_newest(store, head, current.data)
-        self._has_head = head is not None
+        if own is None and head is not None and current is not None:
+            check_newest(self.store, head, current.data)
         if head is None or head.stock is None:
             return self._withdraw(named, last_slot)
         if named is not None and named.slot >= head.slot:
             return True
-        is_mine = self._own is not None and self._own.save_id == head.save_id
-        if not self._may_publish(is_mine=is_mine):
-            return False
-        if not self._conditional and not is_mine and head.save_id not in self._notes:
+        is_mine = own is not None and own.save_id == head.save_id
+        if self.is_marked if is_mine else not (self.is_conditional or own is None or self.has_put):
+            return False  # its saver or the next opener sees to it
+        if not (self.is_conditional or is_mine or head.save_id in self.notes):
             self._announce(head)
             return None
-        data = self._stock_of(head, self._own_stock if is_mine else None)
-        if data is None or not self._replace(current, data, head):
+        data = self._stock_of(head, head.stock, self.own_stock if is_mine else None)
+        if data is None or not self._replace(current, data) or not self.is_conditional:
             return None
-        return self._confirm(current, is_mine=is_mine)
-
-    def _may_publish(self, *, is_mine: bool) -> bool:
-        """Return whether the head is for this run; else its saver or the next opener sees to it."""
-        if is_mine:
-            return not self._is_marked
-        return self._conditional or self._own is None or self._put is not None
-
-    def _confirm(self, current: Content | None, *, is_mine: bool) -> bool | None:
-        """Return whether `.metadata`, just put in place of `current`, stays; None: look again.
-
-        Where what was read was the condition, nobody was overtaken. Where absence was, only a
-        deletion can have come in between. The saver's marker need not wait for that answer: its own
-        commit is not published again, whatever is found.
-        """
-        if not self._conditional:
-            return None
-        if current is not None:
-            return True
-        calls: list[Callable[[], CommitLog | None]] = [
-            lambda: read_log(self._store, known=self._own)
-        ]
-        if is_mine:
-            calls.append(self._mark)
-        found = side_by_side(self._store, calls)[0]
-        head = found.head if found else None
-        own = self._own
-        return True if head and own and head.save_id == own.save_id else None
-
-    def _mark(self) -> None:
-        """Leave word that the saver of the own commit will not publish it (again)."""
-        if self._own is not None and self._own.save_id is not None and not self._is_marked:
-            self._is_marked = True
-            marker = {"format": "ckpt_storage.published/1", "save_id": self._own.save_id}
-            self._store.put(published_path(self._own.save_id), seal(marker))
+        return True if current is not None else self._is_own_still(is_mine=is_mine)
 
     def _withdraw(self, named: HeadRef | None, last_slot: int) -> bool | None:
         """Undo a replacement during which the checkpoint was deleted.
 
         Also what another put over it, who could not know: for it, ours was still there.
         """
-        if self._put is None or named is None or named.slot > last_slot:
+        if not self.has_put or named is None or named.slot > last_slot:
             return False
-        self._store.delete([STOCK_METADATA])
-        self._put = None
+        self.store.delete([STOCK_METADATA])
+        self.has_put = False
         return None
+
+    def _is_own_still(self, *, is_mine: bool) -> bool | None:
+        """Return whether the head, put where nothing was, is the own commit; None: look again.
+
+        Only a deletion can have come in between. The marker need not wait for that answer: its own
+        commit is not published again, whatever is found.
+        """
+        store, own = self.store, self.own
+        calls: list[Callable[[], CommitLog | None]] = [partial(read_log, store, known=own)]
+        found = side_by_side(store, [*calls, self._mark] if is_mine else calls)[0]
+        now = found.head if found else None
+        return True if now and own and now.save_id == own.save_id else None
+
+    def end(self, *, is_there: bool) -> None:
+        """Leave the marker and take the notes back.
+
+        Not after an error: what was asked for may still happen.
+        """
+        left = list(self.notes.values())
+        try:
+            if is_there:
+                self._mark()
+            elif self.is_marked and self.own is not None:
+                # Whoever deleted the checkpoint may have listed its files before the marker.
+                left.append(published_path(self.own.save_id or ""))
+            with contextlib.suppress(StorageError):
+                self.store.delete(left)
+        except StorageError as error:
+            log.warning("%s: what it supersedes is kept a day longer: %s", self.store.url, error)
+
+    def _mark(self) -> None:
+        """Leave word that the saver of the own commit will not publish it (again)."""
+        if self.own is not None and self.own.save_id is not None and not self.is_marked:
+            self.is_marked = True
+            marker = {"format": "ckpt_storage.published/1", "save_id": self.own.save_id}
+            self.store.put(published_path(self.own.save_id), seal(marker))
 
     def _announce(self, head: SlotRecord) -> None:
         """Keep the head's files from being freed while somebody else than its saver publishes it.
@@ -162,84 +242,54 @@ class _Publisher:
         path = publishing_path(save_id)
         note = {"format": "ckpt_storage.publishing/1", "save_id": save_id, **stamp()}
         try:
-            self._store.put(path, seal(note))
+            self.store.put(path, seal(note))
         except StorageError as error:
             if error.kind != "not-found" or self._is_head(head):
                 raise
         else:
-            self._notes[save_id] = path
-
-    def end(self) -> None:
-        """Leave the marker and take the notes back.
-
-        Not after an error: what was asked for may still happen.
-        """
-        left = list(self._notes.values())
-        if self._has_head:
-            self._mark()
-        elif self._is_marked and self._own is not None:
-            # Whoever deleted the checkpoint may have listed its files before the marker was there.
-            left.append(published_path(self._own.save_id or ""))
-        if left:
-            with contextlib.suppress(StorageError):
-                self._store.delete(left)
+            self.notes[save_id] = path
 
     def _is_head(self, head: SlotRecord) -> bool:
-        now = read_log(self._store).head
+        now = read_log(self.store).head
         return now is not None and now.save_id == head.save_id
 
-    def _stock_of(self, head: SlotRecord, data: bytes | None) -> bytes | None:
+    def _stock_of(self, head: SlotRecord, reference: FileRef, data: bytes | None) -> bytes | None:
         """Return what `.metadata` must hold for `head`; None if it was freed meanwhile."""
-        reference = head.stock
-        if reference is None or head.save_id is None:  # pragma: no cover  # callers checked
-            return None
         if data is None:
             try:
-                data = read_referenced(self._store, reference, most_bytes=MOST_STOCK_BYTES)
+                data = read_referenced(self.store, reference, most_bytes=MOST_STOCK_BYTES)
             except StorageError as error:
                 if error.kind != "not-found":
                     raise
-                if self._is_head(head):
-                    raise _missing(self._store, reference) from error
-                return None
-        else:
-            check_document(data, reference)
-        pickled, _ = split_footer(data)
-        return with_footer(pickled, slot=head.slot, save_id=head.save_id)
+                if not self._is_head(head):
+                    return None
+                raise IntegrityError(
+                    f"{self.store.url}: {reference.path} is missing.",
+                    path=reference.path,
+                    offset=0,
+                    next_step=DAMAGED,
+                ) from error
+        return with_footer(split_footer(data)[0], slot=head.slot, save_id=head.save_id or "")
 
-    def _replace(self, current: Content | None, data: bytes, head: SlotRecord) -> bool:
+    def _replace(self, current: Content | None, data: bytes) -> bool:
         """Put `.metadata` in place of what was read; False: look at what is there now."""
-        self._put, before = head.head, self._put
+        had_put, self.has_put = self.has_put, True
         try:
-            if not self._conditional:
-                self._store.replace(STOCK_METADATA, data)
-            elif current is None:
-                self._store.create(STOCK_METADATA, data)
+            if self.is_conditional and current is None:
+                self.store.create(STOCK_METADATA, data)
             else:
-                self._store.replace(STOCK_METADATA, data, if_match=current.version)
+                version = current.version if self.is_conditional and current else None
+                self.store.replace(STOCK_METADATA, data, if_match=version)
         except StorageError as error:
             if error.kind in {"precondition", "exists", "not-found"}:
-                self._put = before
+                self.has_put = had_put
                 return False
             # An answer may have been lost.
-            self._doubt_count += 1
-            if not error.retryable or self._doubt_count > _PUBLISH_DOUBTS:
+            self.doubt_count += 1
+            if not error.retryable or self.doubt_count > _DOUBTS:
                 raise
             return False
         return True
-
-
-def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
-    """Return the error that `record` is committed, but `error` kept it from being published."""
-    return NotPublishedError(
-        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
-        f"own readers may not find it, because replacing .metadata failed: {error}",
-        info=CheckpointInfo.of(store.url, record),
-        path=STOCK_METADATA,
-        phase="commit",
-        next_step="Do not save it again. Once the cause is gone, call "
-        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
-    )
 
 
 def roll_forward(store: Store, save_id: str) -> bool:
@@ -259,10 +309,14 @@ def roll_forward(store: Store, save_id: str) -> bool:
         return False
 
 
-def _missing(store: Store, reference: FileRef) -> IntegrityError:
-    return IntegrityError(
-        f"{store.url}: {reference.path} is missing.",
-        path=reference.path,
-        offset=0,
-        next_step="Restore the file from a copy, or load another checkpoint.",
+def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+    """Return the error that `record` is committed, but `error` kept it from being published."""
+    return NotPublishedError(
+        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
+        f"own readers may not find it, because replacing .metadata failed: {error}",
+        info=CheckpointInfo.of(store.url, record),
+        path=STOCK_METADATA,
+        phase="commit",
+        next_step="Do not save it again. Once the cause is gone, call "
+        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
     )

@@ -1,24 +1,38 @@
-"""The commit slots as they lie on a storage: find the highest, and the head it tells of."""
+"""The commit slots as they lie on a storage: read, searched for the head, and taken."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
-from ckpt_storage.errors import FormatError, IntegrityError, StorageError
-from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
-from ckpt_storage.format.names import COMMITS, STOCK_METADATA, slot_number, slot_path
+from ckpt_storage.format.names import (
+    COMMITS,
+    STOCK_METADATA,
+    new_write_id,
+    slot_number,
+    slot_path,
+)
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
+from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import side_by_side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,52 +49,67 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
 
     Raises `StorageError`, `IntegrityError`, `FormatError`.
     """
-    try:
-        data = store.get(slot_path(slot), max_bytes=MOST_SLOT_BYTES).data
-    except StorageError as error:
-        if error.kind == "not-found":
-            return None
-        raise
-    return SlotRecord.decode(data, slot=slot)
+    found = read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES)
+    return None if found is None else SlotRecord.decode(found.data, slot=slot)
 
 
-def read_log(store: Store, *, known: SlotRecord | None = None) -> CommitLog:
+def read_log(
+    store: Store,
+    *,
+    known: SlotRecord | None = None,
+    read: Mapping[int, SlotRecord | None] = MappingProxyType({}),
+) -> CommitLog:
     """Find the highest slot by galloping over names, and the head it tells of (invariant I3).
 
     About 2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where
-    nothing is; where the record of a slot is `known`, n counts from there. Safe on any rank.
+    nothing is; where the record of a slot is `known`, n counts from there. What was `read` is not
+    read again. Safe on any rank.
     """
-    return _log_of(store, partial(read_slot, store), known)
+
+    def look(slot: int) -> SlotRecord | None:
+        return read[slot] if slot in read else read_slot(store, slot)
+
+    low, low_record = (known.slot, known) if known else (0, None)
+    record = look(low + 1)
+    if record is None and known is None and (lowest := _lowest_slot(store)):
+        # Those of a deleted checkpoint go in this order.
+        record = look(lowest)
+        low = lowest - 1 if record else 0
+    origin, high = low, low + 1
+    while record is not None:
+        low, low_record = high, record
+        high += high - origin
+        record = look(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        record = look(middle)
+        if record is None:
+            high = middle
+        else:
+            low, low_record = middle, record
+    if low_record is None or low_record.head is None:
+        return CommitLog(last_slot=low, last=low_record, head=None)
+    reference = low_record.head
+    head = low_record if reference.slot == low else look(reference.slot)
+    if head is None or head.type != "commit" or head.save_id != reference.save_id:
+        raise FormatError(
+            f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
+            f"{reference.save_id}, which it is not.",
+            path=slot_path(low),
+            next_step="The folder commits/ was altered; restore it from a copy.",
+        )
+    return CommitLog(last_slot=low, last=low_record, head=head)
 
 
 def read_log_together(store: Store) -> CommitLog:
-    """Do what `read_log` does, asking for the first two slots side by side; for readers.
+    """Do what `read_log` does, asking a remote storage for the first two slots side by side.
 
-    Of a checkpoint saved once that is all there is to ask for, so it takes one round trip. In a
-    folder without slots it costs a request more.
+    For readers: of a checkpoint saved once that is all there is to ask for.
     """
-    second: list[SlotRecord | Exception | None] = []
-
-    def ask() -> None:
-        try:
-            second.append(read_slot(store, 2))
-        except Exception as error:  # noqa: BLE001  # raised by the thread that wants the answer
-            second.append(error)
-
-    thread = threading.Thread(target=ask, name=f"read slot 2 of {store.url}", daemon=True)
-    thread.start()
-
-    def read(slot: int) -> SlotRecord | None:
-        if slot != 2:  # noqa: PLR2004  # the one that was asked for
-            return read_slot(store, slot)
-        # It ends when a request must.
-        thread.join()
-        found = second[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    return _log_of(store, read, None)
+    if not store.capabilities.is_remote:
+        return read_log(store)
+    first, second = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
+    return read_log(store, read={1: first, 2: second})
 
 
 def listed_slots(store: Store) -> list[int]:
@@ -100,39 +129,11 @@ def _lowest_slot(store: Store) -> int:
         raise
 
 
-def _log_of(
-    store: Store, read: Callable[[int], SlotRecord | None], known: SlotRecord | None
-) -> CommitLog:
-    low, low_record = (known.slot, known) if known else (0, None)
-    record = read(low + 1)
-    if record is None and known is None and (lowest := _lowest_slot(store)):
-        # Those of a deleted checkpoint go in this order.
-        record = read(lowest)
-        low = lowest - 1 if record else 0
-    origin, high = low, low + 1
-    while record is not None:
-        low, low_record = high, record
-        high += high - origin
-        record = read(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        record = read(middle)
-        if record is None:
-            high = middle
-        else:
-            low, low_record = middle, record
-    if low_record is None or low_record.head is None:
-        return CommitLog(last_slot=low, last=low_record, head=None)
-    reference = low_record.head
-    head = low_record if reference.slot == low else read(reference.slot)
-    if head is None or head.type != "commit" or head.save_id != reference.save_id:
-        raise FormatError(
-            f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
-            f"{reference.save_id}, which it is not.",
-            path=slot_path(low),
-            next_step="The folder commits/ was altered; restore it from a copy.",
-        )
-    return CommitLog(last_slot=low, last=low_record, head=head)
+def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
+    """Yield `head` and the commits it superseded, newest first, as far as records are there."""
+    while head is not None and head.type == "commit":
+        yield head
+        head = read_slot(store, head.previous.slot) if head.previous else None
 
 
 def read_if_there(
@@ -150,15 +151,20 @@ def read_if_there(
         raise
 
 
-def stamp() -> dict[str, Any]:
-    """Return who writes a record and when, for people."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
-
-
 def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
     return read_if_there(store, STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+
+
+def is_there(store: Store, path: str) -> bool:
+    """Return whether an object is there, asked of the storage by name."""
+    try:
+        store.stat(path)
+    except StorageError as error:
+        if error.kind == "not-found":
+            return False
+        raise
+    return True
 
 
 def read_referenced(
@@ -184,34 +190,69 @@ def read_referenced(
 
 def check_document(data: bytes, reference: FileRef) -> None:
     """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
-    if len(data) != reference.size_bytes or crc32c_of(data) != reference.crc32c:
+    found = FileRef(path=reference.path, size_bytes=len(data), crc32c=crc32c_of(data))
+    if found != reference:
         raise IntegrityError(
-            f"{reference.path} has {len(data)} bytes and checksum "
-            f"{crc32c_of(data):08x}; {reference.size_bytes} bytes and "
-            f"{reference.crc32c:08x} were written.",
+            f"{reference.path} has {found.size_bytes} bytes and checksum {found.crc32c:08x}; "
+            f"{reference.size_bytes} bytes and {reference.crc32c:08x} were written.",
             path=reference.path,
             offset=0,
-            next_step="Restore the file from a copy, or load another checkpoint.",
+            next_step=DAMAGED,
         )
 
 
-def history(store: Store, head: SlotRecord) -> Iterator[SlotRecord]:
-    """Yield the commits that `head` superseded, newest first, as far as their records are there."""
-    reference = head.previous
-    while reference is not None:
-        record = read_slot(store, reference.slot)
-        if record is None or record.type != "commit":
-            return
-        yield record
-        reference = record.previous
+def stamp() -> dict[str, Any]:
+    """Return who writes a record and when, for people."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def is_there(store: Store, path: str) -> bool:
-    """Return whether an object is there, asked of the storage by name."""
+def take_slot(
+    store: Store,
+    kind: Literal["commit", "fence", "deleted"],
+    slot: int,
+    head: HeadRef | None,
+    **said: Any,  # noqa: ANN401  # fields of `SlotRecord`
+) -> tuple[SlotRecord, bool]:
+    """Create a slot; return whatever record holds it afterwards, and whether that is ours (I5).
+
+    Raises `PhaseTimeoutError` if there was no time even to try, `StorageError` if it is proved
+    that nothing was created, and `CommitUnknownError` otherwise.
+    """
+    record = SlotRecord(type=kind, slot=slot, head=head, write_id=new_write_id(), **stamp(), **said)
+    store.deadline.check(f"Taking slot {slot} of {store.url}")
+    path, data = slot_path(slot), record.encode()
+    create = store.create if probe_exclusive_create(store).exclusive else store.create_alone
     try:
-        store.stat(path)
+        try:
+            create(path, data)
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            # The folder went with the slots of a deleted checkpoint.
+            store.make_folders([COMMITS])
+            create(path, data)
     except StorageError as error:
-        if error.kind == "not-found":
-            return False
-        raise
-    return True
+        if error.kind not in {"exists", "unknown"}:
+            raise
+        failure = error
+    else:
+        return record, True
+    holder = None
+    if failure.kind == "exists":
+        try:
+            holder = read_slot(store, slot)
+        except CheckpointError as error:
+            failure.add_note(f"Reading slot {slot} failed: {error}")
+    if holder is not None:
+        return holder, holder.write_id == record.write_id
+    who = f"save {record.save_id}" if record.save_id else f"a {kind} record"
+    raise CommitUnknownError(
+        f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}",
+        save_id=record.save_id or "",
+        slot=slot,
+        path=path,
+        phase="commit",
+        next_step="When the storage answers again, look at the slot: the save is committed if and "
+        "only if its record names this save id.",
+    ) from failure

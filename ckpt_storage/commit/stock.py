@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import pickle
 from collections.abc import Sequence
@@ -17,12 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 
-from .reporttable import Planned, PlannerPath, boxes_of
+from .report import Planned, RankReport
 
 log = logging.getLogger("ckpt_storage")
 
@@ -37,7 +37,8 @@ _FOOTER_ROOM_BYTES = 4096
 def planned_of(metadata: Metadata) -> Planned:
     """Return what DCP's global plan promises.
 
-    Raises `InvalidInputError` for an unknown kind of entry.
+    A flattening map is kept where it is one; other planners' data stays in `.metadata` only. Raises
+    `InvalidInputError` for an unknown kind of entry.
     """
     tensors: dict[str, tuple[int, ...]] = {}
     blobs: set[str] = set()
@@ -52,25 +53,15 @@ def planned_of(metadata: Metadata) -> Planned:
                 phase="commit",
                 next_step="Use a planner that makes tensor and bytes entries.",
             )
-    return Planned(
-        tensors=tensors,
-        blobs=frozenset(blobs),
-        planner_data=_planner_paths(metadata.planner_data),
-    )
-
-
-def _planner_paths(data: object) -> dict[str, PlannerPath] | None:
-    """Return the flattening map where it is one; other planners' data stays in `.metadata` only."""
-    if isinstance(data, dict) and all(
-        isinstance(fqn, str)
-        and isinstance(path, tuple)
-        and all(type(key) in {str, int} for key in path)
+    data: object = metadata.planner_data
+    is_map = isinstance(data, dict) and all(
+        isinstance(fqn, str) and isinstance(path, tuple) and {*map(type, path)} <= {str, int}
         for fqn, path in data.items()
-    ):
-        return dict(data)
-    if data is not None:
+    )
+    if data is not None and not is_map:
         log.warning("planner_data of this save is not a flattening map; only .metadata keeps it")
-    return None
+    paths = dict(data) if isinstance(data, dict) and is_map else None
+    return Planned(tensors=tensors, blobs=frozenset(blobs), planner_data=paths)
 
 
 def stock_metadata(
@@ -116,7 +107,7 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
     Of two at one place the first counts, and an empty one may stand where another begins. Equal
     names and sizes are one object: pickled once, they take a quarter of the time.
     """
-    sizes: dict[tuple[int, ...], torch.Size] = {}
+    known_sizes: dict[tuple[int, ...], torch.Size] = {}
     names: dict[str, str] = {}
     entries: dict[MetadataIndex, _StorageInfo] = {}
     empty: dict[MetadataIndex, _StorageInfo] = {}
@@ -126,23 +117,25 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
             raise InvalidInputError(f"Rank {report.rank} did not say where its items lie.")
         fqns = [names.setdefault(fqn, fqn) for fqn in report.read_vocabulary()[0]]
         paths = [ref.path for ref in report.files]
-        boxes = boxes_of(report)
+        ndims, flat = report.read_boxes()
+        words = iter(flat.tolist())
         # The last is for blobs, whose box is -1.
-        places = [
-            *(sizes.setdefault(box.offsets, torch.Size(box.offsets)) for box in boxes),
-            None,
-        ]
-        is_empty = [*(0 in box.sizes for box in boxes), False]
+        places: list[tuple[torch.Size | None, bool]] = []
+        for ndim in ndims.tolist():
+            at, sizes = (tuple(itertools.islice(words, ndim)) for _ in range(2))
+            places.append((known_sizes.setdefault(at, torch.Size(at)), 0 in sizes))
+        places.append((None, False))
         fqn, _, box = report.read_pattern()
-        for name, at, file, start, length in zip(
+        for name, number, file, start, length in zip(
             fqn.tolist(), box.tolist(), *lies.tolist(), strict=True
         ):
             index = MetadataIndex(fqns[name])
+            offset, is_empty = places[number]
             # Its constructor copies the size.
-            object.__setattr__(index, "offset", places[at])
-            table = empty if is_empty[at] else entries
+            object.__setattr__(index, "offset", offset)
+            table = empty if is_empty else entries
             table.setdefault(index, _StorageInfo(paths[file], start, length))
-    return {**entries, **{index: lie for index, lie in empty.items() if index not in entries}}
+    return entries | {index: lie for index, lie in empty.items() if index not in entries}
 
 
 def stock_note(entry_count: int) -> bytes:

@@ -20,21 +20,14 @@ from ckpt_storage.errors import (
     CommitUnknownError,
     FormatError,
     NotPublishedError,
-    PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
     SaveCancelledError,
 )
 from ckpt_storage.store import Location
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.redaction import without_secrets
 
-from .board import BoardError
-
 log = logging.getLogger("ckpt_storage")
-
-COORDINATOR = 0
-"""The rank that decides and commits: the first of the group, as in DCP."""
 
 _CAUSE_CHARS = 4000
 """How much of a traceback travels: its end."""
@@ -195,22 +188,6 @@ def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> Non
             )
 
 
-def late_error(
-    ranks: Sequence[int], did_not: str, *, world_size: int, deadline: Deadline, what: str
-) -> PhaseTimeoutError:
-    """Return the error that says what `ranks` have not done by the deadline."""
-    verb = "has" if len(ranks) == 1 else "have"
-    return PhaseTimeoutError(
-        f"{name_ranks(ranks)} of {world_size} {verb} {did_not} within {deadline.timeout_s:g} s in "
-        f"the {deadline.phase} phase of {what}.",
-        timeout_s=deadline.timeout_s,
-        rank=ranks[0] if ranks else None,
-        phase=deadline.phase,
-        next_step="Look at what those ranks are doing; if they are only slow, raise "
-        f"Timeouts.{deadline.phase}.",
-    )
-
-
 def spell_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, runs folded: 0-3, 7."""
     parts: list[str] = []
@@ -223,17 +200,3 @@ def spell_ranks(ranks: Sequence[int]) -> str:
         if rank is not None:
             start = previous = rank
     return ", ".join(parts)
-
-
-def lost_board(error: BoardError, deadline: Deadline, what: str) -> RankFailedError:
-    """Return what it means that the board cannot be reached."""
-    return RankFailedError(
-        f"The store that the ranks share cannot be reached in the {deadline.phase} phase of "
-        f"{what}: rank {COORDINATOR}, or the launcher that hosts the store, is gone or stopped "
-        f"({error}).",
-        failures={COORDINATOR: str(error)},
-        is_silent=True,
-        rank=COORDINATOR,
-        phase=deadline.phase,
-        next_step=f"See what became of rank {COORDINATOR} and its host.",
-    )

@@ -1,8 +1,8 @@
-"""How ranks meet: rank 0 calls, each rank answers with its terms, rank 0 judges and tells all.
+"""How the ranks of one group meet before an operation.
 
-Each side believes only what stands under a random name of its own: answers stand under the call's
-token, the verdict under the answer's nonce. So nothing that a dead process left is ever believed.
-The protocol is decision 4.
+Rank 0 calls, each rank answers with its terms, rank 0 judges and tells all (decision 4). Each side
+believes only what stands under a random name of its own: answers stand under the call's token, the
+verdict under the answer's nonce. So nothing that a dead process left is ever believed.
 
 Operations are numbered on each rank. A rank that comes to one which the others have given up is
 told so alone, and its next answer is awaited. One that missed a call altogether comes with another
@@ -16,18 +16,22 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, RankFailedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    PhaseTimeoutError,
+    RankFailedError,
+)
 
-from .board import BoardError, Waits
-from .failures import COORDINATOR, check_terms, late_error, name_ranks, of_rank
-from .signs import RankProcess, Siblings
+from .failures import check_terms, name_ranks, of_rank
+from .keyvalue import COORDINATOR, LostStoreError
+from .liveness import RankProcess, Siblings
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .operation import Operation
 
 log = logging.getLogger("ckpt_storage")
 
@@ -43,13 +47,6 @@ _CALL = "call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What rank 0 says when it comes; replaced by its next call."""
-
-    token: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a rank says to a call: its terms, or why it failed before it came; its process."""
 
@@ -58,6 +55,11 @@ class Answer:
     terms: Mapping[str, str] | None = None
     error: CheckpointError | None = None
     process: RankProcess | None = None
+
+    @property
+    def verdict_key(self) -> str:
+        """Where rank 0 puts its verdict; who has read it removes it."""
+        return f"verdict/{self.nonce}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,46 +75,37 @@ class Verdict:
     siblings: Mapping[int, RankProcess] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
-    """The last operation that the coordinator began without a rank that did not come."""
-
-    number: int
-    terms: Mapping[str, str]
-
-
 class Meeting:
     """The beginning of one operation on one rank.
 
-    `keys` are those that this rank left on the board. `late_id` is the id of an operation that
+    `keys` are those that this rank left in the store. `late_id` is the id of an operation that
     began with this rank just as it gave up waiting. `is_over`: the verdict is known, or will not be
     waited for.
     """
 
-    def __init__(self, group: Ranks, waits: Waits, what: Callable[[], str]) -> None:
-        self._what = what
-        self.nonce = os.urandom(16).hex()
+    def __init__(self, operation: Operation) -> None:
         self.keys: list[str] = []
         self.is_over = False
         self.late_id = ""
-        self._group = group
-        self._waits = waits
+        self._nonce = os.urandom(16).hex()
+        self._operation = operation
+        self._group = operation.group
+        self._waits = operation.waits
         self._told_alone: set[str] = set()
         self._logged_s = time.monotonic()
 
-    def come(
-        self, terms: Mapping[str, str] | None, error: CheckpointError | None = None
-    ) -> Verdict:
-        """Meet all ranks, and return the verdict that begins the operation.
+    def come(self, terms: Mapping[str, str] | None, error: CheckpointError | None = None) -> str:
+        """Meet all ranks and return the operation's id; without `terms`: to tell of `error`.
 
         Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`; on all ranks.
         """
         group = self._group
+        process = RankProcess.own()
         own = Answer(
-            number=group.number, nonce=self.nonce, terms=terms, error=error, process=group.process
+            number=group.number, nonce=self._nonce, terms=terms, error=error, process=process
         )
         # Whose process has ended since the ranks last met will not come.
-        siblings = Siblings(own.process, group.siblings)
+        siblings = Siblings(group.siblings)
         try:
             come = self._call if group.is_coordinator else self._answer
             verdict = come(own, siblings)
@@ -123,53 +116,50 @@ class Meeting:
         group.number = verdict.number
         if verdict.error is not None:
             raise verdict.error
-        return verdict
+        return verdict.operation_id
 
     # Members.
 
     def _answer(self, own: Answer, siblings: Siblings) -> Verdict:
         """Answer each call, also those of dead processes, until there is a verdict."""
         waits, packed = self._waits, pickle.dumps(own)
-        answered: set[str] = set()
-        verdict_key = f"verdict/{self.nonce}"
 
         def look() -> Verdict | None:
-            verdict = self._verdict()
-            data = waits.get(_CALL) if verdict is None else None
-            if data is not None:
-                call: Call = pickle.loads(data)  # noqa: S301  # our own ranks
-                if call.token not in answered:
-                    answered.add(call.token)
-                    self.keys.append(_answer_key(call.token, self._group.rank))
-                    waits.set(self.keys[-1], packed)
-            if verdict is None:
-                if COORDINATOR in siblings.ended():
-                    raise self._gone(COORDINATOR)
-                self._log_late({COORDINATOR: verdict_key})
-            return verdict
+            verdict = self._verdict(own)
+            if verdict is not None:
+                return verdict
+            call = waits.get(_CALL)
+            key = _answer_key((call or b"").decode(), self._group.rank)
+            if call is not None and key not in self.keys:
+                self.keys.append(key)
+                waits.set(key, packed)
+            if COORDINATOR in siblings.ended():
+                raise self._gone(COORDINATOR)
+            self._log_late({COORDINATOR: own.verdict_key})
+            return None
 
         try:
-            verdict = waits.until(look, lambda: self._late([COORDINATOR], "not answered"))
+            verdict = waits.until(look, lambda: self._operation.late([COORDINATOR], "not answered"))
         except BaseException:
             if own.error is None:
-                self._withdraw()
+                self._withdraw(own)
             raise
         # This tells rank 0, too, that it was read.
-        waits.delete(verdict_key)
+        waits.keys.delete(own.verdict_key, waits.patience_s())
         return verdict
 
-    def _verdict(self) -> Verdict | None:
-        data = self._waits.get(f"verdict/{self.nonce}")
+    def _verdict(self, own: Answer) -> Verdict | None:
+        data = self._waits.get(own.verdict_key)
         verdict: Verdict | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
         return verdict
 
-    def _withdraw(self) -> None:
+    def _withdraw(self, own: Answer) -> None:
         """Take back the answers, and look whether the operation began all the same."""
         self.is_over = True
-        with contextlib.suppress(BoardError):
+        with contextlib.suppress(LostStoreError):
             for key in self.keys:
-                self._waits.board.delete(key, _WITHDRAW_S)
-            verdict = self._verdict()
+                self._waits.keys.delete(key, _WITHDRAW_S)
+            verdict = self._verdict(own)
             if verdict is not None:
                 self.late_id = verdict.operation_id
 
@@ -180,21 +170,23 @@ class Meeting:
         group = self._group
         token = os.urandom(16).hex()
         came = {group.rank: own}
-        late: CheckpointError | None
         try:
-            self._waits.set(_CALL, pickle.dumps(Call(token=token)))
+            self._waits.set(_CALL, token.encode())
             late = self._collect(token, came, siblings)
-        except BoardError:
+        except LostStoreError:
             raise
         except BaseException as failure:
             # An interrupt: those who came must not wait for what will not be.
             self.is_over = True
-            with contextlib.suppress(BoardError):
+            ended = CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
+            error = failure if isinstance(failure, CheckpointError) else ended
+            told = of_rank(group.rank, error, self._operation.what)
+            with contextlib.suppress(LostStoreError):
                 self._take(token, came)
-                self._tell(came, Verdict(number=own.number, error=self._refusal(failure)))
+                self._tell(came, Verdict(number=own.number, error=told))
             raise
         if len(came) < group.world_size:
-            group.given_up = GivenUp(number=own.number, terms=own.terms or {})
+            group.given_up = own
         verdict = self._judge(token, came, late)
         self._tell(came, verdict)
         if verdict.error is not None:
@@ -206,15 +198,14 @@ class Meeting:
     ) -> CheckpointError | None:
         """Take in all answers; return why some are not waited for any more."""
         group, waits = self._group, self._waits
-        keys = {rank: _answer_key(token, rank) for rank in range(group.world_size)}
-        del keys[group.rank]
+        keys = {r: _answer_key(token, r) for r in range(group.world_size) if r != group.rank}
         is_over = False
         gone: list[int] = []
 
         def look() -> bool | None:
             nonlocal is_over
             open_keys = [key for rank, key in keys.items() if rank not in came]
-            if waits.board.has_all(open_keys, waits.patience_s()):
+            if waits.keys.has_all(open_keys, waits.patience_s()):
                 is_over = self._take(token, came) == "over"
                 if is_over or len(came) == group.world_size:
                     return True
@@ -224,18 +215,17 @@ class Meeting:
 
         # Out of time, those are judged who have answered.
         with contextlib.suppress(PhaseTimeoutError):
-            waits.until(look, lambda: self._late([], "not come"))
+            waits.until(look, lambda: self._operation.late([], "not come"))
         if is_over or self._take(token, came) == "over":
             return self._over(group.rank)
         missing = [rank for rank in keys if rank not in came]
         if gone and gone[0] in missing:
             return self._gone(gone[0])
-        return self._late(missing, "not come") if missing else None
+        return self._operation.late(missing, "not come") if missing else None
 
     def _take(self, token: str, came: dict[int, Answer]) -> Literal["on", "over"]:
         """Take in who has answered; "over" if they are in a later operation than this rank."""
         group = self._group
-        own = came[group.rank]
         for rank in range(group.world_size):
             data = None if rank in came else self._waits.get(_answer_key(token, rank))
             if data is None:
@@ -243,7 +233,7 @@ class Meeting:
             answer: Answer = pickle.loads(data)  # noqa: S301  # our own ranks
             if answer.nonce in self._told_alone:
                 continue
-            order = _order(answer, own, group.given_up)
+            order = _order(answer, came[group.rank], group.given_up)
             if order == "later":
                 return "over"
             if order == "same":
@@ -257,13 +247,13 @@ class Meeting:
     def _judge(
         self, token: str, came: Mapping[int, Answer], late: CheckpointError | None
     ) -> Verdict:
-        number = max(answer.number for answer in came.values())
+        number, what = max(one.number for one in came.values()), self._operation.what
         try:
             for rank, answer in sorted(came.items()):
                 if answer.error is not None:
-                    raise of_rank(rank, answer.error, self._what())
+                    raise of_rank(rank, answer.error, what)
             terms = {rank: one.terms for rank, one in sorted(came.items()) if one.terms is not None}
-            check_terms(terms, phase="load" if self._what().startswith("the load ") else "plan")
+            check_terms(terms, phase="load" if what.startswith("the load ") else "plan")
             if late is not None:
                 raise late
         except CheckpointError as error:
@@ -278,23 +268,17 @@ class Meeting:
             host = answer.process and answer.process.host
             if host not in packed:
                 packed[host] = pickle.dumps(replace(verdict, siblings=_of_host(came, answer)))
-            self.keys.append(f"verdict/{answer.nonce}")
-            self._waits.set(self.keys[-1], packed[host])
+            self.keys.append(answer.verdict_key)
+            self._waits.set(answer.verdict_key, packed[host])
 
     def _stay(self, came: Mapping[int, Answer]) -> None:
         """Wait a moment until all that came have read the error: this rank may host the store."""
-        unread = [f"verdict/{one.nonce}" for rank, one in came.items() if rank != self._group.rank]
+        unread = [one.verdict_key for rank, one in came.items() if rank != self._group.rank]
         end_s = time.monotonic() + _STAY_S
-        with contextlib.suppress(BoardError):
+        with contextlib.suppress(LostStoreError):
             while unread and time.monotonic() < end_s:
                 time.sleep(self._waits.look_s)
-                # Who has read it removes it.
                 unread = [key for key in unread if self._waits.get(key) is not None]
-
-    def _refusal(self, failure: BaseException) -> CheckpointError:
-        if not isinstance(failure, CheckpointError):
-            failure = CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
-        return of_rank(self._group.rank, failure, self._what())
 
     # What is said of those that are not there.
 
@@ -309,36 +293,27 @@ class Meeting:
             "%s of %d: not there for %s yet, says rank %d; %.0f s are left.",
             name_ranks(self._waits.missing(keys)),
             self._group.world_size,
-            self._what(),
+            self._operation.what,
             self._group.rank,
             deadline.remaining_s(),
         )
 
-    def _late(self, ranks: Sequence[int], did_not: str) -> PhaseTimeoutError:
-        return late_error(
-            ranks,
-            did_not,
-            world_size=self._group.world_size,
-            deadline=self._waits.deadline,
-            what=self._what(),
-        )
-
     def _gone(self, rank: int) -> RankFailedError:
-        how = "its process has ended"
+        how, phase = "its process has ended", self._waits.deadline.phase
         return RankFailedError(
-            f"Rank {rank} of {self._group.world_size} died before it came to {self._what()} "
-            f"({self._waits.deadline.phase} phase): {how}.",
+            f"Rank {rank} of {self._group.world_size} died before it came to "
+            f"{self._operation.what} ({phase} phase): {how}.",
             failures={rank: how},
             is_silent=True,
             rank=rank,
-            phase=self._waits.deadline.phase,
+            phase=phase,
             next_step="See what ended that process (a crash, a signal, out of memory).",
         )
 
     def _over(self, rank: int) -> PhaseTimeoutError:
         return PhaseTimeoutError(
-            f"Rank {rank} came to an operation ({self._what()} is under way or next) that the "
-            "other ranks had given up before.",
+            f"Rank {rank} came to an operation ({self._operation.what} is under way or next) that "
+            "the other ranks had given up before.",
             rank=rank,
             phase="plan",
             next_step="See why this rank was late; if it was only slow, raise Timeouts.plan.",
@@ -357,14 +332,14 @@ def _of_host(came: Mapping[int, Answer], answer: Answer) -> Mapping[int, RankPro
 
 
 def _order(
-    answer: Answer, own: Answer, given_up: GivenUp | None
+    answer: Answer, own: Answer, given_up: Answer | None
 ) -> Literal["earlier", "same", "later"]:
     """Return which operation a rank has come to, compared with the coordinator's."""
     if answer.number == own.number:
         return "same"
     terms = answer.terms
     is_past = given_up is not None and answer.number <= given_up.number
-    if is_past and given_up is not None and terms in (None, given_up.terms):
+    if is_past and given_up is not None and terms in (None, given_up.terms or {}):
         # Late for what was given up. Its state is older than what the others bring now.
         return "earlier"
     if terms is None or terms == own.terms:

@@ -1,4 +1,4 @@
-"""The ranks' own gloo group: for bytes between ranks that are too many for the board.
+"""The ranks' own gloo group: for bytes between ranks that are too many for their store.
 
 The training group, whatever its backend, takes no part.
 
@@ -26,9 +26,8 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedEr
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import AbandonedError, TimedPool
 
+from .group import RankGroup
 from .operation import Operation
-from .ranks import Ranks
-from .storeboard import StoreBoard
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,8 +48,8 @@ class Peers:
     soon after the operation failed on another rank.
     """
 
-    def __init__(self, coordinator: Ranks) -> None:
-        # Weakly: `peers_of` keeps one for as long as there are the `Ranks`.
+    def __init__(self, coordinator: RankGroup) -> None:
+        # Weakly: `peers_of` keeps one for as long as there are the `RankGroup`.
         self._coordinator = weakref.ref(coordinator)
         self._group: dist.ProcessGroupGloo | None = None
         self._was_lost = False
@@ -68,18 +67,11 @@ class Peers:
 
         Making it takes at most `limit_s` seconds.
 
-        Raises `RankFailedError`, `PhaseTimeoutError`, `InvalidInputError` (ranks
-        that share no store).
+        Raises `RankFailedError`, `PhaseTimeoutError`.
         """
         coordinator = self._coordinator()
         if coordinator is None or coordinator.world_size == 1:
             return
-        board = coordinator.board
-        if not isinstance(board, StoreBoard):
-            raise InvalidInputError(
-                "These ranks have no store over which they could find one another.",
-                next_step="Use the ranks of a process group.",
-            )
         # What is found dead is found by its silence; sockets tell only that somebody is gone.
         self._word_s = operation.timeouts.silence + _NOTICE_S
         keys = operation.gather(self._key.encode())
@@ -91,13 +83,14 @@ class Peers:
         if key == self._key:
             return
         self.drop()
-        twin = board.twin()
+        # Over a connection of its own: gloo waits on it.
+        connect = coordinator.keys.connect
         rank, world_size = coordinator.rank, coordinator.world_size
         seconds = max(1.0, min(limit_s, deadline.remaining_s()))
         timeout = timedelta(seconds=seconds)
         self._group = self._run(
             lambda: dist.ProcessGroupGloo(
-                dist.PrefixStore(f"ckpt_storage/peers/{key}", twin.root()),
+                dist.PrefixStore(f"ckpt_storage/peers/{key}", connect()),
                 rank,
                 world_size,
                 timeout,
@@ -203,10 +196,10 @@ class Peers:
             ) from error
 
 
-_peers: weakref.WeakKeyDictionary[Ranks, Peers] = weakref.WeakKeyDictionary()
+_peers: weakref.WeakKeyDictionary[RankGroup, Peers] = weakref.WeakKeyDictionary()
 
 
-def peers_of(coordinator: Ranks) -> Peers:
+def peers_of(coordinator: RankGroup) -> Peers:
     """Return the messages between ranks, the same each time."""
     found = _peers.get(coordinator)
     if found is None:

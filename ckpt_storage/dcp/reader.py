@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.loads.loader import Loader, LoadSettings
+from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .border import at_dcp_border, rank_of_call
+from .folded import FoldedPlan
 
 
 class CheckpointStorageReader(StorageReader):
@@ -73,17 +74,16 @@ class CheckpointStorageReader(StorageReader):
         progress: Progress = None,
     ) -> None:
         super().__init__()
-        self._settings = LoadSettings.of(
-            path,
-            storage_options=storage_options,
+        self._settings = LoadSettings(
+            base=Location.of(path, storage_options),
             verify=verify,
             thread_count=thread_count,
             memory_limit_bytes=memory_limit_bytes,
             shared_reads=shared_reads,
             unsafe_pickle=unsafe_pickle,
             allow_lossy=allow_lossy,
-            timeout=timeout,
-            retry=retry,
+            timeouts=Timeouts.of(timeout),
+            retry=retry or RetryPolicy(),
             progress=progress,
         )
         self.load_id = str(uuid.uuid4())
@@ -92,8 +92,9 @@ class CheckpointStorageReader(StorageReader):
     def _aim(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         settings = self._settings
         begin = partial(Deadline.of, settings.timeouts)
-        self._loader = Loader(settings, checkpoint_id, begin=begin)
+        self._session = LoadSession(settings, checkpoint_id, begin=begin)
         self._checkpoint_id = checkpoint_id
+        self._sent: FoldedPlan | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.checkpoint_id!r})"
@@ -101,7 +102,7 @@ class CheckpointStorageReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # What is open belongs to a process; the other side opens its own.
-        del state["_loader"]
+        del state["_session"], state["_sent"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +121,7 @@ class CheckpointStorageReader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The URL that is read from."""
-        return self._loader.url
+        return self._session.url
 
     @property
     def format(self) -> SourceFormat:
@@ -128,7 +129,7 @@ class CheckpointStorageReader(StorageReader):
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
-        return self._loader.open().format
+        return self._session.open().format
 
     @at_dcp_border
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -143,7 +144,7 @@ class CheckpointStorageReader(StorageReader):
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
         """
-        metadata = self._loader.metadata(lazy=False)
+        metadata = self._session.metadata(lazy=False)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -157,17 +158,19 @@ class CheckpointStorageReader(StorageReader):
         **kwargs: Any,
     ) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
-        self._loader.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
+        self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        return self._loader.propose(plan)
+        plan = self._session.propose(plan)
+        self._sent = FoldedPlan(plan.items, plan.storage_data, plan.planner_data)
+        return self._sent
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        self._loader.check()
+        self._session.check()
         return plans
 
     @at_dcp_border
@@ -179,7 +182,9 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        self._loader.read(plan, planner)
+        if self._sent is not None:
+            plan, self._sent = self._sent.unless_changed(plan), None
+        self._session.read(plan, planner)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future

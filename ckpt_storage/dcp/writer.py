@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.plans import Hello
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (

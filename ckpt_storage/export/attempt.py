@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.delete import delete_attempt
-from ckpt_storage.commit.publishing import not_published
-from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.commit.delete import abort_uploads, delete_attempt
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CommitConflictError,
     CommitUnknownError,
     IntegrityError,
@@ -27,42 +23,33 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import FileRef, seal, unseal
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
 from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import (
-    COMMITS,
-    begun_path,
-    rank_manifest_path,
-    ranks_folder,
-    save_folder,
-    shard_path,
-)
+from ckpt_storage.format.names import begun_path, rank_manifest_path, save_folder, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.model import read_document
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 
-from .folder import abort_uploads, files_there
+from .folder import size_of
 from .layout import Layout, OutFile, Stored
 from .output import Made, Output, Site, Taken
 from .plan import Plan
 from .shards import Shards, rank_manifest
-from .work import side_by_side
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 log = logging.getLogger("ckpt_storage")
 
-_BATCH_COUNT = 64
-"""Rank manifests in memory at a time."""
-
 
 class NewCheckpoint(Output):
     """One save of one rank, committed as any save is committed."""
+
+    grant: Grant | None = None
+    _may_be_committed = False
 
     def __init__(
         self,
@@ -82,9 +69,6 @@ class NewCheckpoint(Output):
         self._metadata = metadata
         self._ties = ties
         self._overwrite = overwrite
-        self.grant: Grant | None = None
-        # What proves that it is not committed, but for two that say something else.
-        self._not_committed: tuple[type[BaseException], ...] = (BaseException,)
 
     def take(self) -> Taken:
         """Begin a save; the name is its id."""
@@ -93,17 +77,14 @@ class NewCheckpoint(Output):
 
     def named(self, layout: Layout, name: str) -> Layout:
         """Return the files below the save of that id."""
-        files = [
-            dataclasses.replace(file, name=shard_path(name, 0, at))
-            for at, file in enumerate(layout.files)
-        ]
-        return dataclasses.replace(layout, files=tuple(files))
+        files = (replace(f, name=shard_path(name, 0, at)) for at, f in enumerate(layout.files))
+        return replace(layout, files=tuple(files))
 
     def publish(self, made: Made) -> None:
         """Put down what describes the files, and commit."""
         from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415  # imports torch
 
-        from ckpt_storage.commit.committing import commit_save  # noqa: PLC0415  # as above
+        from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # as above
 
         setting, grant = self.site.setting, self.grant
         assert grant is not None  # noqa: S101  # `take` was called
@@ -111,31 +92,34 @@ class NewCheckpoint(Output):
         for portion in made.portions:
             spans.setdefault(portion.file, []).extend(portion.spans)
         manifest = rank_manifest(
-            dataclasses.replace(self._shards, layout=self.plan.layout),
-            [sorted(spans.get(at, ())) for at in range(len(self._shards.items))],
+            replace(self._shards, layout=self.plan.layout),
+            [sorted(spans.get(at, ())) for at in range(len(self._shards.tables))],
             save_id=grant.save_id,
             block_bytes=self._block_bytes,
             ties=self._ties,
         )
         reference = _put(self.store, rank_manifest_path(grant.save_id, 0), seal(manifest.to_body()))
         report = RankReport.of(manifest, reference, with_places=True, ties=self._ties)
-        self._not_committed = (CheckpointError,)
-        commit_save(
-            self.store.bounded(Deadline("commit", setting.timeouts.commit)),
-            grant,
-            world_size=1,
-            metadata=self._metadata(),
-            reports=[report],
-            storage_meta=StorageMeta(checkpoint_id=setting.target.url),
-            user={},
-        )
-        self._not_committed = ()
+        metadata = self._metadata()
+        self._may_be_committed = True
+        try:
+            commit_save(
+                self.store.bounded(Deadline("commit", setting.timeouts.commit)),
+                grant,
+                world_size=1,
+                metadata=metadata,
+                reports=[report],
+                storage_meta=StorageMeta(checkpoint_id=setting.target.url),
+                user={},
+            )
+        except CheckpointError as error:
+            is_sure = not isinstance(error, CommitUnknownError | NotPublishedError)
+            self._may_be_committed = not is_sure
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Delete the attempt, unless it may be committed: nobody could go on with it."""
-        if self.grant is None or not isinstance(error, self._not_committed):
-            return
-        if isinstance(error, CommitUnknownError | NotPublishedError):
+        if self.grant is None or self._may_be_committed:
             return
         try:
             delete_attempt(self.store, self.grant.save_id)
@@ -170,191 +154,161 @@ class CopiedCheckpoint(Output):
         self._save_id = save_id
         self._log = log_there
         self._overwrite = overwrite
-        self._began_s = time.time()
         self._grant: Grant | None = None
         self._ranks: list[FileRef] = []
-        self.record: SlotRecord | None = None
-        self.unpublished: CheckpointError | None = None
-        """Why stock readers do not find the copy, once it is committed."""
+        there = log_there.head if log_there else None
+        self.was_there = there is not None and there.save_id == save_id
+        self.record: SlotRecord | None = there if self.was_there else None
 
     def take(self) -> Taken:
         """Begin, send the rank manifests, and see which files an earlier copy has sent."""
         store, found, save_id = self.store, self._log, self._save_id
         assert found is not None  # noqa: S101  # the coordinator calls
-        holds_other = found.head is not None or is_foreign(store, found)
-        if holds_other and not self._overwrite:
-            what = f"save {found.head.save_id}" if found.head else "one of another writer"
-            raise CheckpointExistsError(
-                f"{store.url} holds a checkpoint ({what}).",
-                path=store.url,
-                phase="plan",
-                next_step="Copy to another folder, or pass overwrite=True to replace it.",
-            )
+        if self.was_there:
+            return Taken()
         is_resumed = slotlog.is_there(store, begun_path(save_id))
-        store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
-        probed = probe_exclusive_create(store)
-        if not probed.exclusive:
-            log.warning("%s is single-writer: %s", store.url, probed.reason)
+        grant = commit.begin(store, overwrite=self._overwrite, save_id=save_id)
+        # The id was chosen by these slots: whoever names it since has given it up.
+        previous = found.head.head if found.head else None
+        self._grant = replace(grant, last_slot=found.last_slot, previous=previous)
+        self._ranks = self._send_ranks()
+        done: dict[int, FileRef] = {}
+
+        def look(at: int, file: OutFile) -> None:
+            if size_of(store, file.name) == file.size_bytes and file.crc32c is not None:
+                done[at] = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c)
+
         if is_resumed:
             # Its process is dead, or is ended by this: the later copy goes on.
             abort_uploads(store, save_folder(save_id))
-        else:
-            begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **slotlog.stamp()}
-            store.put(begun_path(save_id), seal(begun))
-        self._grant = Grant(
-            save_id=save_id,
-            last_slot=found.last_slot,
-            previous=found.head.head if found.head else None,
-            began_s=self._began_s,
-        )
-        self._ranks = list(self._send_ranks())
-        return Taken(done=files_there(self.site, self.plan, Taken()) if is_resumed else {})
+            jobs = [partial(look, *one) for one in enumerate(self.plan.files)]
+            self.site.at_once("look for files", jobs)
+        return Taken(done=dict(sorted(done.items())))
 
     def publish(self, made: Made) -> None:
-        """Send what describes the files, commit, and show it to stock readers."""
+        """Send what describes the files, commit, and show it to stock readers.
+
+        What follows a commit is repeated for a copy that was cut there. Raises `NotPublishedError`
+        if stock readers do not find the copy, unless they would find a note that it is not theirs.
+        """
         del made
-        assert self._grant is not None  # noqa: S101  # `take` was called
-        stock, stock_bytes = self._send_stock()
-        self.record = self._commit(self._grant, self._send_manifest(stock), stock)
+        stock_bytes: bytes | None = None
+        if self.record is None:
+            stock, stock_bytes = self._send_stock()
+            self.record = self._commit(self._send_manifest(stock), stock)
+        record = self.record
         try:
-            if stock is not None:
-                publishing.publish(self.store, own=self.record, own_stock=stock_bytes)
+            if self.was_there:
+                publishing.roll_forward(self.store, self._save_id)
+            elif record.stock is not None:
+                publishing.publish(self.store, own=record, own_stock=stock_bytes)
         except CheckpointError as error:
-            self.unpublished = not_published(self.store, self.record, error)
+            unpublished = publishing.not_published(self.store, record, error)
+            if record.stock_entries != 0:
+                raise unpublished from error
+            log.warning("%s", unpublished)
             return
         try:
-            if self._grant.previous is not None:
-                cleaning.free_superseded(self.store, known=self.record)
+            if self._grant is not None and self._grant.previous is not None:
+                cleaning.free_superseded(self.store, known=record)
         except CheckpointError as error:
             log.warning("the copy is committed; what it replaced is not deleted: %s", error)
 
     def damage(self, file: OutFile) -> CheckpointError:
-        """Return what is wrong with a file that was copied to other bytes than it was written."""
+        """Return what is wrong with the source of a copied file, or with how it was copied."""
         reference, rank = self._manifest.files[file.number - 1]
-        document, _ = self._rank_manifest(rank)
+        body = unseal(self._read(self._manifest.ranks[rank]), path=self._manifest.ranks[rank].path)
+        document = RankManifest.from_body(body, where=self._manifest.ranks[rank].path)
         (shard,) = (one for one in document.files if one.path == reference.path)
-        return damage_of(self.site, file, FileChecks.of_shard(document, shard))
+        checks = FileChecks.of_shard(document, shard)
+        (segment,) = file.segments
+        assert isinstance(segment, Stored)  # noqa: S101  # it was copied
+        site, path = self.site, segment.path
 
-    def _rank_manifest(self, rank: int) -> tuple[RankManifest, bytes]:
+        def pieces() -> Iterator[memoryview]:
+            window = memoryview(bytearray(min(site.options.part_bytes, max(1, file.size_bytes))))
+            for start in range(0, file.size_bytes, len(window)):
+                view = window[: file.size_bytes - start]
+                site.source.read(path, [(start, view)], size_bytes=file.size_bytes)
+                site.deadline.advanced(len(view))
+                yield view
+
+        return checks.first_damage(pieces()) or IntegrityError(
+            f"The storage copied {path} to other bytes, while the source reads as it was written.",
+            path=file.name,
+            offset=0,
+            next_step="Copy again, with copies='never' so that every byte is read and sent.",
+        )
+
+    def _read(self, reference: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
         """Return a document of the source, checked against what names it."""
-        reference = self._manifest.ranks[rank]
-        data = read_document(self.site.source, reference, save_id=self._manifest.save_id)
-        where = reference.path
-        return RankManifest.from_body(unseal(data, path=where), where=where), data
+        save_id = self._manifest.save_id
+        return read_document(self.site.source, reference, save_id=save_id, most_bytes=most_bytes)
 
-    def _send_ranks(self) -> Iterator[FileRef]:
-        """Send the documents of all ranks, some at a time, each held to what names it."""
-        listed: dict[int, dict[str, FileRef]] = {}
-        for reference, rank in self._manifest.files:
-            listed.setdefault(rank, {})[reference.path] = reference
-        count = len(self._manifest.ranks)
-        for first in range(0, count, _BATCH_COUNT):
-            batch = range(first, min(first + _BATCH_COUNT, count))
-            sent: dict[int, FileRef] = {}
+    def _at(self, path: str) -> str:
+        return path.replace(self._manifest.save_id, self._save_id)
 
-            def send(rank: int, sent: dict[int, FileRef] = sent) -> None:
-                path = self._manifest.ranks[rank].path
-                document, data = self._rank_manifest(rank)
-                held = {file.path: file.ref() for file in document.files}
-                named = (document.rank, document.save_id)
-                if named != (rank, self._manifest.save_id) or held != listed.get(rank, {}):
-                    raise IntegrityError(
-                        f"{path} and the manifest do not describe the same files.",
-                        path=path,
-                        rank=rank,
-                        offset=0,
-                        next_step="Restore the file from a copy, or copy another checkpoint.",
-                    )
-                if self._save_id != self._manifest.save_id:
-                    files = [dataclasses.replace(f, path=self._at(f.path)) for f in document.files]
-                    own = dataclasses.replace(document, save_id=self._save_id, files=files)
-                    data = seal(own.to_body())
-                sent[rank] = _put(self.store, self._at(path), data)
+    def _send_ranks(self) -> list[FileRef]:
+        """Send the documents of all ranks, each held to what names it."""
+        sent: dict[int, FileRef] = {}
 
-            jobs = [partial(send, rank) for rank in batch]
-            side_by_side(jobs, "copy rank manifests", self.site.deadline)
-            yield from (sent[rank] for rank in batch)
+        def send(rank: int, reference: FileRef) -> None:
+            data = self._read(reference)
+            if self._save_id != self._manifest.save_id:
+                body = unseal(data, path=reference.path)
+                document = RankManifest.from_body(body, where=reference.path)
+                files = [replace(file, path=self._at(file.path)) for file in document.files]
+                data = seal(replace(document, save_id=self._save_id, files=files).to_body())
+            sent[rank] = _put(self.store, self._at(reference.path), data)
+
+        jobs = [partial(send, *one) for one in enumerate(self._manifest.ranks)]
+        self.site.at_once("copy rank manifests", jobs)
+        return [sent[rank] for rank in sorted(sent)]
 
     def _send_stock(self) -> tuple[FileRef | None, bytes | None]:
         """Send what `.metadata` is made from."""
         reference = self._manifest.stock
         if reference is None:
             return None, None
-        data = read_document(
-            self.site.source,
-            reference,
-            save_id=self._manifest.save_id,
-            most_bytes=MOST_STOCK_BYTES,
-        )
+        data = self._read(reference, MOST_STOCK_BYTES)
         # A save id has a fixed length, so the lengths that the pickle holds stay true.
         data = data.replace(self._manifest.save_id.encode(), self._save_id.encode())
         return _put(self.store, self._at(reference.path), data), data
 
     def _send_manifest(self, stock: FileRef | None) -> FileRef:
-        reference = self._head.manifest
+        reference, manifest = self._head.manifest, self._manifest
         assert reference is not None  # noqa: S101  # a commit record names one; decode saw to it
-        data = read_document(self.site.source, reference, save_id=self._manifest.save_id)
-        if self._save_id != self._manifest.save_id:
-            renamed = dataclasses.replace(
-                self._manifest,
-                save_id=self._save_id,
-                files=[
-                    (dataclasses.replace(file, path=self._at(file.path)), rank)
-                    for file, rank in self._manifest.files
-                ],
-                ranks=self._ranks,
-                stock=stock,
-            )
-            data = seal(renamed.to_body())
+        data = self._read(reference)
+        if self._save_id != manifest.save_id:
+            files = [
+                (replace(file, path=self._at(file.path)), rank) for file, rank in manifest.files
+            ]
+            renamed = replace(manifest, files=files, ranks=self._ranks, stock=stock)
+            data = seal(replace(renamed, save_id=self._save_id).to_body())
         return _put(self.store, self._at(reference.path), data)
 
-    def _at(self, path: str) -> str:
-        return path.replace(self._manifest.save_id, self._save_id)
-
-    def _commit(self, grant: Grant, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
-        deadline = Deadline("commit", self.site.setting.timeouts.commit)
+    def _commit(self, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
+        assert self._grant is not None  # noqa: S101  # `take` was called
         try:
             record = commit.commit(
-                self.store.bounded(deadline),
-                grant,
+                self.store.bounded(Deadline("commit", self.site.setting.timeouts.commit)),
+                self._grant,
                 manifest=manifest,
                 stock=stock,
                 stock_entries=self._head.stock_entries,
                 user=self._head.user,
             )
         except CommitConflictError as error:
-            if error.winner.get("save_id") != grant.save_id:
-                raise
-            # Another copy of the same save was faster: it committed these very files.
+            # Another copy of the same save may have been faster: it committed these very files.
             head = slotlog.read_log(self.store).head
-            if head is None or head.save_id != grant.save_id:
+            is_same = error.winner.get("save_id") == self._save_id
+            if not is_same or head is None or head.save_id != self._save_id:
                 raise
             record = head
-        url, slot = self.store.url, record.slot
-        log.info("copy of %s to %s committed in slot %d", grant.save_id, url, slot)
+        log.info(
+            "copy of %s to %s committed in slot %d", self._save_id, self.store.url, record.slot
+        )
         return record
-
-
-def damage_of(site: Site, file: OutFile, checks: FileChecks) -> CheckpointError:
-    """Return what is wrong with the source of a copied file, or with how it was copied."""
-    segment = file.segments[0]
-    assert isinstance(segment, Stored)  # noqa: S101  # it was copied
-    path = segment.path
-
-    def pieces() -> Iterator[memoryview]:
-        window = memoryview(bytearray(min(site.options.part_bytes, max(1, file.size_bytes))))
-        for start in range(0, file.size_bytes, len(window)):
-            view = window[: file.size_bytes - start]
-            site.source.read(path, [(start, view)], size_bytes=file.size_bytes)
-            site.deadline.advanced(len(view))
-            yield view
-
-    return checks.first_damage(pieces()) or IntegrityError(
-        f"The storage copied {path} to other bytes, while the source reads as it was written.",
-        path=file.name,
-        offset=0,
-        next_step="Copy again, with copies='never' so that every byte is read and sent.",
-    )
 
 
 def _put(store: Store, path: str, data: bytes) -> FileRef:

@@ -9,40 +9,48 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_storage.commit.slotlog import read_slot
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.coordination.ranks import Ranks as Group
-from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    StorageError,
+)
 from ckpt_storage.format.exports import DEFAULT_FOLDER, INDEX_NAME
 from ckpt_storage.format.names import COMMITS, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
-from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
 from ckpt_storage.store import Location
+from ckpt_storage.store.deadline import Deadline
 
 from .folder import ExportFolder
 from .layout import Layout
-from .opening import Found, Opening, source_files
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
-from .output import Made, Output, Setting, Site, Track, terms_of, untracked
+from .output import Made, Output, Setting, Site
 from .places import location_beside
 from .plan import Plan
 from .removal import stale_exports
-from .run import Task, meeting, run
+from .run import Found, Task, meeting, run
 from .select import Skipped, check_ties
 from .weights import lay_out_model
-from .work import Ranks
-from .write import Copies
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
+
+_TERMS = (
+    *("max_file_bytes", "fqn_to_index_mapping", "dtype", "rename", "include", "exclude", "tied"),
+)
+"""Options that all ranks must give alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,132 +172,111 @@ def consolidate(  # the public surface, all keyword-only
 
     """
     # A lane of its own: a background thread may consolidate while another one saves.
-    group = Group.of(process_group, lane="consolidate")
+    group = RankGroup.of(process_group, lane="consolidate")
     timeouts = Timeouts()
     if timeout is not None:
         with contextlib.suppress(CheckpointError):
             timeouts = Timeouts.of(timeout)
 
     def job() -> ConsolidateJob:
-        source = Location.of(url, storage_options)
-        return ConsolidateJob(
-            source=source,
-            output=output_location(source, output, output_storage_options),
-            options=ConsolidateOptions(
-                max_file_bytes=max_file_bytes,
-                fqn_to_index_mapping=fqn_to_index_mapping,
-                dtype=dtype,
-                rename=rename,
-                include=include,
-                exclude=exclude,
-                tied=tied,
-                memory_limit_bytes=memory_limit_bytes,
-                page_cache=page_cache,
-            ),
+        options = ConsolidateOptions(
+            max_file_bytes=max_file_bytes,
+            fqn_to_index_mapping=fqn_to_index_mapping,
+            dtype=dtype,
+            rename=rename,
+            include=include,
+            exclude=exclude,
+            tied=tied,
+            memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
+            output=output,
+            output_storage_options=output_storage_options,
+        )
+        return ConsolidateJob.of(
+            Location.of(url, storage_options),
+            options,
             timeouts=Timeouts.of(timeout),
-            retry=retry or RetryPolicy(),
-            track=partial(track, progress, group.rank),
+            retry=retry,
+            progress=progress,
         )
 
     what = f"the consolidation of {place_of(url)}"
     with meeting(group, "consolidate", what, timeouts, job) as (operation, chosen):
-        operation.what = f"the consolidation of {chosen.source.url}"
+        operation.what = f"the consolidation of {chosen.setting.source.url}"
         operation.meet(chosen.terms())
         return run_consolidate(operation, chosen)
-
-
-def output_location(
-    source: Location,
-    output: str | os.PathLike[str] | None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Location:
-    """Return where the export of `source` goes. Raises `InvalidInputError`."""
-    if output is None:
-        return source.child(DEFAULT_FOLDER)
-    return location_beside(source, output, storage_options)
-
-
-def track(
-    progress: Progress, rank: int, total_bytes: int, save_id: str | None
-) -> AbstractContextManager[Callable[[int], None]]:
-    """Show how far a consolidation is on this rank, as `progress` says."""
-    return reporting(
-        progress,
-        phase="consolidate",
-        rank=rank,
-        total_bytes=total_bytes,
-        save_id=save_id,
-        with_bar=rank == 0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateJob:
     """What is consolidated, to where and how; the same on all ranks.
 
-    `ties` are recorded ones, alias to target in FQNs; None: those that the save wrote down.
-    For a save that goes on with it: `slot` is that of its commit (None: the head), and `commits` is
-    where its commit records lie, if not in `source`.
-    Pickles if `track` does.
+    `slot` is that of the commit that a save goes on with; None: the head.
     """
 
-    source: Location
-    output: Location
+    setting: Setting
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
-    ties: Mapping[str, str] | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    copies: Copies = "auto"
-    thread_count: int | None = None
     slot: int | None = None
-    commits: Location | None = None
-    track: Track = untracked
 
     def __post_init__(self) -> None:
-        source, output = self.source.url, self.output.url
-        inner = (source, f"{source}/{COMMITS}", f"{source}/{SAVES}")
-        if output in inner or output.startswith(tuple(f"{one}/" for one in inner[1:])):
+        source, output = self.setting.source.url, self.setting.target.url
+        own = (f"{source}/{COMMITS}/", f"{source}/{SAVES}/")
+        if output == source or f"{output}/".startswith(own):
             raise InvalidInputError(
-                f"The output {self.output.url} is where the checkpoint's own files lie.",
-                next_step=f"Give a folder of its own, such as {self.source.url}/hf.",
+                f"The output {output} is where the checkpoint's own files lie.",
+                next_step=f"Give a folder of its own, such as {source}/hf.",
             )
+
+    @classmethod
+    def of(
+        cls,
+        source: Location,
+        options: ConsolidateOptions,
+        *,
+        timeouts: Timeouts,
+        retry: RetryPolicy | None,
+        progress: Progress,
+        commits: Location | None = None,
+        slot: int | None = None,
+    ) -> ConsolidateJob:
+        """Return the job that options mean. Raises `InvalidInputError`."""
+        target = source.child(DEFAULT_FOLDER)
+        if options.output is not None:
+            target = location_beside(source, options.output, options.output_storage_options)
+        setting = Setting(
+            source=source,
+            target=target,
+            timeouts=timeouts,
+            retry=retry or RetryPolicy(),
+            page_cache=options.page_cache or "keep",
+            memory_limit_bytes=options.memory_limit_bytes,
+            commits=commits,
+            progress=progress,
+        )
+        return cls(setting=setting, options=options, slot=slot)
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        options = self.options
-        return {
-            **terms_of(self.source, self.output),
-            "the commit": str(self.slot),
-            "max_file_bytes": str(options.file_limit_bytes),
-            "fqn_to_index_mapping": digest(options.fqn_to_index_mapping),
-            "dtype": str(options.cast_to),
-            "rename": digest(options.rename),
-            "include": digest(options.include),
-            "exclude": digest(options.exclude),
-            "tied": digest(options.tied),
-        }
+        options = {name: digest(getattr(self.options, name)) for name in _TERMS}
+        return {**self.setting.terms(), "the commit": str(self.slot), **options}
 
 
-def run_consolidate(ranks: Ranks, job: ConsolidateJob) -> ConsolidationReport:
+def run_consolidate(
+    operation: Operation, job: ConsolidateJob, *, as_one_phase: bool = False
+) -> ConsolidationReport:
     """Consolidate; all ranks call it within one operation, after they have met.
 
     The export that counted before counts after an error, unless that happened while the index was
-    put. Another call goes on where this one ended. Raises as `run.run`, `CheckpointExistsError`,
-    and `ConsolidationError` if another consolidation took the folder over.
+    put. Another call goes on where this one ended. With `as_one_phase` planning is no phase of its
+    own: a save has ended with it. Raises as `run.run`, `CheckpointExistsError`, and
+    `ConsolidationError` if another consolidation took the folder over.
     """
-    setting = Setting(
-        source=job.source,
-        target=job.output,
-        timeouts=job.timeouts,
-        retry=job.retry,
-        page_cache=job.options.page_cache or "keep",
-        memory_limit_bytes=job.options.memory_limit_bytes,
-        copies=job.copies,
-        thread_count=job.thread_count,
-        commits=job.commits,
-        track=job.track,
-    )
-    return run(ranks, setting, partial(_Consolidation, job=job))
+
+    def begin(phase: Phase, total_bytes: int) -> Deadline:
+        phase = "consolidate" if as_one_phase else phase
+        return operation.phase(phase, total_bytes=total_bytes)
+
+    return run(operation, begin, job.setting, partial(_Consolidation, job=job))
 
 
 class _Consolidation(Task[ConsolidationReport]):
@@ -301,36 +288,30 @@ class _Consolidation(Task[ConsolidationReport]):
     def __init__(self, site: Site, *, job: ConsolidateJob) -> None:
         super().__init__(site)
         self._job = job
-        self._opening = Opening(site)
-        self._state: object = None
-        self.check_unchanged = self._opening.check_unchanged  # type: ignore[method-assign]
 
     def find(self) -> Found:
-        """Open the source; see that no other writer has begun to replace it."""
-        self.source, found = self._opening.find(self._job.slot)
-        self.save_id, self._state = self.source.save_id, found.state
-        self.check_unchanged()
-        return found
-
-    def open(self, found: object) -> None:
-        """Open the same."""
-        assert isinstance(found, Found)  # noqa: S101  # as `find` returns
-        self.source = self._opening.open(found)
-        self.save_id, self._state = self.source.save_id, found.state
-
-    def source_files(self) -> list[str]:
-        """Return the files of the values."""
-        return source_files(self.source)
+        """Open the newest checkpoint, or the commit in a slot, be it the head or not any more."""
+        slot, url = self._job.slot, self.site.setting.source.url
+        if slot is None:
+            return super().find()
+        record = read_slot(self.site.source, slot)
+        if record is None or record.type != "commit":
+            raise CheckpointNotFoundError(
+                f"{url} has no commit in slot {slot}.",
+                path=url,
+                phase="plan",
+                next_step="Consolidate what is there now.",
+            )
+        self.open(Found(record=record.encode(), slot=slot))
+        return self.found
 
     def content(self) -> object:
         """Return what stands for the source."""
-        return [self.source.format, self.source.save_id, self._state]
+        return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Layout:
         """Return the weight files, named for an empty folder."""
-        ties = self._job.ties
-        if ties is None:
-            ties = self.source.ties if isinstance(self.source, CommittedSource) else {}
+        ties = self.source.ties if isinstance(self.source, CommittedSource) else {}
         return lay_out_model(self.source, self._job.options, ties)
 
     def check_layout(self, layout: Layout) -> None:
@@ -345,26 +326,29 @@ class _Consolidation(Task[ConsolidationReport]):
     def report(self, output: Output, made: Made, seconds: float) -> ConsolidationReport:
         """Say what was exported, and which exports beside it are of other saves."""
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
-        whole = output.plan
+        setting, whole = self.site.setting, output.plan
         stale: list[str] = []
         try:
             if self.save_id is not None:
                 stale = stale_exports(self.site.source, self.save_id)
         except StorageError as error:
-            log.warning("Other exports of %s are not known: %s", self._job.source.url, error)
+            log.warning("Other exports of %s are not known: %s", setting.source.url, error)
         files = [made.files[at] for at in range(len(whole.files))]
+        # Rank, file and bytes.
+        wrote = [(region.owner, region.file, region.size_bytes) for region in whole.regions]
+        wrote += [
+            (rank, at, files[at].size_bytes)
+            for at, rank in whole.checks.items()
+            if at not in made.kept
+        ]
         writers: dict[int, set[int]] = {}
         rank_bytes = [0] * whole.world_size
-        for region in whole.regions:
-            writers.setdefault(region.file, set()).add(region.owner)
-            rank_bytes[region.owner] += region.size_bytes
-        for at, rank in whole.checks.items():
-            if at not in made.kept:
-                writers[at] = {rank}
-                rank_bytes[rank] += files[at].size_bytes
+        for rank, at, size_bytes in wrote:
+            writers.setdefault(at, set()).add(rank)
+            rank_bytes[rank] += size_bytes
         return ConsolidationReport(
-            source_url=self._job.source.url,
-            output_url=self._job.output.url,
+            source_url=setting.source.url,
+            output_url=setting.target.url,
             source_format=self.source.format,
             save_id=self.save_id,
             index_path=INDEX_NAME,

@@ -29,6 +29,7 @@ from ckpt_storage.format.names import (
     shard_name,
 )
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
 from ckpt_storage.source.model import CommittedSource, Source
 from ckpt_storage.source.sourcekeys import value_keys
@@ -37,7 +38,6 @@ from ckpt_storage.store.store import Store
 
 from .attempt import NewCheckpoint
 from .layout import Fixed, Layout, Segment, Stored
-from .opening import Found, Opening, source_files
 from .options import (
     DEFAULT_MAX_FILE_BYTES,
     Selection,
@@ -45,19 +45,12 @@ from .options import (
     digest,
     parse_bytes,
 )
-from .output import Made, Output, Setting, Site, shown_to, terms_of
-from .places import (
-    TORCH_SUFFIXES,
-    check_elsewhere,
-    is_within,
-    location_beside,
-    onto_itself,
-    split_file,
-)
+from .output import Made, Output, Setting, Site
+from .places import is_within, location_beside, onto_itself, place_within, split_file
 from .plain_folder import OneFile, PlainFolder
 from .plan import Plan
 from .reads import SegmentStream
-from .run import Task, run_together
+from .run import Found, Task, run_together
 from .select import Selected, payload_bytes, select
 from .shards import Shards, lay_out_shards, metadata_of, stock_pickle
 from .weights import index_document, lay_out_sharded, lay_out_whole
@@ -104,6 +97,11 @@ _KEYS_AT_ONCE = 4096
 """Of stock DCP's items the heads are read to find their values: some kilobytes each."""
 
 _SAFETENSORS = frozenset({"dcp_safetensors", "safetensors"})
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+_FOLDER_FILES = (".distcp", ".safetensors", ".json", STOCK_METADATA)
+"""How the names end that a folder of some format may get."""
 
 
 def convert(  # the public surface, all keyword-only
@@ -208,9 +206,9 @@ def convert(  # the public surface, all keyword-only
             retry=retry or RetryPolicy(),
             page_cache=page_cache,
             memory_limit_bytes=memory_limit_bytes,
-            track=partial(shown_to, progress),
+            progress=progress,
         )
-        return setting, wanted.terms(), partial(_Conversion, wanted=wanted)
+        return setting, wanted.terms(setting), partial(_Conversion, wanted=wanted)
 
     return run_together(process_group, "convert", what, Timeouts.of(timeout), job)
 
@@ -234,24 +232,16 @@ class _Wanted:
         """Where files are put."""
         return split_file(self.target)[0] if self.to == "torch_save" else self.target
 
-    def terms(self) -> dict[str, str]:
+    def terms(self, setting: Setting) -> dict[str, str]:
         """Return what all ranks must have in common."""
         return {
-            **terms_of(self.source, self.target),
+            **setting.terms(),
+            "the file": self.target.url,
             "to": self.to,
             "max_file_bytes": str(self.max_file_bytes),
             "include": digest(self.include),
             "exclude": digest(self.exclude),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TorchFile:
-    """A file of `torch.save` as the coordinator found it; `state` as in `Found`."""
-
-    folder: Location
-    name: str
-    state: object
 
 
 class _Conversion(Task[ConvertReport]):
@@ -262,73 +252,51 @@ class _Conversion(Task[ConvertReport]):
     def __init__(self, site: Site, *, wanted: _Wanted) -> None:
         super().__init__(site)
         self._wanted = wanted
-        self._opening = Opening(site)
-        self._check: Callable[[], None] = self._opening.check_unchanged
-        self._state: object = None
+        self._watch: Callable[[], None] | None = None
         self._shards: Shards | None = None
 
-    def find(self) -> Found | _TorchFile:
+    def find(self) -> Found:
         """Open a checkpoint, or a file, which its name may tell; nothing may be missing of it."""
         site, wanted = self.site, self._wanted
         folder, name = split_file(wanted.source)
-        is_file = name.endswith(TORCH_SUFFIXES) and self._is_file(folder, name)
-        found: Found | _TorchFile | None = None
+        is_file = name.endswith(_TORCH_SUFFIXES) and self._is_file(folder, name)
         if not is_file:
             try:
-                self.source, found = self._opening.find()
+                super().find()
             except (CheckpointNotFoundError, StorageError):
-                if not (name and self._is_file(folder, name)):
+                is_file = bool(name) and self._is_file(folder, name)
+                if not is_file:
                     raise
-            else:
-                self._state = found.state
-        if found is None:
+        if is_file:
             site.read_from(folder)
-            self._check = watch_file(site.source, name)
+            self._watch = watch_file(site.source, name)
             at = site.source.stat(name)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            found = _TorchFile(folder=folder, name=name, state=state or new_write_id())
-            self._open_file(found)
-        self.save_id = self.source.save_id
+            self.open(Found(file=(folder, name), state=state or new_write_id()))
         if self.source.format == wanted.to:
             raise InvalidInputError(
                 f"{wanted.source.url} is of the format {wanted.to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
         kept = self._select().names
-        check_elsewhere(
-            (site.source, wanted.source),
-            (site.target, wanted.target),
-            self._paths,
-            from_file=isinstance(found, _TorchFile),
-            to_file=wanted.to == "torch_save",
-        )
+        self._check_elsewhere()
         with told_from_damage(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
             keys = (key for key in value_keys(self.source) if key[0] in kept)
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.require(part)
-        return found
+        return self.found
 
-    def reach(self, found: object) -> None:
-        """Read from the folder of a file."""
-        if isinstance(found, _TorchFile):
-            self.site.read_from(found.folder)
-
-    def open(self, found: object) -> None:
+    def open(self, found: Found) -> None:
         """Open the same."""
-        if isinstance(found, _TorchFile):
-            self._open_file(found)
-        else:
-            assert isinstance(found, Found)  # noqa: S101  # as `find` returns
-            self.source, self._state = self._opening.open(found), found.state
-        self.save_id = self.source.save_id
-
-    def _open_file(self, found: _TorchFile) -> None:
+        if found.file is None:
+            super().open(found)
+            return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
-        self._state = found.state
+        self.found = found
         self.source = open_torch_file(
-            self.site.source, found.name, unsafe_pickle=self._wanted.unsafe_pickle
+            self.site.source, found.file[1], unsafe_pickle=self._wanted.unsafe_pickle
         )
 
     def _is_file(self, folder: Location, name: str) -> bool:
@@ -336,12 +304,36 @@ class _Conversion(Task[ConvertReport]):
 
     def check_unchanged(self) -> None:
         """Raise if the source changed since it was opened."""
-        self._check()
+        if self._watch is not None:
+            self._watch()
+        super().check_unchanged()
 
     def source_files(self) -> list[str]:
         """Return the files of the values."""
-        name = split_file(self._wanted.source)[1]
-        return [name] if self.source.format == "torch_save" else source_files(self.source)
+        return [self.found.file[1]] if self.found.file else super().source_files()
+
+    def _check_elsewhere(self) -> None:
+        """Refuse a target that would replace files of the source; the storages are asked."""
+        site, wanted = self.site, self._wanted
+        name = split_file(wanted.target)[1]
+        is_file, to_file = self.found.file is not None, wanted.to == "torch_save"
+        if to_file and not (name and is_there(site.target, name)):
+            return
+        within = place_within(site.source, site.target, is_deep=not is_file)
+        if within is None:
+            return
+        if to_file:
+            if f"{within}/{name}".lstrip("/") in self._paths():
+                raise InvalidInputError(
+                    f"{wanted.target.url} is part of {wanted.source.url}, which is to be "
+                    "converted.",
+                    next_step="Give another name for the result.",
+                )
+        elif self.found.file is not None:
+            if self.found.file[1].endswith(_FOLDER_FILES):
+                raise onto_itself(wanted.source.url)
+        elif not within or any(path.startswith(f"{within}/") for path in self._paths()):
+            raise onto_itself(wanted.source.url)
 
     def _select(self) -> Selected:
         wanted = self._wanted
@@ -364,7 +356,7 @@ class _Conversion(Task[ConvertReport]):
     def content(self) -> object:
         """Return what stands for the values."""
         wanted = self._wanted
-        state = self._state if self.save_id is None else self.save_id
+        state = self.found.state if self.save_id is None else self.save_id
         return [_LAYOUT, wanted.source.url, state, wanted.to, wanted.max_file_bytes]
 
     def lay_out(self) -> Layout:
@@ -419,7 +411,8 @@ class _Conversion(Task[ConvertReport]):
             return OneFile(
                 site,
                 plan,
-                location=wanted.target,
+                url=wanted.target.url,
+                name=split_file(wanted.target)[1],
                 overwrite=wanted.overwrite,
                 write=self._write_torch_file,
             )
@@ -469,7 +462,14 @@ class _Conversion(Task[ConvertReport]):
 
         site = self.site
         total_bytes = sum(map(payload_bytes, self._tensors.values()))
-        with site.setting.track(total_bytes, self.save_id) as on_bytes:
+        with reporting(
+            site.setting.progress,
+            phase="write",
+            rank=0,
+            total_bytes=total_bytes,
+            save_id=self.save_id,
+            with_bar=True,
+        ) as on_bytes:
             write_torch_file(
                 TorchValues(
                     tensors=self._tensors,

@@ -13,7 +13,18 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 
+from .layout import Layout, Stored, out_file
 from .output import Site
+
+
+def lay_out_copies(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
+    """Return files that are those of the source: path, name here, length, CRC-32C if known."""
+    return Layout(
+        files=tuple(
+            out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
+            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
+        )
+    )
 
 
 class CopiedFiles:

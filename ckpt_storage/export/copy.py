@@ -23,38 +23,35 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.commit import publishing, slotlog, stockfooter
+from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.commit.delete import log_to_extend
-from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError
+from ckpt_storage.errors import IntegrityError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.exports import HOLDER_PATH, is_file_record
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import FileMarks, open_marked
+from ckpt_storage.source.filemarks import open_marked
 from ckpt_storage.source.model import SourceFormat, read_manifest
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.store.store import Store
 
 from .attempt import CopiedCheckpoint
-from .copied import CopiedFiles, check_whole
+from .copied import CopiedFiles, check_whole, lay_out_copies
 from .exportcopy import CopiedExports, copy_exports
-from .layout import FileToCopy, Layout, lay_out_copies
-from .output import Made, Output, Setting, Site, shown_to, terms_of
+from .layout import Layout
+from .output import Made, Output, Setting, Site
 from .places import is_within, location_beside, place_within
 from .plain_folder import PlainFolder, Shown
 from .plan import Plan
-from .run import Task, run_together
-from .work import side_by_side
+from .run import Found, Task, run_together
 from .write import Copies
 
 if TYPE_CHECKING:
@@ -173,9 +170,9 @@ def copy(  # the public surface, all keyword-only
             memory_limit_bytes=memory_limit_bytes,
             copies=copies,
             thread_count=thread_count,
-            track=partial(shown_to, progress),
+            progress=progress,
         )
-        return setting, terms_of(source, target), partial(_Copy, overwrite=overwrite)
+        return setting, setting.terms(), partial(_Copy, overwrite=overwrite)
 
     return run_together(process_group, "copy", what, Timeouts.of(timeout), job)
 
@@ -195,163 +192,130 @@ def _check_apart(source: Location, target: Location) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ours:
-    """A checkpoint of ours as the coordinator found it, with the id that its copy has."""
+class _ToCopy(Found):
+    """A checkpoint that is copied.
 
-    record: bytes
-    slot: int
-    save_id: str
-    was_there: bool
+    Of one of ours `save_id` is that of the copy, and `was_there` whether the target's head is that
+    save. Of another writer's `format` and, by path, length and time of each file below its root.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Foreign:
-    """Another writer's checkpoint: the length and time of each file below its root."""
-
-    format: SourceFormat
-    files: Mapping[str, tuple[int, float | None]]
+    save_id: str | None = None
+    was_there: bool = False
+    format: SourceFormat = "ckpt_storage"
+    files: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 class _Copy(Task[CopyReport]):
     """One copy on one rank."""
 
+    found: _ToCopy
     source: CopiedFiles
 
     def __init__(self, site: Site, *, overwrite: bool) -> None:
         super().__init__(site)
         self._overwrite = overwrite
-        self._found: _Ours | _Foreign | None = None
+        self._log_there: CommitLog | None = None
         self._head: SlotRecord | None = None
         self._manifest: Manifest | None = None
-        self._log_there: CommitLog | None = None
-        self._marks: FileMarks | None = None
 
-    def find(self) -> _Ours | _Foreign:
-        """Look what there is; refuse a target that is the source by another name."""
-        site = self.site
+    def find(self) -> Found:
+        """Look whose checkpoint it is; nothing may be missing of one of others."""
+        site, setting = self.site, self.site.setting
         head = slotlog.read_log(site.source).head
         if place_within(site.source, site.target) is not None:
             raise InvalidInputError(
-                f"{site.setting.target.url} is the same place as {site.setting.source.url}, or "
+                f"{setting.target.url} is the same place as {setting.source.url}, or "
                 "lies inside it: what is written to the one is seen in the other.",
                 next_step="Give a folder beside it.",
             )
-        found: _Ours | _Foreign
         if head is None:
-            source, self._marks = open_marked(
+            source, self.marks = open_marked(
                 site.source, deadline=site.deadline, options=site.options
             )
-            if self._marks is None:
+            if self.marks is None:
                 # Saved by us since the log was read.
                 return self.find()
             entries = [entry for entry in site.source.list("") if _is_content(entry)]
             check_whole(source, entries)
-            found = _Foreign(
-                format=source.format,
-                files={entry.path: (entry.size_bytes, entry.modified_s) for entry in entries},
-            )
+            files = {entry.path: (entry.size_bytes, entry.modified_s) for entry in entries}
+            self.open(_ToCopy(format=source.format, files=files))
         else:
-            stockfooter.check_newest(site.source, head)
+            publishing.check_newest(site.source, head)
             self._log_there = log_to_extend(site.target)
             save_id, was_there = self._name_at_target(head.save_id or "", self._log_there)
-            found = _Ours(
-                record=head.encode(), slot=head.slot, save_id=save_id, was_there=was_there
-            )
-        self.open(found)
-        return found
+            record = head.encode()
+            self.open(_ToCopy(record=record, slot=head.slot, save_id=save_id, was_there=was_there))
+        return self.found
 
-    def open(self, found: object) -> None:
+    def open(self, found: Found) -> None:
         """Read the same manifest."""
-        assert isinstance(found, _Ours | _Foreign)  # noqa: S101  # as `find` returns
-        self._found = found
-        if isinstance(found, _Ours):
+        assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
+        self.found, self.save_id = found, found.save_id
+        if found.record:
             self._head = SlotRecord.decode(found.record, slot=found.slot)
             self._manifest = read_manifest(self.site.source, self._head)
-            self.save_id = found.save_id
         self.source = CopiedFiles(self.site, self._manifest.save_id if self._manifest else None)
-
-    def check_unchanged(self) -> None:
-        """Raise if another writer touched its files."""
-        if self._marks is not None:
-            self._marks.check(self.site.source)
 
     def source_files(self) -> list[str]:
         """Return all files."""
         if self._manifest is not None:
             return sorted(reference.path for reference, _ in self._manifest.files)
-        return sorted(self._found.files) if isinstance(self._found, _Foreign) else []
+        return sorted(self.found.files)
 
     def content(self) -> object:
         """Return what stands for the files."""
-        url, found = self.site.setting.source.url, self._found
-        if isinstance(found, _Foreign):
-            return [url, sorted((path, *mark) for path, mark in found.files.items())]
-        return [url, self.save_id]
+        marks = sorted((path, *mark) for path, mark in self.found.files.items())
+        return [self.site.setting.source.url, self.save_id, marks]
 
     def lay_out(self) -> Layout:
         """Return the files but the one that shows all others; none if they are there."""
-        found, manifest = self._found, self._manifest
-        if isinstance(found, _Foreign):
-            last = self._shown(found)[1]
-            return lay_out_copies(
-                FileToCopy(path=path, target=path, size_bytes=size)
-                for path, (size, _) in sorted(found.files.items())
-                if path != last
-            )
-        assert manifest is not None  # noqa: S101  # `open` read it
-        assert found is not None  # noqa: S101  # as above
-        if found.was_there:
-            return Layout(files=())
+        found, manifest = self.found, self._manifest
+        if manifest is None:
+            last = self._shown()[1]
+            files = sorted((path, size) for path, (size, _) in found.files.items() if path != last)
+            return lay_out_copies((path, path, size, None) for path, size in files)
+        own_id, save_id = manifest.save_id, found.save_id or ""
         return lay_out_copies(
-            FileToCopy(
-                path=file.path,
-                target=file.path.replace(manifest.save_id, found.save_id),
-                size_bytes=file.size_bytes,
-                crc32c=file.crc32c,
-            )
-            for file, _ in manifest.files
+            (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
+            for file, _ in (() if found.was_there else manifest.files)
         )
 
-    @staticmethod
-    def _shown(found: _Foreign) -> tuple[Shown, str]:
+    def _shown(self) -> tuple[Shown, str]:
         """Return what shows the files of another writer, and its name."""
-        if found.format == "dcp":
+        if self.found.format == "dcp":
             return "metadata", STOCK_METADATA
-        return ("index", INDEX_NAME) if INDEX_NAME in found.files else ("nothing", "")
+        return ("index", INDEX_NAME) if INDEX_NAME in self.found.files else ("nothing", "")
 
     def output(self, plan: Plan) -> Output:
         """Return the attempt, or the folder."""
-        found, site = self._found, self.site
-        if isinstance(found, _Foreign):
-            shown, last = self._shown(found)
-
-            def document() -> bytes:
-                data = _read_whole(site.source, last, found.files[last][0])
-                self.check_unchanged()
-                return data
-
-            return PlainFolder(
+        found, site = self.found, self.site
+        if self._head is not None and self._manifest is not None:
+            return CopiedCheckpoint(
                 site,
                 plan,
-                shown=shown,
-                last=last,
-                document=document,
+                head=self._head,
+                manifest=self._manifest,
+                save_id=found.save_id or "",
+                log_there=self._log_there,
                 overwrite=self._overwrite,
-                trusts_lengths=True,
             )
-        assert found is not None  # noqa: S101  # `open` was called
-        assert self._head is not None  # noqa: S101  # as above
-        assert self._manifest is not None  # noqa: S101  # as above
-        if found.was_there:
-            return Output(site, plan)
-        return CopiedCheckpoint(
-            site,
-            plan,
-            head=self._head,
-            manifest=self._manifest,
-            save_id=found.save_id,
-            log_there=self._log_there,
-            overwrite=self._overwrite,
+        shown, last = self._shown()
+
+        def document() -> bytes:
+            size_bytes = found.files[last][0]
+            data = site.source.get(last, max_bytes=size_bytes).data
+            self.check_unchanged()
+            if len(data) != size_bytes:
+                raise IntegrityError(
+                    f"{last} has changed while the checkpoint was being copied.",
+                    path=last,
+                    offset=0,
+                    next_step="Copy again.",
+                )
+            return data
+
+        return PlainFolder(
+            site, plan, shown=shown, last=last, document=document, overwrite=self._overwrite
         )
 
     def _name_at_target(self, save_id: str, found: CommitLog) -> tuple[str, bool]:
@@ -364,7 +328,7 @@ class _Copy(Task[CopyReport]):
                 named.update((*record.fenced, record.save_id or ""))
 
         jobs = [partial(read, slot) for slot in range(1, found.last_slot + 1)]
-        side_by_side(jobs, "read slots", self.site.deadline)
+        self.site.at_once("read slots", jobs)
         head_id = found.head.save_id if found.head else None
         while save_id != head_id and save_id in named:
             save_id = _derived(save_id)
@@ -372,33 +336,23 @@ class _Copy(Task[CopyReport]):
 
     def report(self, output: Output, made: Made, seconds: float) -> CopyReport:
         """Copy the exports; say what was copied."""
-        found, site = self._found, self.site
-        assert found is not None  # noqa: S101  # `open` was called
-        exports, whole = CopiedExports(), [(output.plan, made)]
-        record, was_there = None, False
-        total_bytes = 0
-        if isinstance(found, _Foreign):
-            total_bytes = sum(size for size, _ in found.files.values())
-        else:
-            assert self._manifest is not None  # noqa: S101  # as above
+        found, site = self.found, self.site
+        exports, record = CopiedExports(), None
+        total_bytes = sum(size for size, _ in found.files.values())
+        if self._manifest is not None:
+            assert isinstance(output, CopiedCheckpoint)  # noqa: S101  # as `output` returns
             total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
-            record, unpublished = self._committed(output)
-            was_there, own_id = found.was_there, self._manifest.save_id
-            exports = copy_exports(site, own_id, as_save_id=found.save_id)
-            whole += exports.made
-            if unpublished is not None:
-                if record.stock_entries != 0:
-                    raise unpublished
-                # Stock readers would find a note that it is not for them.
-                log.warning("%s", unpublished)
+            record = output.record
+            exports = copy_exports(site, self._manifest.save_id, as_save_id=found.save_id or "")
+        whole = [(output.plan, made), *exports.made]
         kept = [plan.files[at].size_bytes for plan, one in whole for at in one.kept]
         return CopyReport(
             source_url=site.setting.source.url,
             url=site.setting.target.url,
-            format=found.format if isinstance(found, _Foreign) else "ckpt_storage",
+            format=found.format,
             save_id=self.save_id,
             slot=record.slot if record else None,
-            was_there=was_there,
+            was_there=found.was_there,
             file_count=sum(len(plan.files) for plan, _ in whole),
             total_bytes=total_bytes,
             read_bytes=sum(one.bytes_of("read_bytes") for _, one in whole) + sum(kept),
@@ -412,23 +366,6 @@ class _Copy(Task[CopyReport]):
             seconds=seconds,
         )
 
-    def _committed(self, output: Output) -> tuple[SlotRecord, CheckpointError | None]:
-        """Return the copy's commit, and why stock readers do not find it.
-
-        What follows a commit is repeated for a copy that was cut there.
-        """
-        if isinstance(output, CopiedCheckpoint):
-            assert output.record is not None  # noqa: S101  # it is published
-            return output.record, output.unpublished
-        assert self._log_there is not None  # noqa: S101  # the coordinator's
-        record = self._log_there.head
-        assert record is not None  # noqa: S101  # it was there
-        try:
-            publishing.roll_forward(self.site.target, record.save_id or "")
-        except CheckpointError as error:
-            return record, not_published(self.site.target, record, error)
-        return record, None
-
 
 def _is_content(entry: ObjectInfo) -> bool:
     name = entry.path.rpartition("/")[2]
@@ -440,18 +377,6 @@ def _is_content(entry: ObjectInfo) -> bool:
 def _is_of_the_work(path: str) -> bool:
     """Return whether a path is that of a note of a run, and so no part of a checkpoint."""
     return path == HOLDER_PATH or is_file_record(path)
-
-
-def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
-    data = store.get(path, max_bytes=size_bytes).data
-    if len(data) != size_bytes:
-        raise IntegrityError(
-            f"{path} has changed while the checkpoint was being copied.",
-            path=path,
-            offset=0,
-            next_step="Copy again.",
-        )
-    return data
 
 
 def _derived(save_id: str) -> str:

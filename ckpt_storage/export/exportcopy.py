@@ -6,30 +6,30 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from ckpt_storage.commit.slotlog import check_document, read_if_there
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError, StorageError
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     INDEX_NAME,
     NAMES_PATH,
     ExportRecord,
     IndexTag,
-    Series,
     export_path,
     is_weight_file,
+    records_folder,
 )
-from ckpt_storage.format.file_checks import FileChecks
-from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
-from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA, is_blocker
+from ckpt_storage.store.backend import Content, ObjectInfo
+from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
 
-from .attempt import damage_of
-from .copied import CopiedFiles
-from .folder import ExportFolder, claim, files_there, holder_of, listed
-from .layout import FileToCopy, OutFile, lay_out_copies
-from .output import Made, Sealed, Site, Taken
-from .plan import Plan, WriteRules, plan
-from .work import UNKNOWN_CRC, Alone, make
+from .copied import CopiedFiles, lay_out_copies
+from .folder import listed
+from .output import Made, Output, Site
+from .plain_folder import PlainFolder
+from .plan import Plan, plan
+from .work import make
 
 log = logging.getLogger("ckpt_storage")
 
@@ -105,37 +105,62 @@ def _listed(store: Store) -> list[ObjectInfo]:
 def _copy(outer: Site, folder: str, save_id: str, found: CopiedExports) -> bool:
     """Copy a folder, or what is missing of it; return False if it is no export of the save."""
     setting = outer.setting
+    what = f"The copy of {setting.source.url}/{folder}"
     source, target = setting.source.child(folder), setting.target.child(folder)
     site = Site(replace(setting, source=source, target=target, commits=None))
     try:
-        site.begin(outer.deadline)
-        export = _Export.read(site.source)
-        if export is None or export.record.save_id != save_id:
+        # Of its own: the checkpoint is committed, whatever becomes of this.
+        site.begin(stalling_deadline("write", setting.timeouts.write, what)[0])
+        index = read_if_there(site.source, INDEX_NAME)
+        tag = IndexTag.of(index.data) if index else None
+        if index is None or tag is None or tag.save_id != save_id:
             return False
-        names = {file.path for file in export.record.files}
+        path = export_path(tag.fingerprint)
+        documents = {
+            one: site.source.get(one, max_bytes=MOST_DOCUMENT_BYTES).data
+            for one in (NAMES_PATH, path)
+        }
+        record = ExportRecord.decode(documents[path], path=path)
+        check_document(index.data, record.index)
+        there = read_if_there(site.target, INDEX_NAME)
+        is_there = there is not None and there.data == index.data
         entries = _listed(site.source)
-        others = [entry for entry in entries if _is_other(entry.path, names)]
-        known = [(one.path, one.size_bytes, one.crc32c) for one in export.record.files]
-        files = [*known, *((one.path, one.size_bytes, None) for one in others)]
-        layout = lay_out_copies(
-            FileToCopy(path=path, target=path, size_bytes=size, crc32c=crc32c)
-            for path, size, crc32c in files
+        others = [one for one in entries if _is_other(one.path)]
+        files: list[tuple[str, str, int, int | None]] = []
+        if not is_there:
+            _check_free(site, there)
+            files += [(one.path, one.path, one.size_bytes, one.crc32c) for one in record.files]
+        # Nothing tells one content of a file that people put there from another.
+        files += [(one.path, one.path, one.size_bytes, None) for one in others]
+        first = plan(
+            lay_out_copies(files),
+            world_size=1,
+            able=site.target.capabilities,
+            part_bytes=site.options.part_bytes,
+            source=[tag.fingerprint, [[one.path, one.modified_s] for one in others]],
         )
-        rules = WriteRules.of(site.target.capabilities, part_bytes=site.options.part_bytes)
-        first = plan(layout, world_size=1, rules=rules, source=None)
-        output = _CopiedFolder(site, replace(first, identity=export.record.fingerprint), export)
-        taken = output.take()
-        output.plan = output.plan.leaving(taken.done)
-        made = make(
-            Alone(site.deadline),
-            site,
-            CopiedFiles(site, None),
-            output,
-            taken,
-            on_bytes=lambda _: None,
-        )
-        found.made.append((first, made))
-        output.publish(made)
+
+        def document() -> bytes:
+            site.target.make_folders([DOCUMENTS, records_folder(record.fingerprint)])
+            for one, data in documents.items():
+                site.target.replace(one, data)
+            return index.data
+
+        output = Output(site, first)
+        if not is_there:
+            output = PlainFolder(
+                site, first, shown="index", last=INDEX_NAME, document=document, overwrite=True
+            )
+        with (
+            site.deadline.governs(what),
+            RankGroup.alone().operation(what, timeouts=setting.timeouts) as one,
+        ):
+            one.meet({})
+            taken = output.take()
+            output.follow(taken)
+            made = make(one, CopiedFiles(site, None), output, taken, on_bytes=lambda _: None)
+            output.publish(made)
+        found.made.append((output.plan, made))
     finally:
         site.close()
     # What people put into folders there stays behind.
@@ -144,102 +169,20 @@ def _copy(outer: Site, folder: str, save_id: str, found: CopiedExports) -> bool:
     return True
 
 
-def _is_other(path: str, weight_files: set[str]) -> bool:
+def _check_free(site: Site, index: Content | None) -> None:
+    """Raise `CheckpointExistsError` if another content is at the target, whole."""
+    here = [entry.path for entry in listed(site.target, "") if is_weight_file(entry.path)]
+    if is_blocker(index.data) if index else not here:
+        return
+    raise CheckpointExistsError(
+        f"{site.target.url} holds {'another export' if index else here[0]}.",
+        path=site.target.url,
+        phase=site.deadline.phase,
+        next_step="Consolidate the copy instead.",
+    )
+
+
+def _is_other(path: str) -> bool:
     """Return whether people put a file beside the weights: a configuration, a tokenizer."""
-    is_ours = path.endswith("/") or path in {*weight_files, INDEX_NAME} or is_weight_file(path)
+    is_ours = path.endswith("/") or path == INDEX_NAME or is_weight_file(path)
     return not is_ours and not path.startswith(PROBE_PREFIX)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Export:
-    """The documents of a complete export, as they are stored, and what its record says."""
-
-    index: bytes
-    names: bytes
-    record_bytes: bytes
-    record: ExportRecord
-
-    @classmethod
-    def read(cls, store: Store) -> _Export | None:
-        """Return what a folder holds, None for no export of ours."""
-        index = read_if_there(store, INDEX_NAME)
-        tag = IndexTag.of(index.data) if index else None
-        if index is None or tag is None:
-            return None
-        path = export_path(tag.fingerprint)
-        data = store.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
-        record = ExportRecord.decode(data, path=path)
-        check_document(index.data, record.index)
-        names = store.get(NAMES_PATH, max_bytes=MOST_DOCUMENT_BYTES).data
-        return cls(index=index.data, names=names, record_bytes=data, record=record)
-
-
-class _CopiedFolder(ExportFolder):
-    """The folder of an export at the target: documents are those of the source, byte for byte.
-
-    The checksums of its weight files are known, so a file that is there needs no record.
-    """
-
-    is_together = False
-
-    def __init__(self, site: Site, plan: Plan, export: _Export) -> None:
-        record = export.record
-        super().__init__(site, plan, save_id=record.save_id, source_format=record.source_format)
-        self._export = export
-
-    def take(self) -> Taken:
-        """Take the folder over. Raises `CheckpointExistsError` if another content has its place."""
-        store, export = self.store, self._export
-        self._index = read_if_there(store, INDEX_NAME)
-        if self._index is not None and self._index.data not in {export.index, BLOCKER}:
-            raise self._refused("another export")
-        there = read_if_there(store, NAMES_PATH)
-        if there is None:
-            foreign = [entry.path for entry in listed(store, "") if is_weight_file(entry.path)]
-            if foreign:
-                raise self._refused(foreign[0])
-            store.make_folders([DOCUMENTS])
-            claim(store, NAMES_PATH, export.names)
-            there = read_if_there(store, NAMES_PATH)
-        if there is None or there.data != export.names:
-            raise self._refused("names of another content")
-        series = {one for file in self.plan.files if (one := Series.of(file.name)) is not None}
-        self._hold(holder_of(store, ""), sorted(series))
-        if self._index is None:
-            self._put_index(BLOCKER)
-            self._index = read_if_there(store, INDEX_NAME)
-        # Nothing tells one content of a file from another that people put there, but the source.
-        done = files_there(self.site, self.plan, Taken())
-        same = {
-            at: ref
-            for at, ref in done.items()
-            if ref.crc32c != UNKNOWN_CRC or store.get(ref.path).data == self._stored(ref.path)
-        }
-        return Taken(done=same)
-
-    def _stored(self, path: str) -> bytes:
-        return self.site.source.get(path).data
-
-    def _refused(self, what: str) -> CheckpointExistsError:
-        return CheckpointExistsError(
-            f"{self.store.url} holds {what}.",
-            path=self.store.url,
-            phase=self.site.deadline.phase,
-            next_step="Consolidate the copy instead.",
-        )
-
-    def seal(self, number: int, sealed: Sealed) -> None:
-        """Write nothing."""
-
-    def publish(self, made: Made) -> None:
-        """Put the record, then the index."""
-        del made
-        self.check_held()
-        self.store.replace(export_path(self.plan.identity), self._export.record_bytes)
-        if self._index is None or self._index.data != self._export.index:
-            self._put_index(self._export.index)
-
-    def damage(self, file: OutFile) -> CheckpointError:
-        """Return what is wrong with a weight file."""
-        reference = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c or 0)
-        return damage_of(self.site, file, FileChecks.of_file(reference, path=file.name))

@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
+from ckpt_storage.commit.delete import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
 from ckpt_storage.errors import (
     CheckpointError,
@@ -53,13 +55,12 @@ from .layout import Layout
 from .output import Made, Output, Sealed, Site, Taken
 from .plan import Plan
 from .weights import index_document, with_suffix
-from .work import UNKNOWN_CRC, side_by_side
 
 log = logging.getLogger("ckpt_storage")
 
+T = TypeVar("T")
+
 _CLAIM_COUNT = 3
-_UNLISTED = frozenset({"permission", "unsupported"})
-"""Kinds of the error of a storage that does not tell which uploads are open."""
 
 
 class FolderOutput(Output):
@@ -81,44 +82,44 @@ class FolderOutput(Output):
         )
         self.store.replace(weight_file_path(identity, number), record.encode())
 
-    def _is_held(self) -> bool:
-        """Return whether nobody else has begun to work here since this run took the folder."""
-        holder = holder_of(self.store, "")
-        return holder is not None and holder.run_id == self._run_id
-
-    def _hold(self, earlier: Holder | None, series: Sequence[Series] = ()) -> Taken:
+    def hold(self, earlier: Holder | None, *series: Series) -> Taken:
         """Become the holder, and end the uploads that an earlier one left open.
 
         Return what it sealed of this very content; those uploads stay open.
         """
-        store, plan = self.store, self.plan
-        store.make_folders([DOCUMENTS, records_folder(plan.identity)])
+        store, identity = self.store, self.plan.identity
+        store.make_folders([DOCUMENTS, records_folder(identity)])
         taken = self._found()
-        holder = Holder(
-            run_id=self._run_id, fingerprint=plan.identity, series=tuple(series), stamp=stamp()
-        )
+        holder = Holder(run_id=self._run_id, fingerprint=identity, series=series, stamp=stamp())
         store.replace(HOLDER_PATH, holder.after(earlier).encode())
         if earlier is not None:
-            same = earlier.fingerprint == plan.identity
-            mine = {file.name for file in plan.files} if same else set()
             kept = {one.file.path for one in taken.sealed.values()}
-            abort_uploads(
-                store, "", lambda path: (earlier.wrote(path) or path in mine) and path not in kept
-            )
+            abort_uploads(store, "", lambda path: path not in kept and self.may_end(path, earlier))
         return taken
+
+    def may_end(self, path: str, earlier: Holder) -> bool:
+        """Return whether an open upload to a path is one that the earlier holder left."""
+        is_mine = earlier.fingerprint == self.plan.identity
+        return earlier.wrote(path) or (is_mine and path in {file.name for file in self.plan.files})
+
+    def is_held(self) -> bool:
+        """Return whether nobody else has begun to work here since this run took the folder."""
+        holder = holder_of(self.store, "")
+        return holder is not None and holder.run_id == self._run_id
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        if self._is_held():
+        if self.is_held():
             return
         holder = holder_of(self.store, "")
         how = "it was removed"
         if holder is not None:
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
             how = f"it was taken over by process {pid} on {host}"
-        raise self._overtaken(how)
+        raise self.overtaken(how)
 
-    def _overtaken(self, how: str) -> ConsolidationError:
+    def overtaken(self, how: str) -> ConsolidationError:
+        """Return the error for a run that is not the one whose output counts."""
         return ConsolidationError(
             f"Another consolidation worked in {self.store.url} at the same time: {how}. This one "
             "published nothing.",
@@ -128,72 +129,66 @@ class FolderOutput(Output):
             "the one that should count.",
         )
 
+    def recorded(self) -> list[Sealed]:
+        """Return the files that records of this content say are sealed."""
+        identity = self.plan.identity
+        entries = listed(self.store, records_folder(identity))
+        found = self.read_records(entry.path for entry in entries)
+        return [sealed for fingerprint, sealed in found if fingerprint == identity]
+
     def _found(self) -> Taken:
         """Return what an earlier run sealed.
 
         Nothing is trusted but a record of this very content, and with it a file of that length or
         an upload that is still open.
         """
-        files = {file.name: (at, file.size_bytes) for at, file in enumerate(self.plan.files)}
+        files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         recorded = {
-            one.file.path: one
-            for one in self._recorded()
-            if files.get(one.file.path, (0, -1))[1] == one.file.size_bytes
+            files[key]: one
+            for one in self.recorded()
+            if (key := (one.file.path, one.file.size_bytes)) in files
         }
         open_uploads: set[tuple[str, str]] = set()
         if any(one.token for one in recorded.values()):
             try:
                 open_uploads = self.store.open_uploads("")
             except StorageError as error:
-                if error.kind not in _UNLISTED:
+                if error.kind not in {"permission", "unsupported"}:
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", self.store.url, error)
-                self._end_uploads(recorded.values())
+                self.end_uploads(recorded.values())
         done: dict[int, FileRef] = {}
         sealed: dict[int, Sealed] = {}
 
-        def look(one: Sealed) -> None:
-            at = files[one.file.path][0]
+        def look(at: int, one: Sealed) -> None:
             if size_of(self.store, one.file.path) == one.file.size_bytes:
                 done[at] = one.file
             elif one.token and (one.file.path, one.token) in open_uploads:
                 sealed[at] = one
 
-        jobs = [partial(look, one) for one in recorded.values()]
-        side_by_side(jobs, "look for files", self.site.deadline)
+        self.site.at_once("look for files", [partial(look, *one) for one in recorded.items()])
         return Taken(done=dict(sorted(done.items())), sealed=dict(sorted(sealed.items())))
 
-    def _recorded(self) -> list[Sealed]:
-        """Return the files that records of this content say are sealed."""
-        identity = self.plan.identity
-        entries = listed(self.store, records_folder(identity))
-        found = self._read_records(entry.path for entry in entries)
-        return [sealed for fingerprint, sealed in found if fingerprint == identity]
-
-    def _read_records(self, paths: Iterable[str]) -> list[tuple[str, Sealed]]:
+    def read_records(self, paths: Iterable[str]) -> list[tuple[str, Sealed]]:
         """Return what those of some paths that are records say, with their fingerprints."""
         found: list[tuple[str, Sealed]] = []
 
-        def read(path: str) -> None:
-            try:
-                content = read_if_there(self.store, path)
-                one = None if content is None else WeightFileRecord.decode(content.data, path=path)
-                parts = [Part.from_json(part) for part in one.parts] if one else []
-            except (IntegrityError, FormatError, ValueError) as error:
-                log.warning("A record of %s is not trusted: %s", self.store.url, error)
-                return
-            if one is not None:
-                sealed = Sealed(
-                    file=one.file, token=one.token, write_id=one.write_id, parts=tuple(parts)
-                )
-                found.append((one.fingerprint, sealed))
+        def decode(data: bytes, path: str) -> tuple[str, Sealed]:
+            one = WeightFileRecord.decode(data, path=path)
+            parts = tuple(Part.from_json(part) for part in one.parts)
+            sealed = Sealed(file=one.file, token=one.token, write_id=one.write_id, parts=parts)
+            return one.fingerprint, sealed
 
-        jobs = [partial(read, path) for path in paths if is_file_record(path)]
-        side_by_side(jobs, "read records", self.site.deadline)
+        def read(path: str) -> None:
+            one = trusted(self.store, path, partial(decode, path=path))
+            if one is not None:
+                found.append(one)
+
+        self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
         return found
 
-    def _end_uploads(self, files: Iterable[Sealed]) -> None:
+    def end_uploads(self, files: Iterable[Sealed]) -> None:
         """Abort the uploads of sealed files that nobody goes on with; one that is over is none."""
 
         def end(one: Sealed) -> None:
@@ -204,8 +199,7 @@ class FolderOutput(Output):
                 # It takes room, but no part in this run.
                 log.warning("%s: an upload of an earlier run stays: %s", store.shown(path), error)
 
-        jobs = [partial(end, one) for one in files if one.token]
-        side_by_side(jobs, "end uploads", self.site.deadline)
+        self.site.at_once("end uploads", [partial(end, one) for one in files if one.token])
 
 
 class ExportFolder(FolderOutput):
@@ -226,71 +220,62 @@ class ExportFolder(FolderOutput):
 
     def take(self) -> Taken:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
-        identity = self.plan.identity
-        self._index = read_if_there(self.store, INDEX_NAME)
-        names = self._names() or self._claimed()
-        suffix = "" if names.fingerprint == identity else suffix_of(identity)
+        store, identity = self.store, self.plan.identity
+        self._index = read_if_there(store, INDEX_NAME)
+        if not is_there(store, NAMES_PATH):
+            self._claim_names()
+        # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
+        names = trusted(store, NAMES_PATH, Names.decode)
+        is_mine = names is not None and names.fingerprint == identity
+        suffix = "" if is_mine else suffix_of(identity)
         self.plan = self.plan.renamed(self.named(self.plan.layout, suffix))
-        taken = self._hold(holder_of(self.store, ""), [Series(len(self.plan.files), suffix)])
+        taken = self.hold(holder_of(store, ""), Series(len(self.plan.files), suffix))
         if self._index is None:
             # Else readers would take the first files of a run that died for the whole.
             self._put_index(BLOCKER)
-            self._index = read_if_there(self.store, INDEX_NAME)
+            self._index = read_if_there(store, INDEX_NAME)
         return replace(taken, name=suffix)
 
     def named(self, layout: Layout, name: str) -> Layout:
         """Return the files with a suffix."""
         return with_suffix(layout, name)
 
-    def _names(self) -> Names | None:
-        """Return what lies there; a damaged one gives the names to nobody."""
-        found = read_if_there(self.store, NAMES_PATH)
-        if found is None:
-            return None
-        try:
-            return Names.decode(found.data)
-        except IntegrityError as error:
-            log.warning("%s: names with a suffix are used from now on: %s", self.store.url, error)
-            return Names(fingerprint="")
-
-    def _claimed(self) -> Names:
-        """Give names without a suffix to this content, unless another one was faster."""
+    def _claim_names(self) -> None:
+        """Give names without a suffix to this content, unless another one is faster."""
         store = self.store
         here = [entry.path for entry in listed(store, "")]
         foreign = sorted(name for name in here if is_weight_file(name) or name == INDEX_NAME)
-        if foreign or self._index is not None:
+        if foreign:
             raise CheckpointExistsError(
-                f"{store.url} holds weight files that ckpt_storage did not export "
-                f"({(foreign or [INDEX_NAME])[0]}).",
+                f"{store.url} holds weight files that ckpt_storage did not export ({foreign[0]}).",
                 path=store.url,
                 phase="plan",
                 next_step="Give an output folder of its own, or move those files away.",
             )
         store.make_folders([DOCUMENTS])
-        claim(store, NAMES_PATH, Names(fingerprint=self.plan.identity, stamp=stamp()).encode())
-        # Whatever was answered, what lies there counts.
-        found = self._names()
-        if found is not None:
-            return found
-        raise StorageError(
-            f"{store.url}/{NAMES_PATH} is not there although it was created.",
-            path=NAMES_PATH,
-            next_step="Check the storage and consolidate again.",
-        )
+        data = Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
+        for attempt in range(_CLAIM_COUNT):
+            try:
+                store.create(NAMES_PATH, data)
+            except StorageError as error:
+                if error.kind == "unsupported":
+                    store.replace(NAMES_PATH, data)
+                elif error.kind != "exists" and (
+                    not error.retryable or attempt == _CLAIM_COUNT - 1
+                ):
+                    raise
+            if is_there(store, NAMES_PATH):
+                return
 
-    def _recorded(self) -> list[Sealed]:
+    def recorded(self) -> list[Sealed]:
+        """Return also the files of a complete export of this content."""
         record = self._record()
-        return [*(Sealed(file=f) for f in (record.files if record else ())), *super()._recorded()]
+        return [*(Sealed(file=f) for f in (record.files if record else ())), *super().recorded()]
 
     def _record(self) -> ExportRecord | None:
         """Return the record of this content if it was exported completely before."""
         path = export_path(self.plan.identity)
-        try:
-            found = read_if_there(self.store, path)
-            record = None if found is None else ExportRecord.decode(found.data, path=path)
-        except (IntegrityError, FormatError) as error:
-            log.warning("A record of %s is not trusted: %s", self.store.url, error)
-            return None
+        record = trusted(self.store, path, partial(ExportRecord.decode, path=path))
         return record if record and record.fingerprint == self.plan.identity else None
 
     def publish(self, made: Made) -> None:
@@ -316,7 +301,7 @@ class ExportFolder(FolderOutput):
         if self._index is None or self._index.data != index:
             self._put_index(index)
         is_mine = SINGLE_NAME in {file.name for file in plan.files}
-        if not is_mine and is_there(store, SINGLE_NAME) and self._is_held():
+        if not is_mine and is_there(store, SINGLE_NAME) and self.is_held():
             # Libraries that prefer it to an index see the new export from here on.
             store.delete([SINGLE_NAME])
             self.removed.append(SINGLE_NAME)
@@ -329,12 +314,11 @@ class ExportFolder(FolderOutput):
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         store, before = self.store, self._index
-        conditional = store.capabilities.if_match
         try:
-            if before is None and conditional:
-                store.create(INDEX_NAME, index)
-            elif before is None or not conditional:
+            if not store.capabilities.if_match:
                 store.replace(INDEX_NAME, index)
+            elif before is None:
+                store.create(INDEX_NAME, index)
             else:
                 store.replace(INDEX_NAME, index, if_match=before.version)
         except StorageError as error:
@@ -343,7 +327,7 @@ class ExportFolder(FolderOutput):
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
-                raise self._overtaken("another index was published") from error
+                raise self.overtaken("another index was published") from error
             raise
 
     def collect(self) -> None:
@@ -352,22 +336,21 @@ class ExportFolder(FolderOutput):
         Cut at any point, the next consolidation goes on. Deletes nothing once another one has taken
         the folder over: what is old to this one may be what counts by now.
         """
-        store, plan = self.store, self.plan
-        kept = {file.name for file in plan.files}
+        store, mine = self.store, records_folder(self.plan.identity)
+        kept = {file.name for file in self.plan.files}
         here = [entry.path for entry in listed(store, "")]
-        documents = listed(store, DOCUMENTS)
+        documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
-        if not self._is_held():
+        if not self.is_held():
             log.info("%s: clearing up is left to the consolidation that runs there", store.url)
             return
         old = sorted(name for name in here if is_weight_file(name) and name not in kept)
         probes = [name for name in here if name.startswith(PROBE_PREFIX)]
         if old or probes:
             store.delete([*old, *probes])
-        mine = records_folder(plan.identity)
-        for entry in documents:
-            folder = entry.path.rstrip("/")
-            if entry.path.endswith("/") and folder != mine and is_records_folder(folder):
+        for path in documents:
+            folder = path.rstrip("/")
+            if path.endswith("/") and folder != mine and _is_records_folder(folder):
                 store.delete_folder(folder)
         done = [entry.path for entry in listed(store, mine) if is_file_record(entry.path)]
         if done:
@@ -375,22 +358,19 @@ class ExportFolder(FolderOutput):
         self.removed = sorted({*old, *self.removed})
 
 
-def files_there(site: Site, plan: Plan, taken: Taken) -> dict[int, FileRef]:
-    """Return the files of a plan that the target has in their length, by position.
+def trusted(store: Store, path: str, decode: Callable[[bytes], T]) -> T | None:
+    """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
+    try:
+        found = read_if_there(store, path)
+        return None if found is None else decode(found.data)
+    except (IntegrityError, FormatError, ValueError) as error:
+        log.warning("%s is not trusted: %s", store.shown(path), error)
+        return None
 
-    Their checksums are those of `taken`, or else of the plan, or else unknown.
-    """
-    found: dict[int, FileRef] = dict(taken.done)
 
-    def look(at: int) -> None:
-        file = plan.files[at]
-        if size_of(site.target, file.name) == file.size_bytes:
-            crc32c = UNKNOWN_CRC if file.crc32c is None else file.crc32c
-            found[at] = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
-
-    rest = [at for at in range(len(plan.files)) if at not in {*taken.done, *taken.sealed}]
-    side_by_side([partial(look, at) for at in rest], "look for files", site.deadline)
-    return found
+def holder_of(store: Store, folder: str) -> Holder | None:
+    """Return who works in a folder; None for nobody, and for a note that is damaged."""
+    return trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), Holder.decode)
 
 
 def size_of(store: Store, path: str) -> int | None:
@@ -403,45 +383,6 @@ def size_of(store: Store, path: str) -> int | None:
         return None
 
 
-def claim(store: Store, path: str, data: bytes) -> None:
-    """Create a file unless one is there, where the storage can tell; what lies there counts."""
-    for attempt in range(_CLAIM_COUNT):
-        try:
-            store.create(path, data)
-        except StorageError as error:
-            if error.kind == "unsupported":
-                store.replace(path, data)
-            elif error.kind != "exists" and (not error.retryable or attempt == _CLAIM_COUNT - 1):
-                raise
-        if is_there(store, path):
-            return
-
-
-def holder_of(store: Store, folder: str) -> Holder | None:
-    """Return who works in a folder; None for nobody, and for a note that is damaged."""
-    path = f"{folder}/{HOLDER_PATH}".lstrip("/")
-    try:
-        found = read_if_there(store, path)
-        return None if found is None else Holder.decode(found.data)
-    except (IntegrityError, FormatError) as error:
-        log.warning("%s: who works there is not known: %s", store.shown(folder), error)
-        return None
-
-
-def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
-    """Abort the uploads that a dead run left open, where that may be looked for."""
-    try:
-        count = store.abort_uploads(folder, only=only)
-    except StorageError as error:
-        if error.kind not in _UNLISTED:
-            raise
-        # They take room, but no part in this run.
-        log.info("%s: uploads of an earlier run cannot be looked for: %s", store.url, error)
-    else:
-        if count:
-            log.info("%s: %d uploads that were left open are gone", store.url, count)
-
-
 def listed(store: Store, folder: str, *, recursive: bool = False) -> list[ObjectInfo]:
     """Return what lies in a folder, nothing if that is not there."""
     try:
@@ -452,7 +393,7 @@ def listed(store: Store, folder: str, *, recursive: bool = False) -> list[Object
         raise
 
 
-def is_records_folder(path: str) -> bool:
+def _is_records_folder(path: str) -> bool:
     """Return whether a path is that of the records of one export."""
     tag = path.removeprefix(f"{DOCUMENTS}/")
     return re.fullmatch(r"[0-9a-f]+", tag) is not None and tag == records_tag(tag)

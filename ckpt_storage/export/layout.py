@@ -6,7 +6,7 @@ Pure values. A layout says nothing of ranks, of storages, or of which file a sto
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_storage.format.boxes import Box
@@ -152,31 +152,3 @@ class Layout:
     def ties(self) -> Mapping[str, str]:
         """The FQN of every alias that was left out, and that of the tensor that stands for it."""
         return {skip.fqn: skip.target for skip in self.skipped if skip.target is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileToCopy:
-    """One file: where it is, what it is called at the target, and how long it must be.
-
-    `crc32c` is its checksum; None: only the length is known.
-    """
-
-    path: str
-    target: str
-    size_bytes: int
-    crc32c: int | None = None
-
-
-def lay_out_copies(files: Iterable[FileToCopy]) -> Layout:
-    """Return files that are those of the source as they are."""
-    return Layout(
-        files=tuple(
-            out_file(
-                number,
-                file.target,
-                [Stored(path=file.path, size_bytes=file.size_bytes)],
-                crc32c=file.crc32c,
-            )
-            for number, file in enumerate(files, 1)
-        )
-    )

@@ -1,73 +1,58 @@
-"""What the files of one output are written to: where, by which protocol, shown by which write."""
+"""Where an output is made and how, and what a place does with its files: the `Output` protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.progress import reporting
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 from .layout import Layout, OutFile
 from .plan import Plan
 from .write import Copies, Paces, Portion, transfer_options
 
-Track = Callable[[int, str | None], AbstractContextManager[Callable[[int], None]]]
-"""Takes the bytes that this rank will write, and the save id; gives what takes bytes written."""
+UNKNOWN_CRC = -1
+"""Stands where nobody knows the checksum of a file that was copied."""
 
-
-def untracked(
-    _total_bytes: int, _save_id: str | None
-) -> AbstractContextManager[Callable[[int], None]]:
-    """Tell nobody how far it is."""
-    return nullcontext(lambda _count: None)
-
-
-def shown_to(
-    progress: Progress, total_bytes: int, save_id: str | None
-) -> AbstractContextManager[Callable[[int], None]]:
-    """Show how far the writing of a copy or conversion is."""
-    return reporting(
-        progress, phase="write", rank=0, total_bytes=total_bytes, save_id=save_id, with_bar=True
-    )
-
-
-def terms_of(source: Location, target: Location) -> dict[str, str]:
-    """Return what all ranks must have in common of two places, as `Operation.meet` wants it."""
-    return {
-        "the checkpoint's URL": source.url,
-        "the storage's endpoint": endpoint_of(source),
-        "the output's URL": target.url,
-        "the output storage's endpoint": endpoint_of(target),
-        "the version of ckpt_storage": __version__,
-    }
+_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """From where to where an output is made, and how; the same on all ranks.
 
-    `commits` is where the source's commit records lie, if not in it.
+    `commits` is where the source's commit records lie, if not in it. Pickles if `progress` does.
     """
 
     source: Location
     target: Location
-    timeouts: Timeouts
-    retry: RetryPolicy
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     page_cache: PageCache = "keep"
     memory_limit_bytes: int | None = None
     copies: Copies = "auto"
     thread_count: int | None = None
     commits: Location | None = None
-    track: Track = untracked
+    progress: Progress = None
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        return {
+            "the checkpoint's URL": self.source.url,
+            "the storage's endpoint": endpoint_of(self.source),
+            "the output's URL": self.target.url,
+            "the output storage's endpoint": endpoint_of(self.target),
+            "the version of ckpt_storage": __version__,
+        }
 
 
 class Site:
@@ -81,12 +66,11 @@ class Site:
         self._suit()
 
     def _suit(self) -> None:
-        setting, source, target = self.setting, self._plain_source, self._plain_target
         self.options = transfer_options(
-            source,
-            target,
-            memory_limit_bytes=setting.memory_limit_bytes,
-            thread_count=setting.thread_count,
+            self._plain_source,
+            self._plain_target,
+            memory_limit_bytes=self.setting.memory_limit_bytes,
+            thread_count=self.setting.thread_count,
         )
         self.paces = Paces(self.options)
 
@@ -120,6 +104,16 @@ class Site:
         paces = self.paces
         self.source = self._plain_source.bounded(deadline, throttled=paces.source.slowed_down)
         self.target = self._plain_target.bounded(deadline, throttled=paces.target.slowed_down)
+
+    def at_once(self, name: str, jobs: Iterable[Callable[[], None]]) -> None:
+        """Do some small jobs, several at a time; raise the first failure."""
+        todo = list(jobs)
+        if todo:
+            count = min(_THREADS, len(todo))
+            with Workers(count, name=name, deadline=self.deadline) as workers:
+                for job in todo:
+                    workers.submit(job)
+                workers.drain()
 
     def close(self) -> None:
         """Close all stores."""
@@ -169,7 +163,7 @@ class Output:
     """A place in which files become an output; of itself, one that needs no protocol.
 
     Only the coordinator calls `take`, `check_held`, `publish` and `give_up`; any rank `seal`.
-    `first` is the plan that all ranks agreed on, `plan` its last form.
+    `plan` is what the ranks agreed on, and after `follow` what is left of it.
     """
 
     is_together = False
@@ -177,7 +171,7 @@ class Output:
 
     def __init__(self, site: Site, plan: Plan) -> None:
         self.site = site
-        self.first = self.plan = plan
+        self.plan = self._first = plan
 
     @property
     def store(self) -> Store:
@@ -192,6 +186,11 @@ class Output:
         """Return the files with the names that `take` chose; pure."""
         del name
         return layout
+
+    def follow(self, taken: Taken) -> None:
+        """Plan what is left after what the coordinator took; all ranks."""
+        renamed = self._first.renamed(self.named(self._first.layout, taken.name))
+        self.plan = renamed.leaving(taken.done, taken.sealed)
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write down that file `number` (from 1) is sealed."""

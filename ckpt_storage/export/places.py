@@ -9,32 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.commit.slotlog import is_there, read_if_there
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError, StorageError
-from ckpt_storage.format.names import STOCK_METADATA, probe_path
-from ckpt_storage.store.location import Location
+from ckpt_storage.format.names import PROBE_PREFIX, probe_path
+from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
-_SAMPLE_COUNT = 64
+T = TypeVar("T")
 
-_WHERE = (
-    "endpoint_url",
-    "endpoint",
-    "account_host",
-    "account_name",
-    "base_url",
-    "connection_string",
-    "host",
-    "port",
-    "profile",
-)
-"""Options that may lead to another storage; all others change who asks, not whom."""
+_SAMPLE_COUNT = 64
 
 
 def location_beside(
@@ -49,26 +38,31 @@ def location_beside(
     return location
 
 
+def split_file(location: Location) -> tuple[Location, str]:
+    """Return the folder of a file, and the file's name."""
+    head, _, name = location.target.rpartition("/")
+    is_root = not head or head.endswith(":/")
+    folder = Location(
+        protocol=location.protocol,
+        target=location.target if is_root and head else head or "/",
+        storage_options=location.storage_options,
+    )
+    return folder, "" if is_root and head else name
+
+
 def is_within(outer: Location, inner: Location) -> bool:
     """Return whether names alone tell that `inner` is `outer`, or lies below it."""
-    if outer.protocol != inner.protocol:
+    if (outer.protocol, _who(outer)) != (inner.protocol, _who(inner)):
         return False
-    if not outer.is_local and _endpoint(outer) != _endpoint(inner):
-        return False
-    above, below = _resolved(outer), _resolved(inner)
+    above, below = (
+        os.path.realpath(one.target) if one.is_local else one.url for one in (outer, inner)
+    )
     return below == above or below.startswith(f"{above.rstrip('/')}/")
 
 
-def _resolved(location: Location) -> str:
-    return os.path.realpath(location.target) if location.is_local else location.url
-
-
-def _endpoint(location: Location) -> list[str]:
-    inner = location.storage_options.get("client_kwargs")
-    sides: list[Mapping[str, Any]] = [location.storage_options]
-    if isinstance(inner, Mapping):
-        sides.append(inner)
-    return [str(side[name]).rstrip("/") for name in _WHERE for side in sides if side.get(name)]
+def _who(location: Location) -> tuple[str, str]:
+    """Return what of the options may lead to another storage; all else changes who asks."""
+    return endpoint_of(location), str(location.storage_options.get("profile") or "")
 
 
 def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str | None:
@@ -78,9 +72,15 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
     there, or nothing may be written there: then nothing there can be harmed. Without `is_deep`
     only the source's root itself is looked at. Raises `StorageError`.
     """
-    if not _holds_anything(target):
-        return None
     name = probe_path()
+    try:
+        if not target.list("", recursive=False):
+            return None
+    except StorageError as error:
+        if error.kind == "not-found":
+            return None
+        if error.kind != "permission":
+            raise
     try:
         target.put(name, b"Is this folder the one that is read from?")
     except StorageError as error:
@@ -88,55 +88,70 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
             return None
         raise
     try:
-        if _is_seen(source, name):
+        # Some storages refuse those who may not list what is not there.
+        if _allowed(lambda: is_there(source, name), instead=False):
             return ""
-        return _below(source, name) if is_deep else None
+        nothing: list[ObjectInfo] = []
+        below = _allowed(lambda: source.list(""), instead=nothing) if is_deep else nothing
+        found = (one.path for one in below if one.path.endswith(f"/{name}"))
+        return next((path[: -len(name) - 1] for path in found), None)
     finally:
         with contextlib.suppress(StorageError):
             target.delete([name])
 
 
-def _holds_anything(store: Store) -> bool:
+def _allowed(ask: Callable[[], T], *, instead: T) -> T:
+    """Return what a storage answers, or `instead` where it refuses to, or nothing is there."""
     try:
-        return bool(store.list("", recursive=False))
+        return ask()
     except StorageError as error:
         if error.kind not in {"not-found", "permission"}:
             raise
-        return error.kind == "permission"
-
-
-def _is_seen(store: Store, name: str) -> bool:
-    try:
-        return is_there(store, name)
-    except StorageError as error:
-        # Some storages answer so for what is not there to those who may not list.
-        if error.kind == "permission":
-            return False
-        raise
-
-
-def _below(store: Store, name: str) -> str | None:
-    try:
-        paths = [entry.path for entry in store.list("")]
-    except StorageError as error:
-        if error.kind in {"not-found", "permission"}:
-            return None
-        raise
-    return next((path[: -len(name) - 1] for path in paths if path.endswith(f"/{name}")), None)
+        return instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
     """What every rank must find: files of the source, and a probe in the output folder.
 
-    `missing` are those of `files` that the coordinator does not find either. `probe` is a path,
-    None if none is needed; `nonce` is what it holds.
+    `files` are a sample of those that the coordinator finds. `probe` is a path, "" if none is
+    needed; `nonce` is what it holds.
     """
 
-    files: tuple[str, ...]
-    missing: tuple[str, ...]
-    probe: str | None
-    nonce: bytes
+    files: tuple[str, ...] = ()
+    probe: str = ""
+    nonce: bytes = b""
+
+    @classmethod
+    def placed(cls, files: Sequence[str], source: Store, target: Store) -> Marks:
+        """Choose a sample of the source's files, and write a probe; coordinator only.
+
+        Storages that every process reaches by the same requests need no look.
+        """
+        sample = files[:: -(-len(files) // _SAMPLE_COUNT) or 1] if _may_be_apart(source) else ()
+        # One that nobody finds is missed by who reads it, with the tensor that it holds.
+        there = tuple(path for path in sample if is_there(source, path))
+        if not _may_be_apart(target):
+            return cls(files=there)
+        marks = cls(files=there, probe=probe_path(), nonce=os.urandom(16).hex().encode())
+        target.make_folders([])
+        target.put(marks.probe, marks.nonce)
+        return marks
+
+    def remove(self, target: Store) -> None:
+        """Remove the probe, best effort."""
+        if self.probe:
+            with contextlib.suppress(CheckpointError):
+                target.delete([self.probe])
+
+    def missing(self, source: Store, target: Store) -> tuple[str, ...]:
+        """Return what this rank does not find."""
+        missing = [path for path in self.files if not is_there(source, path)]
+        if self.probe:
+            found = read_if_there(target, self.probe)
+            if found is None or found.data != self.nonce:
+                missing.append(self.probe)
+        return tuple(missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,86 +159,33 @@ class Seen:
     """What one rank did not find; empty if all is well."""
 
     host: str
-    files: tuple[str, ...] = ()
-    is_probe_missing: bool = False
-
-    def agrees_with(self, marks: Marks) -> bool:
-        """Return whether the rank found all that the coordinator finds, and no more."""
-        return self.files == marks.missing and not self.is_probe_missing
-
-
-def place_marks(files: Sequence[str], source: Store, target: Store, *, world_size: int) -> Marks:
-    """Choose a sample of the source's files, and write a probe to `target`.
-
-    Coordinator only; `remove_marks` takes the probe away. Storages that every process reaches by
-    the same requests need no look.
-    """
-    sample: Sequence[str] = ()
-    probe, nonce = None, os.urandom(16).hex().encode()
-    if world_size > 1 and _may_be_apart(source):
-        sample = files[:: -(-len(files) // _SAMPLE_COUNT) or 1]
-    if world_size > 1 and _may_be_apart(target):
-        probe = probe_path()
-        target.make_folders([])
-        target.put(probe, nonce)
-    missing = tuple(path for path in sample if not is_there(source, path))
-    return Marks(files=tuple(sample), missing=missing, probe=probe, nonce=nonce)
-
-
-def remove_marks(marks: Marks, target: Store) -> None:
-    """Remove the probe, best effort."""
-    if marks.probe is not None:
-        with contextlib.suppress(CheckpointError):
-            target.delete([marks.probe])
-
-
-def look(marks: Marks, source_store: Store, target: Store) -> Seen:
-    """Look for all marks; any rank."""
-    # A file that was cut is found by reading it, with the tensor that it cuts.
-    missing = [path for path in marks.files if not is_there(source_store, path)]
-    is_probe_missing = False
-    if marks.probe is not None:
-        try:
-            is_probe_missing = target.get(marks.probe).data != marks.nonce
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            is_probe_missing = True
-    return Seen(host=socket.gethostname(), files=tuple(missing), is_probe_missing=is_probe_missing)
+    missing: tuple[str, ...] = ()
 
 
 def check_seen(seen: Sequence[Seen], source_url: str, target_url: str) -> None:
-    """Raise `RankMismatchError` naming nodes if ranks do not see the same; coordinator only.
-
-    A file that nobody finds is not lost on the way to some node: reading says what it held.
-    """
-    nobody = set(seen[0].files).intersection(*(one.files for one in seen))
-    blind = {rank: one for rank, one in enumerate(seen) if set(one.files) - nobody}
-    if blind:
-        first = next(iter(blind.values()))
-        path = next(path for path in first.files if path not in nobody)
-        finders = [rank for rank, one in enumerate(seen) if path not in one.files]
-        raise RankMismatchError(
-            f"{source_url} is not the same on all nodes: {path} is there on "
-            f"{_nodes(seen, finders)}, but not on {_nodes(seen, list(blind))}.",
-            values={_nodes(seen, finders): finders, _nodes(seen, list(blind)): list(blind)},
-            path=path,
-            phase="plan",
-            next_step="Save to a file system that all nodes share or to an object store, or copy "
-            "the files of all nodes to one place; then read that.",
-        )
-    apart = [rank for rank, one in enumerate(seen) if one.is_probe_missing]
-    if apart:
-        near = [rank for rank in range(len(seen)) if rank not in apart]
-        raise RankMismatchError(
-            f"{target_url} is not the same on all nodes: what rank 0 writes there is not seen on "
-            f"{_nodes(seen, apart)}.",
-            values={_nodes(seen, near): near, _nodes(seen, apart): apart},
-            path=target_url,
-            phase="plan",
-            next_step="Give an output on a file system that all nodes share or on an object "
-            "store, or work with the ranks of one node, or with one process.",
-        )
+    """Raise `RankMismatchError` naming nodes if ranks do not see the same; coordinator only."""
+    path = next((path for one in seen for path in one.missing), None)
+    if path is None:
+        return
+    blind = [rank for rank, one in enumerate(seen) if path in one.missing]
+    finders = [rank for rank in range(len(seen)) if rank not in blind]
+    near, apart = _nodes(seen, finders), _nodes(seen, blind)
+    is_probe = path.startswith(PROBE_PREFIX)
+    how = f"{path} is there on {near}, but not on {apart}"
+    steps = "Save to a file system that all nodes share or to an object store, or copy the files "
+    steps += "of all nodes to one place; then read that."
+    if is_probe:
+        how = f"what rank 0 writes there is not seen on {apart}"
+        steps = "Give an output on a file system that all nodes share or on an object store, or "
+        steps += "work with the ranks of one node, or with one process."
+    url = target_url if is_probe else source_url
+    raise RankMismatchError(
+        f"{url} is not the same on all nodes: {how}.",
+        values={near: finders, apart: blind},
+        path=url if is_probe else path,
+        phase="plan",
+        next_step=steps,
+    )
 
 
 def _may_be_apart(store: Store) -> bool:
@@ -240,56 +202,6 @@ def _nodes(seen: Sequence[Seen], ranks: Sequence[int]) -> str:
         f"{host} (rank{'s' if len(held) > 1 else ''} {spell_ranks(held)})"
         for host, held in sorted(hosts.items())
     )
-
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-
-FOLDER_FILES = (".distcp", ".safetensors", ".json", STOCK_METADATA)
-"""How the names end that a folder of some format may get."""
-
-
-def split_file(location: Location) -> tuple[Location, str]:
-    """Return the folder of a file, and the file's name."""
-    head, _, name = location.target.rpartition("/")
-    is_root = not head or head.endswith(":/")
-    target = head or "/"
-    return Location(
-        protocol=location.protocol,
-        target=location.target if is_root and head else target,
-        storage_options=location.storage_options,
-    ), "" if is_root and head else name
-
-
-def check_elsewhere(
-    source: tuple[Store, Location],
-    target: tuple[Store, Location],
-    paths: Callable[[], set[str]],
-    *,
-    from_file: bool,
-    to_file: bool,
-) -> None:
-    """Refuse a target that would replace files of the source; the storages are asked.
-
-    `paths` gives the files of the source. Of a file the store is that of its folder.
-    """
-    name = split_file(target[1])[1]
-    if to_file and not (name and is_there(target[0], name)):
-        return
-    within = place_within(source[0], target[0], is_deep=not from_file)
-    if within is None:
-        return
-    if to_file:
-        if f"{within}/{name}".lstrip("/") in paths():
-            raise InvalidInputError(
-                f"{target[1].url} is part of {source[1].url}, which is to be converted.",
-                next_step="Give another name for the result.",
-            )
-    elif from_file:
-        if split_file(source[1])[1].endswith(FOLDER_FILES):
-            raise onto_itself(source[1].url)
-    elif not within or any(path.startswith(f"{within}/") for path in paths()):
-        raise onto_itself(source[1].url)
 
 
 def onto_itself(url: str) -> InvalidInputError:

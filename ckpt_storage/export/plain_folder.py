@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log
@@ -12,16 +11,15 @@ from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
     INDEX_NAME,
+    Holder,
     is_weight_file,
     records_folder,
 )
 from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker
-from ckpt_storage.store import Location
 from ckpt_storage.store.store import Store
 
-from .folder import FolderOutput, files_there, holder_of, listed
+from .folder import FolderOutput, holder_of, listed
 from .output import Made, Output, Site, Taken
-from .places import split_file
 from .plan import Plan
 
 Shown = Literal["metadata", "index", "nothing"]
@@ -45,18 +43,13 @@ class PlainFolder(FolderOutput):
         last: str = "",
         document: Callable[[], bytes] = bytes,
         overwrite: bool,
-        trusts_lengths: bool = False,
     ) -> None:
-        """`last` is the file that shows all others, "" for none, and `document` gives its bytes.
-
-        With `trusts_lengths` a file of a resumed run needs no record, only its length.
-        """
+        """`last` is the file that shows all others, "" for none, and `document` gives its bytes."""
         super().__init__(site, plan)
         self._shown = shown
         self._last = last
         self._document = document
         self._overwrite = overwrite
-        self._trusts_lengths = trusts_lengths
         self._names = frozenset({*(file.name for file in plan.files), last} - {""})
         self.is_together = shown != "metadata"
 
@@ -75,31 +68,52 @@ class PlainFolder(FolderOutput):
                 path=store.url,
                 next_step="Give another folder.",
             )
-        is_noted = is_there(store, HOLDER_PATH)
         earlier = holder_of(store, "")
+        is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
         entries = listed(store, "", recursive=True)
         here = {entry.path for entry in entries if not entry.path.endswith("/")}
-        is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
-        is_remains = is_noted and not self._is_whole(here)
-        if not is_resumed:
-            self._check_free(here, may_replace=self._overwrite or is_remains)
+        found = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
+        is_hidden = found is not None and is_blocker(found.data)
+        in_the_way = {path for path in here if path in self._names or self._mixes(path)}
+        # Readers take what would be replaced here for a checkpoint.
+        is_whole = STOCK_METADATA in here or (
+            self._shown != "metadata"
+            and not is_hidden
+            and (found is not None or any(map(_is_weight, here)))
+        )
+        is_remains = not is_whole and is_there(store, HOLDER_PATH)
+        blocking = sorted(in_the_way | here & {STOCK_METADATA})
+        # A blocker alone: cut between hiding the folder and writing the note.
+        is_free = not blocking or (is_hidden and blocking == [INDEX_NAME])
+        if not (is_resumed or is_remains or self._overwrite or is_free):
+            raise CheckpointExistsError(
+                f"{store.url} holds {blocking[0]}.",
+                path=store.url,
+                phase="plan",
+                next_step="Give another folder, or pass overwrite=True to replace what is there.",
+            )
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
-        self._hide(here)
+        if STOCK_METADATA in here:
+            store.delete([STOCK_METADATA])
+        if self._shown != "metadata" and any(map(_is_weight, here | self._names)):
+            store.replace(INDEX_NAME, BLOCKER)
         if not is_resumed:
-            old = [path for path in self._in_the_way(here) if path != INDEX_NAME]
+            old = in_the_way - {INDEX_NAME}
             if is_remains and self._shown == "metadata":
                 # Shards of work that died: without its `.metadata` nobody can tell what is in them.
-                old = sorted({*old, *filter(_is_shard, here)})
+                old |= set(filter(_is_shard, here))
             if old:
-                store.delete(old)
+                store.delete(sorted(old))
             # Only their records lead to sealed files that lack their names.
-            self._end_uploads(sealed for _, sealed in self._read_records(here))
+            self.end_uploads(sealed for _, sealed in self.read_records(here))
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
-        taken = self._hold(earlier)
-        if is_resumed and self._trusts_lengths:
-            taken = replace(taken, done=files_there(self.site, self.plan, taken))
-        return taken
+        return self.hold(earlier)
+
+    def may_end(self, path: str, earlier: Holder) -> bool:
+        """Return whether an open upload is one that the earlier holder left, sealed or not."""
+        is_kind = _is_shard(path) or _is_weight(path)
+        return is_kind or super().may_end(path, earlier) or path in self._names
 
     def publish(self, made: Made) -> None:
         """Put the file that shows all others, or take the index away that hid them."""
@@ -115,68 +129,34 @@ class PlainFolder(FolderOutput):
         if not listed(self.store, DOCUMENTS):
             self.store.delete_folder(DOCUMENTS)
 
-    def _in_the_way(self, here: set[str]) -> list[str]:
-        """Return what has a name of the files to come, and weights that would mix with them.
+    def _mixes(self, path: str) -> bool:
+        """Return whether a file would mix with those to come.
 
         Where an index says what counts, those are weight files of an earlier export alone.
         """
-        return sorted(path for path in here if path in self._names or self._mixes(path))
-
-    def _mixes(self, path: str) -> bool:
         if self._shown == "metadata":
             return False
         is_old = is_weight_file if self._shown == "index" else _is_weight
         return path == INDEX_NAME or is_old(path)
 
-    def _check_free(self, here: set[str], *, may_replace: bool) -> None:
-        taken = [*(here & {STOCK_METADATA}), *self._in_the_way(here)]
-        if taken == [INDEX_NAME] and self._is_hidden():
-            return  # cut between hiding the folder and writing the note
-        if taken and not may_replace:
-            raise CheckpointExistsError(
-                f"{self.store.url} holds {taken[0]}.",
-                path=self.store.url,
-                phase="plan",
-                next_step="Give another folder, or pass overwrite=True to replace what is there.",
-            )
-
-    def _is_whole(self, here: set[str]) -> bool:
-        """Return whether readers take what would be replaced here for a checkpoint."""
-        if STOCK_METADATA in here:
-            return True
-        if self._shown == "metadata":
-            return False
-        return not self._is_hidden() if INDEX_NAME in here else any(map(_is_weight, here))
-
-    def _is_hidden(self) -> bool:
-        """Return whether the index is one that hides what is not complete."""
-        found = read_if_there(self.store, INDEX_NAME)
-        return found is not None and is_blocker(found.data)
-
-    def _hide(self, here: set[str]) -> None:
-        """Keep readers from taking what lies here, or some of what comes, for a whole."""
-        if STOCK_METADATA in here:
-            self.store.delete([STOCK_METADATA])
-        if self._shown != "metadata" and any(map(_is_weight, here | self._names)):
-            self.store.replace(INDEX_NAME, BLOCKER)
-
 
 class OneFile(Output):
-    """One file that is written as a stream, such as that of `torch.save`, visible only complete."""
+    """One file that is written as a stream, visible only complete."""
 
     def __init__(
         self,
         site: Site,
         plan: Plan,
         *,
-        location: Location,
+        url: str,
+        name: str,
         overwrite: bool,
         write: Callable[[Store, str, Callable[[], None]], None],
     ) -> None:
         """`write` takes the store, the name, and what it calls before the first byte."""
         super().__init__(site, plan)
-        self._url = location.url
-        self._name = split_file(location)[1]
+        self._url = url
+        self._name = name
         self._overwrite = overwrite
         self._write = write
         self._is_taken = False

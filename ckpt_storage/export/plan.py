@@ -8,11 +8,11 @@ import itertools
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
+from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
 
 from .layout import Elements, Fixed, Layout, OutFile, Stored
@@ -25,52 +25,11 @@ _PARTS_PER_RANK = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteRules:
-    """What the output storage allows, as far as it decides who writes what.
-
-    can_share_file: several processes may write parts of one file or one multipart upload.
-    min_part_bytes: least size of a part that does not end its file.
-    max_part_count: most parts of one file; None where there is no limit.
-    part_multiple_bytes: every part but the last of a file is a multiple of this; on POSIX the
-        page size or more, because a network mount may write back whole pages.
-    part_bytes: size of a part that suits the storage; smaller ones are planned where that
-        balances the ranks, larger ones where `max_part_count` asks for them.
-    """
-
-    can_share_file: bool
-    min_part_bytes: int = 1
-    max_part_count: int | None = None
-    part_multiple_bytes: int = 4096
-    part_bytes: int = DEFAULT_PART_BYTES
-
-    def __post_init__(self) -> None:
-        counts = (self.min_part_bytes, self.part_multiple_bytes, self.part_bytes)
-        if min(counts) < 1 or (self.max_part_count is not None and self.max_part_count < 1):
-            raise InvalidInputError(
-                f"{self!r} cannot be followed.", next_step="Give positive numbers."
-            )
-
-    @classmethod
-    def of(cls, capabilities: Capabilities, *, part_bytes: int = DEFAULT_PART_BYTES) -> WriteRules:
-        """Return the rules of a store; `part_bytes` is what the caller would like."""
-        return cls(
-            can_share_file=capabilities.tokens_travel,
-            min_part_bytes=capabilities.min_part_bytes,
-            max_part_count=capabilities.max_part_count,
-            part_multiple_bytes=math.lcm(
-                capabilities.part_multiple_bytes, capabilities.part_alignment_bytes
-            ),
-            part_bytes=part_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `Layout.files`. The whole file is cut into parts at multiples of
-    `part_bytes`; `start` is such a multiple, `stop` is one or the end of the file, whose length
-    is `file_bytes`. So part n is [n * part_bytes, ...) whoever writes it.
+    `file` is a position in `Layout.files`; `start` is a multiple of `part_bytes`, `stop` is one or
+    the end of the file, whose length is `file_bytes`.
     """
 
     file: int
@@ -90,11 +49,6 @@ class Region:
         """Whether the region holds the last part of the file."""
         return self.stop == self.file_bytes
 
-    def parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield number, start and stop of each part of the region, ascending."""
-        for start in range(self.start, self.stop, self.part_bytes):
-            yield start // self.part_bytes, start, min(start + self.part_bytes, self.stop)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -106,12 +60,14 @@ class Plan:
 
     `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places. It
     depends neither on ranks nor on names of files. `digest` (sha256, hex) stands for the whole
-    plan: ranks compare it before they begin.
+    plan: ranks compare it before they begin. `able` is the output storage, and `part_bytes` the
+    size of a part that suits it: smaller ones are planned where that balances the ranks.
     """
 
     layout: Layout
     world_size: int
-    rules: WriteRules
+    able: Capabilities
+    part_bytes: int
     identity: str
     regions: tuple[Region, ...]
     checks: Mapping[int, int]
@@ -141,7 +97,7 @@ class Plan:
     def whole_region(self, file: int, owner: int) -> Region:
         """Return the region that is a whole file."""
         size = self.files[file].size_bytes
-        (part_bytes,) = _part_sizes([size], 1, self.rules)
+        (part_bytes,) = _part_sizes([size], 1, self.able, self.part_bytes)
         return Region(
             file=file, start=0, stop=size, owner=owner, part_bytes=part_bytes, file_bytes=size
         )
@@ -172,12 +128,14 @@ class Plan:
         owners = _whole_files([sizes[at] for at in checked], self.world_size)
         return replace(
             self,
-            regions=_regions(sizes, left, self.world_size, self.rules),
+            regions=_regions(sizes, left, self.world_size, self.able, self.part_bytes),
             checks=dict(zip(checked, owners, strict=True)),
         )
 
 
-def plan(layout: Layout, *, world_size: int, rules: WriteRules, source: object) -> Plan:
+def plan(
+    layout: Layout, *, world_size: int, able: Capabilities, part_bytes: int, source: object
+) -> Plan:
     """Return the plan of making all files of `layout` by `world_size` ranks.
 
     `source` (JSON) stands for the content that they are made of.
@@ -188,9 +146,10 @@ def plan(layout: Layout, *, world_size: int, rules: WriteRules, source: object) 
     return Plan(
         layout=layout,
         world_size=world_size,
-        rules=rules,
+        able=able,
+        part_bytes=part_bytes,
         identity=_identity(layout, source),
-        regions=_regions(sizes, range(len(sizes)), world_size, rules),
+        regions=_regions(sizes, range(len(sizes)), world_size, able, part_bytes),
         checks={},
     )
 
@@ -218,14 +177,18 @@ def _digest(value: object) -> str:
 
 
 def _regions(
-    sizes: Sequence[int], files: Sequence[int], world_size: int, rules: WriteRules
+    sizes: Sequence[int], files: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
 ) -> tuple[Region, ...]:
     wanted = [at for at in files if sizes[at]]
-    regions = divide([sizes[at] for at in wanted], world_size, rules) if wanted else ()
+    if not wanted:
+        return ()
+    regions = divide([sizes[at] for at in wanted], world_size, able, part_bytes)
     return tuple(replace(region, file=wanted[region.file]) for region in regions)
 
 
-def divide(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> tuple[Region, ...]:
+def divide(
+    sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
+) -> tuple[Region, ...]:
     """Return regions that hold every byte of files of `sizes_bytes` once, in order.
 
     Where files can be shared, the files one after another are cut into `world_size` stretches of
@@ -235,8 +198,8 @@ def divide(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> tu
     Elsewhere whole files go to ranks, the largest first, each to the rank that has least (LPT;
     Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
-    parts = _part_sizes(sizes_bytes, world_size, rules)
-    if not rules.can_share_file:
+    parts = _part_sizes(sizes_bytes, world_size, able, part_bytes)
+    if not able.tokens_travel:
         owners = _whole_files(sizes_bytes, world_size)
         return tuple(
             Region(file=at, start=0, stop=size, owner=owner, part_bytes=part, file_bytes=size)
@@ -262,14 +225,28 @@ def divide(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> tu
     return tuple(regions)
 
 
-def _part_sizes(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> list[int]:
+def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
+    """Return the bytes by which part numbers count: number = start // unit.
+
+    No part but the last of a file may be shorter, so that all members of an upload number their
+    parts without asking each other, and no number is beyond the storage's last.
+    """
+    unit = able.min_part_bytes
+    if able.max_part_count is not None:
+        unit = max(unit, -(-file_bytes // able.max_part_count))
+    return unit
+
+
+def _part_sizes(
+    sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
+) -> list[int]:
     """Return the size of a part of each file.
 
     All are multiples of 64, so that no part ends within an element.
     """
-    unit = math.lcm(rules.part_multiple_bytes, ELEMENTS_BYTES)
-    wanted = rules.part_bytes
-    if rules.can_share_file and world_size > 1:
+    unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
+    wanted = part_bytes
+    if able.tokens_travel and world_size > 1:
         wanted = min(wanted, sum(sizes_bytes) // (_PARTS_PER_RANK * world_size))
     if wanted > MIB:
         # Network file systems lay files out in stripes of a whole number of mebibytes.
@@ -278,9 +255,7 @@ def _part_sizes(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) 
     wanted = max(wanted - wanted % unit, unit)
     found = []
     for size in sizes_bytes:
-        least = rules.min_part_bytes
-        if rules.max_part_count is not None:
-            least = max(least, -(-size // rules.max_part_count))
+        least = number_unit_bytes(able, size)
         found.append(max(wanted, least + -least % unit))
     return found
 

@@ -7,16 +7,15 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.options import TransferOptions
@@ -28,8 +27,9 @@ from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .layout import Elements, Layout, OutFile, Segment, Stored, out_file
+from .layout import Elements, Fixed, OutFile, Segment, Stored, out_file
 from .pieces import Piece, PieceFinder
+from .plan import ELEMENTS_BYTES
 
 Bits = NDArray[Any]
 """Elements of a dtype as unsigned integers of its size, or as the dtype where numpy has it."""
@@ -55,48 +55,56 @@ class Readable(Explains, Protocol):
         """Return where a chunk lies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What pieces are read with; a read takes at most `read_bytes`, or one block of the source.
+class SegmentReader:
+    """Reads what output files are made of; safe in any thread.
 
-    `pacer` is told of all reads: by it the caller decides how many parts it fills at a time.
+    A read takes at most `read_bytes`, or one block of the source. `pacer` is told of all reads: by
+    it the caller decides how many parts it fills at a time.
     """
 
-    finder: PieceFinder
-    source: Readable
-    store: Store
-    deadline: Deadline
-    read_bytes: int
-    options: TransferOptions
-    pacer: Pacer
-
-
-class RegionReader:
-    """Reads what bytes [start, stop) of one output file are made of; safe in any thread."""
-
-    def __init__(self, reading: Reading, file: int, start: int, stop: int) -> None:
-        """Fetch, in one go, what tells where the chunks lie.
-
-        Raises `FormatError` for a chunk that is not as long as its tensor says.
-        """
-        self._reading = reading
-        self._file = file
-        pieces = list(reading.finder.pieces_of(file, start, stop))
-        keys = {(p.segment.fqn, p.chunk_offsets): p for p in pieces if p.segment.fqn}
-        reading.source.require(list(keys))
-        self._places = {
-            key: _checked(reading.source.place(*key), piece) for key, piece in keys.items()
-        }
-        blocks = [place.block_bytes for place in self._places.values()]
-        # An element that does not divide the block is read whole.
-        largest = max(blocks, default=1)
-        self.scratch_bytes = max(reading.read_bytes, largest) + largest
+    def __init__(
+        self,
+        files: Sequence[OutFile],
+        *,
+        source: Readable,
+        store: Store,
+        options: TransferOptions,
+        deadline: Deadline,
+        read_bytes: int,
+        pacer: Pacer,
+    ) -> None:
+        self.finder = PieceFinder(files, source.tensors)
+        self._source = source
+        self._deadline = deadline
+        self._read_bytes = read_bytes
+        self._memory_limit_bytes = options.memory_limit_bytes
+        options = dataclasses.replace(options, part_bytes=read_bytes)
+        costs = costs_for(is_remote=store.capabilities.is_remote)
+        # With a scratch, parallelism is the caller's: each of its threads reads for its own part.
+        self._ranges = [
+            RangeReader(
+                store, dataclasses.replace(options, thread_count=count), deadline, pacer=pacer
+            )
+            for count in (options.thread_count, 1)
+        ]
+        self._chunks = [ChunkReader(ranges, costs) for ranges in self._ranges]
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, bytes] | None = None
 
-    def pieces_of(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces of bytes [start, stop) of the file."""
-        return list(self._reading.finder.pieces_of(self._file, start, stop))
+    def prepare(self, file: int, start: int, stop: int) -> int:
+        """Fetch, in one go, what tells where bytes [start, stop) of a file come from.
+
+        Returns the length of the scratch that reading them takes.
+        """
+        pieces = {
+            piece.key: piece
+            for piece in self.finder.pieces_of(file, start, stop)
+            if piece.segment.fqn
+        }
+        self._source.require(list(pieces))
+        # An element that does not divide the block is read whole.
+        largest = max((self._source.place(*key).block_bytes for key in pieces), default=1)
+        return max(self._read_bytes, largest) + largest
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
@@ -104,26 +112,35 @@ class RegionReader:
         if isinstance(segment, Stored) and segment.path:
             size = segment.size_bytes
             return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
-        return self._places[segment.fqn, piece.chunk_offsets]
+        return self._source.place(*piece.key)
 
-    def fill(self, start: int, stop: int, window: memoryview, scratch: memoryview | None) -> int:
-        """Put bytes [start, stop) of the file into `window`; return the bytes read.
+    def fill(
+        self, file: int, start: int, stop: int, window: memoryview, scratch: memoryview | None
+    ) -> int:
+        """Put bytes [start, stop) of a file into `window`; return the bytes read.
 
-        `scratch` has at least `scratch_bytes`, and is the calling thread's; without one, several
+        `scratch` is as long as `prepare` says, and is the calling thread's; without one, several
         reads are under way at a time, in buffers of their own. Raises what the store
-        raises, with the tensor and the rank that wrote it, and `IntegrityError` for damage.
+        raises, with the tensor and the rank that wrote it, `IntegrityError` for damage, and
+        `FormatError` for a chunk that is not as long as its tensor says.
         """
-        reading = self._reading
-        for at, data in reading.finder.fixed_of(self._file, start, stop):
+        for at, data in self.finder.fixed_of(file, start, stop):
             window[at - start : at - start + len(data)] = data
         reads = []
-        for piece in self.pieces_of(start, stop):
-            place = self.place_of(piece)
+        for piece in self.finder.pieces_of(file, start, stop):
+            place, target = self.place_of(piece), _Target(piece, window, start)
             if place.kind == "raw":
-                reads.append(self._read(piece, place, window, start))
+                read = ChunkRead(
+                    place=place,
+                    item_bytes=piece.segment.source_item_bytes,
+                    chunk_sizes=piece.chunk_sizes,
+                    where=box_selection(piece.region),
+                    target=target,
+                )
+                reads.append(read)
             else:
-                self._place_loaded(piece, place, window, start)
-        return self._read_all(reads, scratch)
+                target.put_whole(self._loaded_of(place))
+        return self._read(reads, scratch)
 
     def verify(self, place: ChunkPlace, start: int, stop: int, scratch: memoryview) -> int:
         """Read bytes [start, stop) of a payload and check them; return their CRC-32C.
@@ -134,21 +151,13 @@ class RegionReader:
         step = len(scratch) - len(scratch) % place.block_bytes
         for at in range(start, stop, step):
             window = scratch[: min(step, stop - at)]
-            self._read_all([bytes_read(place, window, at)], scratch)
+            self._read([bytes_read(place, window, at)], scratch)
             crc = crc32c_of(window, crc)
         return crc
 
-    def _read_all(self, reads: Sequence[ChunkRead], scratch: memoryview | None) -> int:
-        reading, options = self._reading, self._reading.options
-        # With a scratch, parallelism is the caller's: each of its threads reads for its own part.
-        options = dataclasses.replace(
-            options,
-            part_bytes=reading.read_bytes,
-            thread_count=options.thread_count if scratch is None else 1,
-        )
-        ranges = RangeReader(reading.store, options, reading.deadline, pacer=reading.pacer)
-        costs = costs_for(is_remote=reading.store.capabilities.is_remote)
-        planned = ChunkReader(ranges, costs).plan(reads)
+    def _read(self, reads: Sequence[ChunkRead], scratch: memoryview | None) -> int:
+        number = 0 if scratch is None else 1
+        planned = self._chunks[number].plan(reads)
         if scratch is not None:
             planned = [
                 one
@@ -157,60 +166,38 @@ class RegionReader:
                 for one in planned
             ]
         try:
-            ranges.run(planned)
+            self._ranges[number].run(planned)
         except (StorageError, IntegrityError) as error:
             raise self.explained(error, [read.place for read in reads]) from error
         return sum(one.stop - one.start for one in planned)
 
-    def _read(self, piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ChunkRead:
-        memory = None
-        run = piece.dest_run
-        if piece.is_plain_copy and run is not None:
-            memory = window[run.start - start : run.stop - start]
-        return ChunkRead(
-            place=place,
-            item_bytes=piece.segment.source_item_bytes,
-            chunk_sizes=piece.chunk_sizes,
-            where=box_selection(piece.region),
-            target=_Destination(piece.segment, _destination(piece, window, start), memory),
-        )
-
-    def _place_loaded(
-        self, piece: Piece, place: ChunkPlace, window: memoryview, start: int
-    ) -> None:
-        """Place elements of an item that is no plain one: torch reads it whole."""
-        with self._lock:
-            if self._loaded is None or self._loaded[0] != place:
-                self._loaded = place, self._load(place)
-            data = self._loaded[1]
-        found: Bits = np.ndarray(piece.chunk_sizes, _BITS[piece.segment.source_item_bytes], data)
-        region = piece.region
-        part = found[_index(region.offsets, region.sizes)]
-        _put(piece.segment, part, _destination(piece, window, start))
-
-    def _load(self, place: ChunkPlace) -> bytes:
+    def _loaded_of(self, place: ChunkPlace) -> bytes:
+        """Return the elements of an item that is no plain one: torch reads it whole."""
         import torch  # noqa: PLC0415  # few need it
 
         from ckpt_storage.inspect.torchload import load_whole  # noqa: PLC0415  # imports torch
 
-        needed, limit = 3 * place.size_bytes, self._reading.options.memory_limit_bytes
-        if needed > limit:
-            raise InvalidInputError(
-                f"{place.fqn} in {place.path} is stored with strides; rearranging it takes "
-                f"{needed} bytes of memory, and memory_limit_bytes is {limit}.",
-                next_step=f"Raise memory_limit_bytes to {needed} or more.",
-            )
-        buffer = bytearray(place.size_bytes)
-        self._read_all([bytes_read(place, memoryview(buffer))], None)
-        flat = load_whole(buffer, place).contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        with self._lock:
+            if self._loaded is None or self._loaded[0] != place:
+                needed, limit = 3 * place.size_bytes, self._memory_limit_bytes
+                if needed > limit:
+                    raise InvalidInputError(
+                        f"{place.fqn} in {place.path} is stored with strides; rearranging it takes "
+                        f"{needed} bytes of memory, and memory_limit_bytes is {limit}.",
+                        next_step=f"Raise memory_limit_bytes to {needed} or more.",
+                    )
+                buffer = bytearray(place.size_bytes)
+                self._read([bytes_read(place, memoryview(buffer))], None)
+                flat = load_whole(buffer, place).contiguous().reshape(-1)
+                data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+                self._loaded = place, data
+            return self._loaded[1]
 
     def explained(
         self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
     ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        reading = self._reading
-        return explained(error, places, reading.source, phase=reading.deadline.phase)
+        return explained(error, places, self._source, phase=self._deadline.phase)
 
 
 class SegmentStream:
@@ -225,91 +212,68 @@ class SegmentStream:
         options: TransferOptions,
         deadline: Deadline,
     ) -> None:
-        file = out_file(1, "", segments)
-        self._reading = Reading(
-            finder=PieceFinder(Layout(files=(file,)), source.tensors),
+        # Each begins where an element of any dtype may, so that no window cuts one.
+        padded = [
+            one
+            for each in segments
+            for one in (each, Fixed(b"\0" * (-each.size_bytes % ELEMENTS_BYTES)))
+        ]
+        file = out_file(1, "", padded)
+        reader = SegmentReader(
+            [file],
             source=source,
             store=store,
+            options=options,
             deadline=deadline,
             read_bytes=options.part_bytes,
-            options=options,
             pacer=Pacer(options.thread_count),
         )
-        self._windows = _windows(file, options.part_bytes)
+        self._windows = _windows(reader, file.size_bytes, options.part_bytes)
         self._left = memoryview(b"")
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the next `count` bytes; each view is the taker's to keep. Raises as a reader."""
+        """Yield the bytes of the next segment, `count` of them; each view is the taker's to keep.
+
+        Raises as a reader.
+        """
+        yield from self._next(count)
+        deque(self._next(-count % ELEMENTS_BYTES), maxlen=0)
+
+    def _next(self, count: int) -> Iterator[memoryview]:
         while count:
-            if not self._left:
-                start, stop = next(self._windows)
-                self._left = memoryview(bytearray(stop - start))
-                reader = RegionReader(self._reading, 0, start, stop)
-                reader.fill(start, stop, self._left, None)
+            self._left = self._left or next(self._windows)
             view, self._left = self._left[:count], self._left[count:]
             count -= len(view)
             yield view
 
 
-def _windows(file: OutFile, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive intervals of a file, none of which cuts an element."""
-    start = 0
-    for segment, begin in zip(file.segments, file.starts, strict=True):
-        stop = begin + segment.size_bytes
-        if stop - start <= most_bytes:
-            continue
-        if begin > start:
-            yield start, begin
-            start = begin
-        item = segment.item_bytes if isinstance(segment, Elements) else 1
-        step = max(item, most_bytes - most_bytes % item)
-        while stop - start > most_bytes:
-            yield start, start + step
-            start += step
-    if start < file.size_bytes:
-        yield start, file.size_bytes
+def _windows(reader: SegmentReader, size_bytes: int, most_bytes: int) -> Iterator[memoryview]:
+    step = most_bytes - most_bytes % ELEMENTS_BYTES
+    for start in range(0, size_bytes, step):
+        stop = min(start + step, size_bytes)
+        reader.prepare(0, start, stop)
+        window = memoryview(bytearray(stop - start))
+        reader.fill(0, start, stop, window, None)
+        yield window
 
 
-def _checked(place: ChunkPlace, piece: Piece) -> ChunkPlace:
-    """Return `place`; raise `FormatError` if a piece cannot be cut out of it."""
-    wanted = math.prod(piece.chunk_sizes) * piece.segment.source_item_bytes
-    if place.kind == "raw" and place.size_bytes != wanted:
-        raise FormatError(
-            f"{place.fqn} in {place.path} has {place.size_bytes} bytes; the metadata says "
-            f"{list(piece.chunk_sizes)} elements, {wanted} bytes.",
-            path=place.path,
-            rank=place.rank,
-            next_step="Check that the checkpoint is complete and that its files belong together.",
+class _Target:
+    """Where the elements of one piece belong in a window that begins at byte `start` of a file."""
+
+    __slots__ = ("_out", "_piece", "memory")
+
+    def __init__(self, piece: Piece, window: memoryview, start: int) -> None:
+        self._piece = piece
+        runs = piece.runs()
+        self.memory = None if runs is None else window[runs[1].start - start : runs[1].stop - start]
+        out: Bits = np.ndarray(
+            piece.dest_sizes, _BITS[piece.segment.item_bytes], window, piece.dest_start - start
         )
-    return place
-
-
-def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Return what gives a view of a box, of an array without dimensions too."""
-    return (..., *(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)))
-
-
-def _destination(piece: Piece, window: memoryview, start: int) -> Bits:
-    out: Bits = np.ndarray(
-        piece.dest_sizes, _BITS[piece.segment.item_bytes], window, piece.dest_start - start
-    )
-    found: Bits = out[_index(piece.dest_offsets, piece.region.sizes)]
-    return found
-
-
-class _Destination:
-    """Where the elements of one piece belong in a window."""
-
-    __slots__ = ("_out", "_segment", "memory")
-
-    def __init__(self, segment: Elements | Stored, out: Bits, memory: memoryview | None) -> None:
-        self._segment = segment
-        self._out = out
-        self.memory = memory
+        self._out: Bits = out[_index(piece.dest_offsets, piece.region.sizes)]
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy or convert elements from a window of the source."""
-        item_bytes = self._segment.source_item_bytes
+        item_bytes = self._piece.segment.source_item_bytes
         for copy in copies:
             found: Bits = np.ndarray(
                 copy.sizes,
@@ -318,14 +282,26 @@ class _Destination:
                 copy.source_offset_elements * item_bytes,
                 [stride * item_bytes for stride in copy.source_strides],
             )
-            _put(self._segment, found, self._out[_index(copy.dest_offsets, copy.sizes)])
+            self._put(found, self._out[_index(copy.dest_offsets, copy.sizes)])
+
+    def put_whole(self, data: bytes) -> None:
+        """Copy or convert elements out of those of the whole chunk."""
+        piece, region = self._piece, self._piece.region
+        kind = _BITS[piece.segment.source_item_bytes]
+        found: Bits = np.ndarray(piece.chunk_sizes, kind, data)
+        self._put(found[_index(region.offsets, region.sizes)], self._out)
+
+    def _put(self, found: Bits, out: Bits) -> None:
+        segment = self._piece.segment
+        if isinstance(segment, Elements) and segment.is_cast:
+            import torch  # noqa: PLC0415  # only to cast
+
+            source = torch.from_numpy(found).view(getattr(torch, segment.source_dtype))
+            torch.from_numpy(out).view(getattr(torch, segment.dtype)).copy_(source)
+        else:
+            np.copyto(out, found)
 
 
-def _put(segment: Elements | Stored, found: Bits, out: Bits) -> None:
-    if isinstance(segment, Elements) and segment.is_cast:
-        import torch  # noqa: PLC0415  # only to cast
-
-        source = torch.from_numpy(found).view(getattr(torch, segment.source_dtype))
-        torch.from_numpy(out).view(getattr(torch, segment.dtype)).copy_(source)
-    else:
-        np.copyto(out, found)
+def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return what gives a view of a box, of an array without dimensions too."""
+    return (..., *(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)))

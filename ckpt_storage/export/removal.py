@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
+from ckpt_storage.commit.delete import abort_uploads
 from ckpt_storage.commit.slotlog import read_if_there, stamp
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.exports import (
@@ -35,10 +35,7 @@ def stale_exports(store: Store, save_id: str) -> list[str]:
     as none.
     """
     found = []
-    for entry in listed(store, ""):
-        folder = entry.path.rstrip("/")
-        if not entry.path.endswith("/") or folder in {COMMITS, SAVES}:
-            continue
+    for folder in _folders(store):
         try:
             index = read_if_there(store, f"{folder}/{INDEX_NAME}")
         except CheckpointError as error:
@@ -56,15 +53,17 @@ def remove_exports(store: Store) -> list[str]:
     The caller has made sure that what they were made of is gone. Works as a consolidation does
     that makes nothing: it becomes the holder, so that one under way publishes nothing any more,
     and stops where another becomes it. The index goes first, and the names last, so that a
-    removal that was cut is gone on with. Files that no export writes are left where they are.
-    Idempotent. Raises `StorageError`.
+    removal that was cut is gone on with. Files that no export writes are left where they are, and
+    so are uploads of others, and all uploads where they cannot be listed. Idempotent. Raises
+    `StorageError`.
     """
-    others: list[str] = []
-    for entry in store.list("", recursive=False):
-        folder = entry.path.rstrip("/")
-        if entry.path.endswith("/") and folder not in {COMMITS, SAVES}:
-            others += _remove(store, folder)
-    return others
+    return [path for folder in _folders(store) for path in _remove(store, folder)]
+
+
+def _folders(store: Store) -> list[str]:
+    own = {f"{COMMITS}/", f"{SAVES}/"}
+    entries = listed(store, "")
+    return [e.path.rstrip("/") for e in entries if e.path.endswith("/") and e.path not in own]
 
 
 def _remove(store: Store, folder: str) -> list[str]:
@@ -75,39 +74,6 @@ def _remove(store: Store, folder: str) -> list[str]:
     holder = Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
     holder = holder.after(holder_of(store, folder))
     store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())
-    uploads = _clear_uploads(store, folder, holder)
-    paths = _below(store, folder)
-    documents = [path for path in paths if path.startswith(f"{DOCUMENTS}/")]
-    weights = sorted(path for path in paths if is_weight_file(path))
-    records = [path for path in documents if path not in {NAMES_PATH, HOLDER_PATH}]
-    for step in (
-        [INDEX_NAME] if INDEX_NAME in paths else [],
-        # Some libraries prefer it to an index, and to the other files.
-        [path for path in weights if path == SINGLE_NAME],
-        [path for path in weights if path != SINGLE_NAME],
-        sorted(records),
-        # Then this removal is forgotten, too.
-        [NAMES_PATH, HOLDER_PATH],
-    ):
-        if step:
-            now = holder_of(store, folder)
-            if now is None or now.run_id != run_id:
-                log.info("%s: another consolidation works in %s; it stays", store.url, folder)
-                return []
-            store.delete([f"{folder}/{path}" for path in step])
-    gone = {INDEX_NAME, *weights, *documents, HOLDER_PATH}
-    left = [f"{folder}/{path}" for path in paths if path not in gone]
-    # Where folders are more than a prefix.
-    for empty in (folder, f"{folder}/{DOCUMENTS}"):
-        is_used = any(path.startswith(f"{empty}/") for path in (*left, *uploads))
-        if not is_used and not _below(store, empty):
-            store.delete_folder(empty)
-            break
-    return left
-
-
-def _clear_uploads(store: Store, folder: str, holder: Holder) -> Collection[str]:
-    """Abort the uploads that dead consolidations left open; return the paths of those of others."""
     others: set[str] = set()
 
     def is_ours(path: str) -> bool:
@@ -116,10 +82,36 @@ def _clear_uploads(store: Store, folder: str, holder: Holder) -> Collection[str]
             others.add(path)
         return is_known
 
-    store.abort_uploads(folder, only=is_ours)
+    abort_uploads(store, folder, is_ours)
     if others:
         log.info("%s: others are writing, or once did, %s; it stays", store.url, min(others))
-    return others
+    paths = _below(store, folder)
+    weights = {path for path in paths if is_weight_file(path)}
+    documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
+    for step in (
+        {INDEX_NAME}.intersection(paths),
+        # Some libraries prefer it to an index, and to the other files.
+        weights & {SINGLE_NAME},
+        weights - {SINGLE_NAME},
+        documents - {NAMES_PATH, HOLDER_PATH},
+        # Then this removal is forgotten, too.
+        {NAMES_PATH, HOLDER_PATH},
+    ):
+        if step:
+            now = holder_of(store, folder)
+            if now is None or now.run_id != run_id:
+                log.info("%s: another consolidation works in %s; it stays", store.url, folder)
+                return []
+            store.delete([f"{folder}/{path}" for path in sorted(step)])
+    gone = {INDEX_NAME, HOLDER_PATH, *weights, *documents}
+    left = [f"{folder}/{path}" for path in paths if path not in gone]
+    # Where folders are more than a prefix.
+    for empty in (folder, f"{folder}/{DOCUMENTS}"):
+        is_used = any(path.startswith(f"{empty}/") for path in (*left, *others))
+        if not is_used and not _below(store, empty):
+            store.delete_folder(empty)
+            break
+    return left
 
 
 def _below(store: Store, folder: str) -> list[str]:

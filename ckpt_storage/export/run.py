@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import abc
-import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.ranks import Ranks as Group
 from ckpt_storage.errors import CheckpointError, RankMismatchError
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.source.filemarks import told_from_damage
-from ckpt_storage.store.deadline import Deadline, Stalling, stalling_deadline
+from ckpt_storage.progress import reporting
+from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source, told_from_damage
+from ckpt_storage.source.foreign import SafetensorsSource, StockSource
+from ckpt_storage.source.model import CommittedSource, Source, read_manifest
+from ckpt_storage.store import Location
+from ckpt_storage.store.deadline import Deadline, Stalling
 
 from .layout import Layout
-from .output import Made, Output, Setting, Site, Taken, untracked
-from .places import Marks, Seen, check_seen, look, place_marks, remove_marks
-from .plan import Plan, WriteRules, plan
+from .output import Made, Output, Setting, Site, Taken
+from .places import Marks, Seen, check_seen
+from .plan import Plan, plan
 from .reads import Readable
-from .work import Alone, Ranks, make
+from .work import collect, make, share
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -31,37 +37,89 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 J = TypeVar("J")
 
+Begin = Callable[[Phase, int], Deadline]
+"""Begins a phase of so many bytes on this rank."""
+
 _NEVER_S = 10 * 365 * 86_400.0
 
 
-class Task(abc.ABC, Generic[R]):
-    """What one front door makes, on one rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the coordinator opened: a commit record of ours and its slot, or neither.
 
-    `phase` is that of the work. `source` is what is read from, once the task is open, and `save_id`
-    the save that it is of.
+    `state` (JSON) stands for the content of what has no save id. Where the storage does not tell
+    when files were written it is another one each time, and nothing of an earlier run is kept.
+    `file` is the folder and name of a source that is one file.
+    """
+
+    record: bytes = b""
+    slot: int = 0
+    state: object = None
+    file: tuple[Location, str] | None = None
+
+
+class Task(abc.ABC, Generic[R]):
+    """What one front door makes, on one rank; of itself, of the checkpoint at the source.
+
+    `phase` is that of the work. Once the task is open, `source` is what is read from, `found` how
+    it was found, and `save_id` the save that it is of.
     """
 
     phase: Phase = "write"
     source: Readable
+    found: Found
     save_id: str | None = None
 
     def __init__(self, site: Site) -> None:
         self.site = site
+        self.marks: FileMarks | None = None
 
-    @abc.abstractmethod
-    def find(self) -> object:
-        """Open what there is, and return what the other ranks open it by; coordinator only."""
+    def find(self) -> Found:
+        """Open the newest checkpoint; return what the others open it by; coordinator only."""
+        site = self.site
+        source, marks = open_newest(site.source, deadline=site.deadline, options=site.options)
+        if marks is None:
+            assert isinstance(source, CommittedSource)  # noqa: S101  # others' have marks
+            self.found = Found(record=source.record.encode(), slot=source.record.slot)
+        else:
+            # An output may lie below the source, and be another one by now.
+            own = {*files_of(source), STOCK_METADATA, INDEX_NAME}
+            self.marks = replace(marks, of={path: m for path, m in marks.of.items() if path in own})
+            state: object = sorted(self.marks.of.items())
+            if any(time_s is None for _, time_s in self.marks.of.values()):
+                state = new_write_id()
+            self.found = Found(state=state)
+        self.source, self.save_id = source, source.save_id
+        self.check_unchanged()
+        return self.found
 
-    def reach(self, found: object) -> None:
-        """Go to where the coordinator found it."""
-
-    @abc.abstractmethod
-    def open(self, found: object) -> None:
+    def open(self, found: Found) -> None:
         """Open what the coordinator found, even if it is not the newest any more."""
+        site = self.site
+        source: Source
+        if found.record:
+            record = SlotRecord.decode(found.record, slot=found.slot)
+            manifest = read_manifest(site.source, record)
+            source = CommittedSource(site.source, record, manifest, site.deadline, site.options)
+        else:
+            source = open_source(site.source, deadline=site.deadline, options=site.options)
+        self.source, self.found, self.save_id = source, found, source.save_id
+
+    def source_files(self) -> list[str]:
+        """Return the files of the source that every rank must see."""
+        return files_of(self.source)
+
+    def check_unchanged(self) -> None:
+        """Raise if another writer touched the source since it was opened; coordinator only."""
+        if self.marks is not None:
+            self.marks.check(self.site.source)
 
     @abc.abstractmethod
     def lay_out(self) -> Layout:
         """Return the files to make; pure, alike on all ranks."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise for a layout that does not fit the source's content; coordinator only."""
 
     @abc.abstractmethod
     def content(self) -> object:
@@ -75,18 +133,21 @@ class Task(abc.ABC, Generic[R]):
     def report(self, output: Output, made: Made, seconds: float) -> R:
         """Say what was made, once it is published; coordinator only."""
 
-    def source_files(self) -> list[str]:
-        """Return files of the source that every rank must see."""
-        return []
 
-    def check_layout(self, layout: Layout) -> None:
-        """Raise for a layout that does not fit the source's content; coordinator only."""
+def files_of(source: object) -> list[str]:
+    """Return the paths of the files that hold the values of a source, sorted."""
+    if isinstance(source, CommittedSource):
+        return sorted(reference.path for reference, _ in source.manifest.files)
+    if isinstance(source, StockSource):
+        return sorted({item.relative_path for item in source.metadata.items.values()})
+    if isinstance(source, SafetensorsSource):
+        return sorted({place.path for place in source.held.values()})
+    return []
 
-    def check_unchanged(self) -> None:
-        """Raise if the source changed while it was read."""
 
-
-def run(ranks: Ranks, setting: Setting, task_of: Callable[[Site], Task[R]]) -> R:
+def run(
+    operation: Operation, begin: Begin, setting: Setting, task_of: Callable[[Site], Task[R]]
+) -> R:
     """Make one output; all ranks call it within one operation, after they have met.
 
     Before a byte is written all ranks agree on plan and storages. On return the output is complete,
@@ -94,110 +155,108 @@ def run(ranks: Ranks, setting: Setting, task_of: Callable[[Site], Task[R]]) -> R
     last write, this output. Raises on the rank that failed what happened, on others what their
     operation says.
     """
+    start_s = time.monotonic()
     site = Site(setting)
     try:
-        return _run(ranks, site, task_of(site))
+        task = task_of(site)
+        site.begin(begin("plan", 0))
+        with site.deadline.governs(operation.what):
+            output, taken = _agree(operation, task)
+        output.follow(taken)
+        rank, whole = operation.rank, output.plan
+        own_bytes = sum(region.size_bytes for region in whole.regions_of(rank))
+        own_bytes += sum(whole.files[at].size_bytes for at in whole.checks_of(rank))
+        site.begin(begin(task.phase, own_bytes))
+        with site.deadline.governs(operation.what):
+            report = _made(operation, task, output, taken, own_bytes, start_s)
+            # On others it is None until the coordinator's has come.
+            return cast("R", share(operation, report))
     finally:
         site.close()
 
 
-def _run(ranks: Ranks, site: Site, task: Task[R]) -> R:
-    start_s = time.monotonic()
-    site.begin(ranks.phase("plan"))
-    output, taken = _agree(ranks, site, task)
-    first = output.first
-    whole = first.renamed(output.named(first.layout, taken.name))
-    output.plan = whole = whole.leaving(taken.done, taken.sealed)
-    own_bytes = sum(region.size_bytes for region in whole.regions_of(ranks.rank))
-    own_bytes += sum(whole.files[at].size_bytes for at in whole.checks_of(ranks.rank))
-    site.begin(ranks.phase(task.phase, total_bytes=own_bytes))
+def _made(
+    operation: Operation,
+    task: Task[R],
+    output: Output,
+    taken: Taken,
+    own_bytes: int,
+    start_s: float,
+) -> R | None:
+    """Make and publish an output; return the report on the coordinator."""
+    site = task.site
     task.source.renew(site.source, site.deadline)
 
     def before_names() -> None:
         task.check_unchanged()
         output.check_held()
 
-    # What is one stream is written at the end, and shown there.
-    track = site.setting.track if own_bytes else untracked
     try:
         with (
-            track(own_bytes, task.save_id) as on_bytes,
+            reporting(
+                # What is one stream is written at the end, and shown there.
+                site.setting.progress if own_bytes else None,
+                phase=task.phase,
+                rank=operation.rank,
+                total_bytes=own_bytes,
+                save_id=task.save_id,
+                with_bar=operation.is_coordinator,
+            ) as on_bytes,
             told_from_damage(task.check_unchanged),
         ):
             made = make(
-                ranks,
-                site,
-                task.source,
-                output,
-                taken,
-                on_bytes=on_bytes,
-                before_names=before_names,
+                operation, task.source, output, taken, on_bytes=on_bytes, before_names=before_names
             )
-            report = b""
-            if ranks.is_coordinator:
-                output.publish(made)
-                report = pickle.dumps(task.report(output, made, time.monotonic() - start_s))
+            if not operation.is_coordinator:
+                return None
+            output.publish(made)
+            return task.report(output, made, time.monotonic() - start_s)
     except BaseException as error:
-        if ranks.is_coordinator:
+        if operation.is_coordinator:
             output.give_up(error)
         raise
-    answer: R = pickle.loads(ranks.broadcast(report))  # noqa: S301  # our own ranks
-    return answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Came:
-    """How a rank comes out of planning; `digest` is "" where it did not see the source."""
-
-    seen: Seen
-    digest: str
-
-
-def _agree(ranks: Ranks, site: Site, task: Task[R]) -> tuple[Output, Taken]:
+def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
     """Return the output, with a plan that is the same on all ranks, and what was taken of it."""
-    found: object = None
-    marks: Marks | None = None
+    site, marks = task.site, Marks()
     output: Output | None = None
     try:
-        if ranks.is_coordinator:
-            found = task.find()
-            marks = place_marks(
-                task.source_files(), site.source, site.target, world_size=ranks.world_size
-            )
-        packed = pickle.dumps((found, marks))
-        found, marks = pickle.loads(ranks.broadcast(packed))  # noqa: S301  # our own ranks
-        assert marks is not None  # noqa: S101  # the coordinator's
-        if not ranks.is_coordinator:
-            task.reach(found)
-        seen = look(marks, site.source, site.target)
-        if ranks.is_coordinator or seen.agrees_with(marks):
-            if not ranks.is_coordinator:
+        if operation.is_coordinator:
+            task.find()
+            if operation.world_size > 1:
+                marks = Marks.placed(task.source_files(), site.source, site.target)
+            share(operation, (task.found, marks))
+        else:
+            found, marks = share(operation, (Found(), marks))
+            if found.file is not None:
+                site.read_from(found.file[0])
+        seen = Seen(host=socket.gethostname(), missing=marks.missing(site.source, site.target))
+        if not seen.missing:
+            if not operation.is_coordinator:
                 task.open(found)
-            output = task.output(_plan(ranks, site, task))
-        came = _Came(seen=seen, digest=output.plan.digest if output else "")
-        arrived: list[_Came] = [
-            pickle.loads(one)  # noqa: S301  # our own ranks
-            for one in ranks.gather(pickle.dumps(came))
-        ]
+            first = plan(
+                task.lay_out(),
+                world_size=operation.world_size,
+                able=site.target.capabilities,
+                part_bytes=site.options.part_bytes,
+                source=task.content(),
+            )
+            output = task.output(first)
+        came = collect(operation, (seen, output.plan.digest if output else ""))
     finally:
-        if ranks.is_coordinator and marks is not None:
-            remove_marks(marks, site.target)
-    answer = b""
-    if ranks.is_coordinator:
+        if operation.is_coordinator:
+            marks.remove(site.target)
+    taken = Taken()
+    if operation.is_coordinator:
         assert output is not None  # noqa: S101  # the coordinator has planned
-        setting = site.setting
-        check_seen([one.seen for one in arrived], setting.source.url, setting.target.url)
-        _check_alike([one.digest for one in arrived], setting)
+        check_seen([one for one, _ in came], site.setting.source.url, site.setting.target.url)
+        _check_alike([digest for _, digest in came], site.setting)
         task.check_layout(output.plan.layout)
-        answer = pickle.dumps(output.take())
-    taken: Taken = pickle.loads(ranks.broadcast(answer))  # noqa: S301  # our own ranks
+        taken = output.take()
+    taken = share(operation, taken)
     assert output is not None  # noqa: S101  # else the coordinator has raised for all
     return output, taken
-
-
-def _plan(ranks: Ranks, site: Site, task: Task[R]) -> Plan:
-    rules = WriteRules.of(site.target.capabilities, part_bytes=site.options.part_bytes)
-    return plan(task.lay_out(), world_size=ranks.world_size, rules=rules, source=task.content())
 
 
 def _check_alike(digests: Sequence[str], setting: Setting) -> None:
@@ -214,74 +273,21 @@ def _check_alike(digests: Sequence[str], setting: Setting) -> None:
         )
 
 
-class _Moving(Stalling):
-    """A `Watch` of work in an operation that has failed, too, once nothing moves on this rank."""
-
-    def __init__(self, operation: Operation, phase: Phase, timeouts: Timeouts, what: str) -> None:
-        super().__init__(phase, getattr(timeouts, phase), what)
-        self._operation = operation
-
-    def failure(self) -> CheckpointError | None:
-        """Return why the operation cannot go on, or that nothing moves here."""
-        return self._operation.failure() or super().failure()
-
-    def advanced(self, byte_count: int) -> None:
-        """Note bytes, and tell the other ranks."""
-        super().advanced(byte_count)
-        self._operation.advanced(byte_count)
-
-    def ended_file(self) -> None:
-        """Note a file, and tell the other ranks."""
-        super().ended_file()
-        self._operation.ended_file()
-
-    def failed(self, error: CheckpointError) -> None:
-        """Tell the other ranks."""
-        self._operation.failed(error)
-
-
-class _Patient:
-    """An operation whose work may take as long as bytes move."""
-
-    def __init__(self, operation: Operation, timeouts: Timeouts) -> None:
-        self._operation = operation
-        self._timeouts = timeouts
-        self.rank = operation.rank
-        self.world_size = operation.world_size
-        self.is_coordinator = operation.is_coordinator
-
-    def phase(
-        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
-    ) -> Deadline:
-        if phase == "plan":
-            return self._operation.phase(phase, timeout_s, total_bytes=total_bytes)
-        self._operation.phase(phase, _NEVER_S, total_bytes=total_bytes)
-        watch = _Moving(self._operation, phase, self._timeouts, self._operation.what)
-        return Deadline(phase, _NEVER_S, watch=watch)
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        return self._operation.gather(payload)
-
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        return self._operation.scatter(payloads)
-
-    def broadcast(self, payload: bytes) -> bytes:
-        return self._operation.broadcast(payload)
-
-
 @contextmanager
 def meeting(
-    group: Group, name: str, what: str, timeouts: Timeouts, job: Callable[[], J]
+    group: RankGroup, name: str, what: str, timeouts: Timeouts, job: Callable[[], J]
 ) -> Iterator[tuple[Operation, J]]:
-    """Begin an operation of all ranks, and give it with the job, of which all have equal terms.
+    """Begin an operation of all ranks, and give it with the job.
 
     A rank whose arguments make no job joins all the same: the others hear why.
     """
+    chosen: J | None = None
+    refusal: CheckpointError | None = None
     try:
         with as_checkpoint_errors(f"The call of {name}", group.rank):
-            chosen, refusal = job(), None
+            chosen = job()
     except CheckpointError as error:
-        chosen, refusal = None, error
+        refusal = error
     with (
         group.operation(what, timeouts=timeouts) as operation,
         as_checkpoint_errors(what, operation.rank),
@@ -304,12 +310,43 @@ def run_together(
     The job is its setting, what all ranks must have in common, and its task. The work may take as
     long as bytes move.
     """
-    if process_group is None:
-        setting, _, task_of = job()
-        deadline, _ = stalling_deadline("write", timeouts.write, what)
-        with deadline.governs(what):
-            return run(Alone(deadline), setting, task_of)
-    group = Group.of(process_group, lane=name)
+    is_alone = process_group is None
+    group = RankGroup.alone() if is_alone else RankGroup.of(process_group, lane=name)
     with meeting(group, name, what, timeouts, job) as (operation, (setting, terms, task_of)):
         operation.meet(terms)
-        return run(_Patient(operation, timeouts), setting, task_of)
+
+        def begin(phase: Phase, total_bytes: int) -> Deadline:
+            if phase == "plan" and not is_alone:
+                return operation.phase(phase)
+            # Who is alone has one deadline, that of the work.
+            operation.phase("write", _NEVER_S, total_bytes=total_bytes)
+            return Deadline("write", _NEVER_S, watch=_Moving(operation))
+
+        return run(operation, begin, setting, task_of)
+
+
+class _Moving:
+    """A `Watch` of writing in an operation that has failed, too, once nothing moves here."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._here = Stalling("write", operation.timeouts.write, operation.what)
+        self.expect = operation.expect
+
+    def failure(self) -> CheckpointError | None:
+        """Return why the operation cannot go on, or that nothing moves here."""
+        return self._operation.failure() or self._here.failure()
+
+    def failed(self, error: CheckpointError) -> None:
+        """Tell the other ranks, of requests that were given up why they were."""
+        self._operation.failed(self._here.failure() or error)
+
+    def advanced(self, byte_count: int) -> None:
+        """Note bytes, and tell the other ranks."""
+        self._here.advanced(byte_count)
+        self._operation.advanced(byte_count)
+
+    def ended_file(self) -> None:
+        """Note a file, and tell the other ranks."""
+        self._here.ended_file()
+        self._operation.ended_file()

@@ -23,52 +23,17 @@ _DIGITS = re.compile(r"([0-9]+)")
 Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
 KeyPath = tuple[str | int, ...]
 
-MODEL_KEYS = frozenset(
-    [
-        "model",
-        "model_state",
-        "model_state_dict",
-        "model_weights",
-        "module",
-        "params",
-        "state_dict",
-        "weights",
-    ]
+_MODEL = re.compile(
+    r"model(_(state|state_dict|weights))?|module|params|state_dict|weights", re.IGNORECASE
 )
 """Keys under which training scripts, Lightning and DeepSpeed keep the model; in any letter case."""
 
-OPTIMIZER_KEYS = frozenset(
-    [
-        "opt",
-        "opt_state",
-        "optim",
-        "optim_state",
-        "optim_state_dict",
-        "optimizer",
-        "optimizer_state",
-        "optimizer_state_dict",
-        "optimizer_states",
-        "optimizers",
-        "optims",
-    ]
-)
+_OPTIMIZER = re.compile(r"opt(_state)?|optim(izer)?(s|_states?|_state_dict)?", re.IGNORECASE)
 
-TRAINING_KEYS = frozenset(
-    [
-        "cuda_rng_state",
-        "dataloader",
-        "grad_scaler",
-        "lr_scheduler",
-        "lr_schedulers",
-        "rng",
-        "rng_state",
-        "rng_states",
-        "scaler",
-        "scheduler",
-        "schedulers",
-        "train_state",
-        "training_state",
-    ]
+_TRAINING = re.compile(
+    r"(cuda_)?rng_state|rng(_states)?|dataloader|(grad_)?scaler|(lr_)?schedulers?"
+    r"|train(ing)?_state",
+    re.IGNORECASE,
 )
 
 _BECAUSE: Mapping[Reason, str] = {
@@ -206,13 +171,12 @@ def choose_model(
 ) -> Choice:
     """Return which tensors go out and what they are called.
 
-    Without `include`: level by level from the top of the nested state dict, containers whose key
-    is among OPTIMIZER_KEYS or TRAINING_KEYS are left out; if just one is among MODEL_KEYS, only
-    what lies in it goes out; a lone container of any name at the top is looked into. Blobs never
-    go out.
+    Without `include`: level by level from the top of the nested state dict, containers of optimizer
+    and training state are left out by their key; if just one has the key of a model, only what lies
+    in it goes out; a lone container of any name at the top is looked into. Blobs never go out.
 
     Names without `rename`: where all chosen tensors lie in one container, its key is taken off,
-    and so are further ones among MODEL_KEYS: {"model": hf.state_dict()} gives
+    and so are further ones known to hold models: {"model": hf.state_dict()} gives
     "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
 
     `ties` maps alias to target, both FQNs, as recorded by the save; an alias need not be stored.
@@ -284,7 +248,7 @@ def natural_key(name: str) -> tuple[list[str | int], str]:
 def container_of(paths: Sequence[KeyPath]) -> str:
     """Return the keys, with their dots, of the container that holds all `paths`; "" if none does.
 
-    The outermost one may have any name, further ones must be among MODEL_KEYS: a module's own
+    The outermost one may have any name, further ones must be known to hold models: a module's own
     nested dictionaries are no containers.
     """
     keys: list[str] = []
@@ -292,7 +256,7 @@ def container_of(paths: Sequence[KeyPath]) -> str:
         depth = len(keys)
         heads = {str(path[depth]) if len(path) > depth + 1 else None for path in paths}
         key = heads.pop() if len(heads) == 1 else None
-        if key is None or (depth and key.lower() not in MODEL_KEYS):
+        if key is None or (depth and not _MODEL.fullmatch(key)):
             return "".join(f"{key}." for key in keys)
         keys.append(key)
 
@@ -303,14 +267,14 @@ def _paths(source: Source, roots: Mapping[str, str]) -> dict[str, KeyPath]:
     An alias that was not stored lies in the container of its target if its FQN begins so.
     """
     known = source.planner_data
-    apart = OPTIMIZER_KEYS | TRAINING_KEYS
     paths: dict[str, KeyPath] = {}
     for fqn in source.tensors:
         head, dot, rest = fqn.partition(".")
+        is_apart = _OPTIMIZER.fullmatch(head) or _TRAINING.fullmatch(head)
         if known is not None:
             paths[fqn] = tuple(known.get(fqn, ())) or (fqn,)
         else:
-            paths[fqn] = (head, rest) if dot and head.lower() in apart else (fqn,)
+            paths[fqn] = (head, rest) if dot and is_apart else (fqn,)
     for alias in roots.keys() - paths.keys():
         outer = paths[roots[alias]][:-1]
         prefix = "".join(f"{key}." for key in outer)
@@ -350,13 +314,13 @@ def _default_choice(paths: Mapping[str, KeyPath], skip: Skip) -> set[str]:
             # A tensor itself is never judged by its name: a module may have a parameter "scaler".
             if len(path) == depth + 1:
                 direct.append(fqn)
-            elif key.lower() in OPTIMIZER_KEYS:
+            elif _OPTIMIZER.fullmatch(key):
                 skip(fqn, "optimizer")
-            elif key.lower() in TRAINING_KEYS:
+            elif _TRAINING.fullmatch(key):
                 skip(fqn, "training state")
             else:
                 nested.setdefault(key, []).append(fqn)
-        models = [key for key in nested if key.lower() in MODEL_KEYS]
+        models = [key for key in nested if _MODEL.fullmatch(key)]
         if len(models) == 1:
             chosen = models[0]
         elif not direct and len(nested) == 1 and depth == 0:

@@ -11,8 +11,8 @@ import socket
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import combine_many
@@ -31,27 +31,16 @@ Paths = Mapping[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardItem:
-    """One item of a shard file: a chunk, or, without `box` and `dtype`, a value that is no tensor.
+class Shards:
+    """Shard files, and the items of each in their order, whose checksums are not known yet.
 
-    The item is [start, stop) of the file, the payload [payload_start, payload_stop).
+    `fqns` and `dtypes` are what the tables refer to.
     """
 
-    fqn: str
-    box: Box | None
-    dtype: str | None
-    start: int
-    stop: int
-    payload_start: int
-    payload_stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
-    """Shard files, and the items of each in their order."""
-
     layout: Layout
-    items: tuple[tuple[ShardItem, ...], ...]
+    tables: Sequence[ItemTable]
+    fqns: Sequence[str]
+    dtypes: Sequence[str]
 
 
 def lay_out_shards(
@@ -67,41 +56,41 @@ def lay_out_shards(
     A new file is begun when one is full. `path_of` gives the path of file number n (from 0). With
     `block_bytes` the files are cut into the frames and blocks of our format.
     """
-    files = []
-    items: list[tuple[ShardItem, ...]] = []
+    fqns: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    files, tables = [], []
     for number, group in enumerate(_groups(tensors, blobs, max_file_bytes)):
         segments: list[Segment] = []
-        listed: list[ShardItem] = []
         edges: list[int] = []
+        columns: dict[str, list[Any]] = {name: [] for name in ItemTable.__slots__}
         at = 0
         for fqn, info, box, payload in group:
-            head, tail = b"", b""
+            head, tail, dtype = b"", b"", -1
             if info is not None and box is not None:
                 envelope = tensor_envelope(info.dtype, box.sizes)
                 head, tail = envelope.head, envelope.tail
+                dtype = dtypes.setdefault(info.dtype, len(dtypes))
             start = at + -at % PAYLOAD_ALIGN_BYTES
-            payload_start = start + len(head)
-            payload_stop = payload_start + payload.size_bytes
+            begin = start + len(head)
+            end = begin + payload.size_bytes
             segments += [Fixed(b"\0" * (start - at) + head), payload, Fixed(tail)]
-            at = payload_stop + len(tail)
-            listed.append(
-                ShardItem(
-                    fqn=fqn,
-                    box=box,
-                    dtype=None if info is None else info.dtype,
-                    start=start,
-                    stop=at,
-                    payload_start=payload_start,
-                    payload_stop=payload_stop,
-                )
-            )
+            at = end + len(tail)
+            columns["fqn"].append(fqns.setdefault(fqn, len(fqns)))
+            columns["dtype"].append(dtype)
+            columns["offsets"].append(box and box.offsets)
+            columns["sizes"].append(box and box.sizes)
+            columns["item_start"].append(start)
+            columns["item_bytes"].append(at - start)
+            columns["payload_start"].append(begin)
+            columns["payload_bytes"].append(payload.size_bytes)
             if block_bytes is not None:
-                edges += [*range(payload_start, payload_stop, block_bytes), payload_stop]
+                edges += [*range(begin, end, block_bytes), end]
         if block_bytes is not None:
             edges.append(at)
         files.append(out_file(number + 1, path_of(number), segments, edges=edges))
-        items.append(tuple(listed))
-    return Shards(layout=Layout(files=tuple(files)), items=tuple(items))
+        tables.append(ItemTable(**columns))
+    layout = Layout(files=tuple(files))
+    return Shards(layout=layout, tables=tables, fqns=list(fqns), dtypes=list(dtypes))
 
 
 _Item = tuple[str, TensorInfo | None, Box | None, Segment]
@@ -138,18 +127,16 @@ def rank_manifest(
     ties: Mapping[str, str],
 ) -> RankManifest:
     """Return what describes files of ours that have these checksums, as of one rank."""
-    fqns: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
     files = []
-    for file, items, crcs in zip(shards.layout.files, shards.items, spans, strict=True):
+    for file, items, crcs in zip(shards.layout.files, shards.tables, spans, strict=True):
         within = _Crcs(crcs)
         block_crcs, frame_crcs = array("I"), array("I")
         at = 0
-        for item in items:
-            frame_crcs.append(within.of(at, item.payload_start))
-            for start in range(item.payload_start, item.payload_stop, block_bytes):
-                block_crcs.append(within.of(start, min(start + block_bytes, item.payload_stop)))
-            at = item.payload_stop
+        for start, length in zip(items.payload_start, items.payload_bytes, strict=True):
+            frame_crcs.append(within.of(at, start))
+            at = start + length
+            for block in range(start, at, block_bytes):
+                block_crcs.append(within.of(block, min(block + block_bytes, at)))
         frame_crcs.append(within.of(at, file.size_bytes))
         files.append(
             ShardFile(
@@ -157,29 +144,15 @@ def rank_manifest(
                 size_bytes=file.size_bytes,
                 crc32c=within.of(0, file.size_bytes),
                 block_bytes=block_bytes,
-                items=ItemTable(
-                    fqn=[fqns.setdefault(item.fqn, len(fqns)) for item in items],
-                    dtype=[
-                        -1 if item.dtype is None else dtypes.setdefault(item.dtype, len(dtypes))
-                        for item in items
-                    ],
-                    offsets=[None if item.box is None else item.box.offsets for item in items],
-                    sizes=[None if item.box is None else item.box.sizes for item in items],
-                    item_start=[item.start for item in items],
-                    item_bytes=[item.stop - item.start for item in items],
-                    payload_start=[item.payload_start for item in items],
-                    payload_bytes=[item.payload_stop - item.payload_start for item in items],
-                    block_crcs=block_crcs,
-                    frame_crcs=frame_crcs,
-                ),
+                items=replace(items, block_crcs=block_crcs, frame_crcs=frame_crcs),
             )
         )
     return RankManifest(
         save_id=save_id,
         rank=0,
         world_size=1,
-        fqns=list(fqns),
-        dtypes=list(dtypes),
+        fqns=shards.fqns,
+        dtypes=shards.dtypes,
         files=files,
         ties=dict(ties),
         host=socket.gethostname(),
@@ -243,10 +216,12 @@ def stock_pickle(metadata: Metadata, shards: Shards, url: str) -> bytes:
 
     metadata.storage_data = {
         MetadataIndex(
-            item.fqn, None if item.box is None else torch.Size(item.box.offsets)
-        ): _StorageInfo(file.name, item.start, item.stop - item.start)
-        for file, items in zip(shards.layout.files, shards.items, strict=True)
-        for item in items
+            shards.fqns[fqn], None if offsets is None else torch.Size(offsets)
+        ): _StorageInfo(file.name, start, length)
+        for file, items in zip(shards.layout.files, shards.tables, strict=True)
+        for fqn, offsets, start, length in zip(
+            items.fqn, items.offsets, items.item_start, items.item_bytes, strict=True
+        )
     }
     metadata.storage_meta = StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
-import functools
 import io
 import math
 import pickle
+import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.source.model import Key, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
@@ -29,167 +27,39 @@ from ckpt_storage.transfer.chunks import ChunkPlace
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_torch: Any = torch
+"""For what is not typed there."""
 
-_TENSORS = "data"
-_CENTRAL_BYTES = 46
+_READ_AHEAD_BYTES = 64 * 1024
+_WINDOW_BYTES = 4 << 20
+_LOCAL = struct.Struct("<26x2H")
+_RESTORE = "Restore the file from a copy."
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Bytes of the file that have one checksum: a storage, of which tensors are views."""
+    """Bytes of the file that have one checksum, if any: a storage, of which tensors are views."""
 
     start: int
     size_bytes: int
-    crc32: int
+    crc32: int | None
 
 
-class ZipRecords:
-    """The records of one file, as its directory tells them; those of tensors are not read.
-
-    Raises `FormatError` for what is no zip, `IntegrityError` for a record that is no tensor's and
-    does not have its checksum: the pickle is checked before anything is made of it.
-    """
-
-    def __init__(self, file: IO[bytes], path: str) -> None:
-        self._infos: list[zipfile.ZipInfo] = []
-        self._path = path
-        try:
-            with zipfile.ZipFile(file) as archive:
-                self._names = dict(_name_positions(archive))
-                found = sorted(archive.infolist(), key=lambda info: info.header_offset)
-                for info in found:
-                    self._check_stored(info)
-                # torch can be told to write none: then it writes zeros.
-                if any(info.CRC for info in found):
-                    self._infos = found
-                for info in self._infos:
-                    if info.filename.split("/")[1:2] != [_TENSORS]:
-                        self._check(archive, info)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise FormatError(
-                f"{path} cannot be read ({type(error).__name__}): it is damaged, cut short, or no "
-                "file of torch.save.",
-                path=path,
-                next_step=_RESTORE,
-            ) from error
-        self._offsets = [info.header_offset for info in self._infos]
-
-    def _check_stored(self, info: zipfile.ZipInfo) -> None:
-        """Refuse a compressed record: torch.save makes none, and it may be a zip bomb."""
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise FormatError(
-                f"{self._path} holds the compressed record {info.filename:.80}, as no file of "
-                "torch.save does.",
-                path=self._path,
-                next_step="If you trust who made it, load it with torch.load and save it anew.",
-            )
-
-    def _check(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
-        try:
-            archive.read(info)
-        except zipfile.BadZipFile as error:
-            raise IntegrityError(
-                f"{self._path} is damaged: its record {info.filename} does not have the checksum "
-                "it was written with.",
-                path=self._path,
-                offset=info.header_offset,
-                next_step=_RESTORE,
-            ) from error
-
-    def name_position(self, name: str) -> int | None:
-        """Return where the last byte of a record's name is in the directory; None if absent."""
-        return self._names.get(name)
-
-    def at(self, start: int) -> Record | None:
-        """Return the record whose bytes begin at `start`; None where there is no checksum."""
-        number = bisect.bisect_left(self._offsets, start) - 1
-        if number < 0 or self._infos[number].compress_type != zipfile.ZIP_STORED:
-            return None
-        info = self._infos[number]
-        return Record(start, info.file_size, info.CRC)
-
-
-def _name_positions(archive: zipfile.ZipFile) -> Iterator[tuple[str, int]]:
-    """Yield each record's name below the archive's root, and where its last byte is."""
-    at = archive.start_dir
-    for info in archive.infolist():
-        stop = at + _CENTRAL_BYTES + len(info.orig_filename.encode())
-        yield info.orig_filename.partition("/")[2], stop - 1
-        at = stop + len(info.extra) + len(info.comment)
-
-
-_READ_AHEAD_BYTES = 64 * 1024
-_WINDOW_BYTES = 4 << 20
-_MAGIC = b"PK\x03\x04"
-_RESTORE = "Restore the file from a copy."
-
-Key = tuple[str, tuple[int, ...] | None]
-
-
-class _StoreFile(io.RawIOBase):
-    """A file of a store as Python's file protocol has it, for reading.
-
-    `hidden`: the position of a byte that reads as `?`, if any.
-    """
-
-    def __init__(self, store: Store, path: str, size_bytes: int, hidden: int | None) -> None:
-        super().__init__()
-        self._hidden = hidden
-        self._store = store
-        self._path = path
-        self._size_bytes = size_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position; return it."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Buffer) -> int:
-        """Fill a buffer as far as the file goes; return how many bytes that are."""
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._size_bytes - self._at))
-        if count:
-            self._store.read(self._path, [(self._at, view[:count])], size_bytes=self._size_bytes)
-            if self._hidden is not None and self._at <= self._hidden < self._at + count:
-                view[self._hidden - self._at] = ord("?")
-            self._at += count
-        return count
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TorchFileSource:
-    """What a `torch.save` file offers.
-
-    `ties` maps a tensor to an earlier one of the same bytes, `records` to what has a checksum.
-    """
+    """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes."""
 
     store: Store
     path: str
-    tensors: Mapping[str, TensorInfo]
-    places: Mapping[Key, ChunkPlace]
-    values: Mapping[str, object]
-    planner_data: Mapping[str, tuple[str | int, ...]] | None
-    ties: Mapping[str, str] = field(default_factory=dict)
-    records: Mapping[str, Record] = field(default_factory=dict)
-    size_bytes: int = 0
+    size_bytes: int
+    planner_data: Mapping[str, tuple[str | int, ...]]
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
     save_id: str | None = None
     format: Literal["torch_save"] = "torch_save"
+    _places: dict[Key, ChunkPlace] = field(default_factory=dict)
+    _records: dict[str, Record] = field(default_factory=dict)
     _sound: set[Record] = field(default_factory=set)
 
     @property
@@ -197,18 +67,45 @@ class TorchFileSource:
         """FQNs of the values that are no tensors."""
         return frozenset(self.values)
 
+    def add(self, fqn: str, tensor: torch.Tensor, record: Record) -> None:
+        """Take a tensor over whose storage lies in `record`. Raises `FormatError`."""
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        start = record.start + int(tensor.storage_offset()) * tensor.element_size()
+        zeros = (0,) * len(shape)
+        place = self._places[fqn, zeros] = ChunkPlace(
+            path=self.path,
+            fqn=fqn,
+            start=start,
+            size_bytes=math.prod(shape) * DTYPES[dtype].item_bytes,
+            file_bytes=self.size_bytes,
+        )
+        self.tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[Box(zeros, shape)])
+        if place.size_bytes:
+            self._records[fqn] = record
+
+    def find_ties(self) -> None:
+        """Note which tensors are the same bytes."""
+        first: dict[tuple[int, str, tuple[int, ...]], str] = {}
+        for (fqn, _), place in self._places.items():
+            info = self.tensors[fqn]
+            target = first.setdefault((place.start, info.dtype, info.shape), fqn)
+            if place.size_bytes and target != fqn:
+                self.ties[fqn] = target
+
     def require(self, chunks: Iterable[Key]) -> None:
         """Read the records in which these tensors lie, each once, and check them.
 
         Raises `IntegrityError` for one that does not have the checksum that torch wrote.
         """
         for fqn, _ in chunks:
-            record = self.records.get(fqn)
+            record = self._records.get(fqn)
             if record is not None and record not in self._sound:
                 self._check(fqn, record)
                 self._sound.add(record)
 
     def _check(self, fqn: str, record: Record) -> None:
+        if record.crc32 is None:
+            return
         crc, end = 0, record.start + record.size_bytes
         window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
         for start in range(record.start, end, _WINDOW_BYTES):
@@ -233,7 +130,7 @@ class TorchFileSource:
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a tensor lies."""
-        return self.places[fqn, offsets]
+        return self._places[fqn, offsets]
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is gone."""
@@ -255,57 +152,17 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     """
     size_bytes = store.stat(path).size_bytes
     shown = f"{store.url}/{path}"
-    head = bytearray(min(len(_MAGIC), size_bytes))
-    if head:
-        store.read(path, [(0, memoryview(head))], size_bytes=size_bytes)
-    if bytes(head) != _MAGIC:
-        raise FormatError(
-            f"{shown} is no file of torch.save, or one of the format before torch 1.6.",
-            path=path,
-            next_step="Load it with torch.load and save it anew with torch.save.",
-        )
-    records = ZipRecords(_buffered(store, path, size_bytes), path)
-    # Else torch would compute where records lie, which is wrong for some writers' files.
-    file = _buffered(store, path, size_bytes, records.name_position(".format_version"))
-    state = _loaded(file, path, shown, unsafe_pickle=unsafe_pickle)
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise FormatError(
-            f"{shown} holds a {type(state).__name__}, not a state dict with names as keys.",
-            path=path,
-            next_step="Save a dict that maps names to tensors, such as model.state_dict().",
-        )
+
+    def refused(what: str, next_step: str) -> FormatError:
+        return FormatError(f"{shown} {what}.", path=path, next_step=next_step)
+
+    again = "Load it with torch.load and save it anew with torch.save."
+    file = io.BufferedReader(_StoreFile(store, path, size_bytes), _READ_AHEAD_BYTES)
+    if file.read(4) != b"PK\x03\x04":
+        raise refused("is no file of torch.save, or one of the format before torch 1.6", again)
     try:
-        flat, paths = flatten_state_dict(state)
-    except ValueError as error:
-        raise FormatError(
-            f"{shown} holds two values of one name: {str(error).rstrip('.')}.",
-            path=path,
-            next_step="Load it with torch.load, rename one, and save it anew.",
-        ) from error
-    return _source_of(store, path, size_bytes, flat, paths, records)
-
-
-def _buffered(
-    store: Store, path: str, size_bytes: int, hidden: int | None = None
-) -> io.BufferedReader:
-    return io.BufferedReader(_StoreFile(store, path, size_bytes, hidden), _READ_AHEAD_BYTES)
-
-
-@functools.cache
-def _telling_places() -> Callable[[], AbstractContextManager[object]]:
-    """Return in what torch tells where storages lie: older releases do for fake tensors only."""
-    file = io.BytesIO()
-    torch.save(torch.zeros(1), file)
-    file.seek(0)
-    storage = torch.load(file, map_location="meta").untyped_storage()
-    is_told = getattr(storage, "_checkpoint_offset", None) is not None
-    return nullcontext if is_told else FakeTensorMode
-
-
-def _loaded(file: io.BufferedReader, path: str, shown: str, *, unsafe_pickle: bool) -> object:
-    try:
-        with _telling_places()():
-            return torch.load(file, map_location="meta", weights_only=not unsafe_pickle)
+        archive = _Archive(file, path)
+        state = archive.unpickled(unsafe_pickle=unsafe_pickle)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -317,98 +174,181 @@ def _loaded(file: io.BufferedReader, path: str, shown: str, *, unsafe_pickle: bo
             "torch.serialization.add_safe_globals, or pass unsafe_pickle=True.",
         ) from error
     except Exception as error:
-        raise FormatError(
-            f"{shown} cannot be read ({type(error).__name__}): it is damaged, cut short, or no "
-            "file of torch.save.",
-            path=path,
-            next_step=_RESTORE,
-        ) from error
-
-
-def _source_of(
-    store: Store,
-    path: str,
-    size_bytes: int,
-    flat: Mapping[str, object],
-    paths: Mapping[str, tuple[str | int, ...]],
-    zipped: ZipRecords,
-) -> TorchFileSource:
-    tensors: dict[str, TensorInfo] = {}
-    places: dict[Key, ChunkPlace] = {}
-    records: dict[str, Record] = {}
-    values: dict[str, object] = {}
-    ties: dict[str, str] = {}
-    first: dict[tuple[int, str, tuple[int, ...]], str] = {}
-    for fqn, value in flat.items():
-        if not isinstance(value, torch.Tensor):
-            values[fqn] = value
-            continue
-        dtype = str(value.dtype).removeprefix("torch.")
-        shape = tuple(value.shape)
-        if dtype not in DTYPES:
-            raise FormatError(
-                f"{fqn} has dtype {dtype}, which this release does not read.",
-                path=path,
-                next_step="Convert it with torch first.",
-            )
-        _check_plain(fqn, value, path)
-        storage_start = _storage_start(value, path)
-        start = storage_start + int(value.storage_offset()) * value.element_size()
-        place = ChunkPlace(
-            path=path,
-            fqn=fqn,
-            start=start,
-            size_bytes=math.prod(shape) * DTYPES[dtype].item_bytes,
-            file_bytes=size_bytes,
+        what = f"cannot be read ({type(error).__name__}): it is damaged, cut short, or no file of "
+        raise refused(f"{what}torch.save", _RESTORE) from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise refused(
+            f"holds a {type(state).__name__}, not a state dict with names as keys",
+            "Save a dict that maps names to tensors, such as model.state_dict().",
         )
-        zeros = (0,) * len(shape)
-        places[fqn, zeros] = place
-        tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[Box(zeros, shape)])
-        if place.size_bytes:
-            record = zipped.at(storage_start)
-            if record is not None:
-                records[fqn] = record
-            target = first.setdefault((start, dtype, shape), fqn)
-            if target != fqn:
-                ties[fqn] = target
-    return TorchFileSource(
-        store, path, tensors, places, values, dict(paths), ties, records, size_bytes
+    try:
+        flat, paths = flatten_state_dict(state)
+    except ValueError as error:
+        what = f"holds two values of one name: {str(error).rstrip('.')}"
+        raise refused(what, "Load it with torch.load, rename one, and save it anew.") from error
+    source = TorchFileSource(
+        store=store, path=path, size_bytes=size_bytes, planner_data=dict(paths)
     )
+    for fqn, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            _check_plain(fqn, value, path)
+            source.add(fqn, value, archive.record_of(value))
+        else:
+            source.values[fqn] = value
+    source.find_ties()
+    return source
 
 
-def _storage_start(tensor: torch.Tensor, path: str) -> int:
-    """Return where the storage of a tensor lies in the file."""
-    if not tensor.numel():
-        return 0
-    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if start is None:
-        raise FormatError(
-            f"This release of torch does not tell where the tensors of {path} lie.",
-            path=path,
-            next_step="Use the torch that ckpt_storage is tested with, 2.13.",
-        )
-    return int(start)
+class _StoreFile(io.RawIOBase):
+    """A file of a store as Python's file protocol has it, for reading."""
+
+    def __init__(self, store: Store, path: str, size_bytes: int) -> None:
+        super().__init__()
+        self._store = store
+        self._path = path
+        self._size_bytes = size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size_bytes - self._at))
+        if count:
+            self._store.read(self._path, [(self._at, view[:count])], size_bytes=self._size_bytes)
+            self._at += count
+        return count
+
+
+class _Archive:
+    """The zip that `torch.save` makes: small records, which are checked here, and storages.
+
+    Raises `FormatError` for a compressed record, which torch never makes and which may be a bomb,
+    `IntegrityError` for a small one that does not have its checksum, `zipfile.BadZipFile`.
+    """
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file = file
+        self._path = path
+        self._infos: dict[str, zipfile.ZipInfo] = {}
+        self._small: dict[str, bytes] = {}
+        # By address, of storages that must not be freed while it stands for them.
+        self._records: dict[int, tuple[Record, torch.UntypedStorage]] = {}
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        with zipfile.ZipFile(file) as archive:
+            # torch can be told to write none: then it writes zeros.
+            has_crcs = any(info.CRC for info in archive.infolist())
+            for info in archive.infolist():
+                self._check_stored(info)
+                if not has_crcs:
+                    info.CRC = None  # type: ignore[assignment]  # zipfile then checks none
+                name = info.filename.partition("/")[2]
+                self._infos[name] = info
+                if not name.startswith("data/"):
+                    self._small[name] = self._read(archive, info)
+
+    def _check_stored(self, info: zipfile.ZipInfo) -> None:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise FormatError(
+                f"{self._path} holds the compressed record {info.filename:.80}, as no file of "
+                "torch.save does.",
+                path=self._path,
+                next_step="If you trust who made it, load it with torch.load and save it anew.",
+            )
+
+    def _read(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+        try:
+            return archive.read(info)
+        except zipfile.BadZipFile as error:
+            raise IntegrityError(
+                f"{self._path} is damaged: its record {info.filename} does not have the checksum "
+                "it was written with.",
+                path=self._path,
+                offset=info.header_offset,
+                next_step=_RESTORE,
+            ) from error
+
+    def unpickled(self, *, unsafe_pickle: bool) -> object:
+        """Return what was saved; tensors have no bytes, but `record_of` tells where they are."""
+        if self._small.get("byteorder", b"little") != b"little":
+            raise FormatError(
+                f"{self._path} was written on a big-endian machine.",
+                path=self._path,
+                next_step="Load it with torch.load and save it anew.",
+            )
+        data = io.BytesIO(self._small["data.pkl"])
+        kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
+        unpickler = kind(data, encoding="utf-8")
+        unpickler.persistent_load = self._storage
+        try:
+            return unpickler.load()
+        finally:
+            _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
+
+    def _storage(self, saved: tuple[Any, ...]) -> object:
+        """Return a storage without memory for what the pickle says of one."""
+        _, kind, key, _, count = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        size_bytes = count * dtype.itemsize
+        storage = self._storages.get(key)
+        if storage is None:
+            info = self._infos[f"data/{key}"]
+            if size_bytes > info.file_size:
+                raise EOFError(key)
+            self._file.seek(info.header_offset)
+            gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(self._file.read(_LOCAL.size)))
+            record = Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
+            storage = self._storages[key] = _torch.UntypedStorage(size_bytes, device="meta")
+            self._records[_address(storage)] = record, storage
+        return _torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    def record_of(self, tensor: torch.Tensor) -> Record:
+        """Return where the storage of a tensor lies; anywhere, if it has no elements."""
+        if not tensor.numel():
+            return Record(0, 0, None)
+        return self._records[_address(tensor.untyped_storage())][0]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles anything; names of old kinds of storages become what tells their dtype."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # whatever it names
+        try:
+            return _torch.serialization.StorageType(name)
+        except KeyError:
+            return super().find_class(module, name)
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    address: int = storage._cdata  # noqa: SLF001  # as torch.save tells storages apart
+    return address
 
 
 def _check_plain(fqn: str, tensor: torch.Tensor, path: str) -> None:
     """Refuse a tensor whose bytes in the file are not its elements in C order."""
-    if tensor.layout != torch.strided:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES and not tensor.is_quantized:
+        what, step = f"has dtype {dtype}, which this release does not read", "Convert it with torch"
+    elif tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
-        raise FormatError(
-            f"{fqn} in {path} is {layout}: it has no elements in a row.",
-            path=path,
-            next_step="Save it as tensor.to_dense(), or leave it out with exclude=.",
-        )
-    if tensor.is_quantized:
-        raise FormatError(
-            f"{fqn} in {path} is quantized: its bytes are not its elements.",
-            path=path,
-            next_step="Save it as tensor.dequantize(), or leave it out with exclude=.",
-        )
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        what, step = f"is {layout}: it has no elements in a row", "Save it as tensor.to_dense()"
+    elif tensor.is_quantized:
+        what = "is quantized: its bytes are not its elements"
+        step = "Save it as tensor.dequantize()"
+    elif not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        what = f"is stored with strides {tuple(tensor.stride())}, not in C order"
+        step = "Save it as tensor.contiguous()"
+    else:
         return
     raise FormatError(
-        f"{fqn} in {path} is stored with strides {tuple(tensor.stride())}, not in C order.",
-        path=path,
-        next_step="Save it as tensor.contiguous(), or leave it out with exclude=.",
+        f"{fqn} in {path} {what}.", path=path, next_step=f"{step}, or leave it out with exclude=."
     )

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
@@ -27,6 +26,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.writing import ObjectWriter
 
 from .layout import Segment, Stored
 from .reads import SegmentStream
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 64
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
 _ROOT = "archive"
-_FRAME_BYTES = 4096
+_SMALL_BYTES = 64 << 10
 """Shorter pieces are gathered."""
+_GATHER_BYTES = 1 << 20
 _WIDE_BYTES = 1 << 30
 """Records from here on tell their length in 64 bits."""
 _SHORT_LIST = 128
@@ -97,7 +98,7 @@ def write_torch_file(  # one call site, all named
     pickler, main = _pickled(values, objects)
     begin()
     total_bytes = sum(map(payload_bytes, values.tensors.values()))
-    writer = ShardFileWriter(
+    writer = ObjectWriter(
         store,
         path,
         options=options,
@@ -129,31 +130,43 @@ def write_torch_file(  # one call site, all named
         raise
 
 
-class _Stream(io.RawIOBase):
-    """What a zip is written to: it goes forward only, so checksums follow the bytes."""
+class _Stream:
+    """What a zip is written to: it goes forward only, so checksums follow the bytes.
 
-    def __init__(self, writer: ShardFileWriter) -> None:
-        super().__init__()
+    Not of `io`: those close themselves, perhaps before the zip that was given up writes its end.
+    """
+
+    def __init__(self, writer: ObjectWriter) -> None:
         self._writer = writer
+        self._gathered = bytearray()
+        self.position = 0
 
-    def writable(self) -> bool:
-        return True
+    def flush(self) -> None:
+        """Do nothing: all goes out in the end."""
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data)
-        if view.nbytes < _FRAME_BYTES:
-            self._writer.frame(bytes(view))
-        else:
-            self._writer.payload([view])
+        if view.nbytes < _SMALL_BYTES:
+            self._gathered += view
+        if view.nbytes >= _SMALL_BYTES or len(self._gathered) >= _GATHER_BYTES:
+            self.hand_on()
+        if view.nbytes >= _SMALL_BYTES:
+            self._writer.write(view)
+        self.position += view.nbytes
         return view.nbytes
+
+    def hand_on(self) -> None:
+        gathered, self._gathered = self._gathered, bytearray()
+        self._writer.write(memoryview(gathered))
 
 
 class _Zip:
     """A zip of stored records, written in one pass."""
 
-    def __init__(self, writer: ShardFileWriter) -> None:
+    def __init__(self, writer: ObjectWriter) -> None:
         self._writer = writer
-        self._file = zipfile.ZipFile(_Stream(writer), "w")
+        self._stream = _Stream(writer)
+        self._file = zipfile.ZipFile(self._stream, "w")  # type: ignore[call-overload]  # it needs no more
 
     def record(
         self, name: str, length: int, views: Iterable[memoryview], *, is_aligned: bool = False
@@ -163,7 +176,7 @@ class _Zip:
         is_wide = length >= _WIDE_BYTES
         if is_aligned:
             wide_bytes = 20 if is_wide else 0
-            before = self._writer.position + 30 + len(info.filename.encode()) + 4 + wide_bytes
+            before = self._stream.position + 30 + len(info.filename.encode()) + 4 + wide_bytes
             padding = -before % _ALIGN_BYTES
             info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
         with self._file.open(info, "w", force_zip64=is_wide) as file:
@@ -173,7 +186,8 @@ class _Zip:
     def finish(self) -> None:
         """Append the directory and make the file visible."""
         self._file.close()
-        self._writer.finish()
+        self._stream.hand_on()
+        self._writer.complete()
 
 
 @dataclass(frozen=True, slots=True)

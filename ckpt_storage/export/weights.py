@@ -16,7 +16,7 @@ from ckpt_storage.source.model import Source, TensorInfo
 
 from .layout import Elements, Fixed, Layout, OutFile, out_file
 from .options import ConsolidateOptions
-from .select import Choice, choose_model, payload_bytes
+from .select import Choice, choose_model
 
 DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
@@ -51,16 +51,8 @@ def lay_out_model(
 
 def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
     """Return weight files of all `tensors` under their FQNs, in order."""
-    groups: list[list[Elements]] = [[]]
-    size = 0
-    for info in tensors:
-        length = payload_bytes(info)
-        if groups[-1] and size + length > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(elements_of(info, Box((0,) * len(info.shape), info.shape)))
-        size += length
-    return Layout(files=_weight_files(groups))
+    whole = [elements_of(info, Box((0,) * len(info.shape), info.shape)) for info in tensors]
+    return Layout(files=_weight_files(_split_by_size(whole, max_file_bytes) or [[]]))
 
 
 def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:

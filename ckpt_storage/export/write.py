@@ -7,9 +7,10 @@ it can; they are checked by the checksum that it tells, or else by reading the s
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,13 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
-from .pieces import FilePart, PieceFinder, Run, copy_runs, cut_region, cut_run
-from .plan import Plan, Region
-from .reads import Readable, Reading, RegionReader
+from .pieces import Part, copy_runs, cut, cut_region
+from .plan import Plan, Region, number_unit_bytes
+from .reads import Readable, SegmentReader
 
 Copies = Literal["auto", "always", "never"]
 """Which parts the storage copies: where that pays, wherever it can, none."""
@@ -91,48 +93,6 @@ class Paces:
         return min(self.source.limit(), self.target.limit())
 
 
-class Buffers:
-    """Memory of the parts of one transfer, kept from part to part; safe in any thread.
-
-    Fresh memory costs the kernel more than the copies that go through it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[memoryview] = []
-        self._is_kept = True
-
-    @contextmanager
-    def taken(self, size_bytes: int) -> Iterator[memoryview]:
-        """Lend a buffer of at least `size_bytes`; one in use when an error came is not kept."""
-        with self._lock:
-            fitting = [buffer for buffer in self._free if len(buffer) >= size_bytes]
-            buffer = min(fitting, key=len, default=None)
-            if buffer is not None:
-                self._free.remove(buffer)
-            elif self._free:
-                # One that is too small would count against the limit for nothing.
-                self._free.remove(min(self._free, key=len))
-        if buffer is None:
-            buffer = memoryview(bytearray(size_bytes))
-        yield buffer
-        with self._lock:
-            if self._is_kept:
-                self._free.append(buffer)
-
-    @contextmanager
-    def unkept(self) -> Iterator[None]:
-        """Keep nothing that is not in use, for the time of a block."""
-        with self._lock:
-            self._is_kept = False
-            self._free.clear()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._is_kept = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
     """Bytes [start, stop) of file number `file` - 1 as they were written.
@@ -179,47 +139,48 @@ class RegionWriter:
         paces: Paces | None = None,
     ) -> None:
         self.plan = plan
-        self.capabilities = target_store.capabilities
+        self.able = able = target_store.capabilities
         self.window_bytes = read_bytes = options.part_bytes
-        if not (self.capabilities.is_remote or source_store.capabilities.is_remote):
+        if not (able.is_remote or source_store.capabilities.is_remote):
             self.window_bytes = min(_LOCAL_WINDOW_BYTES, options.part_bytes)
             read_bytes = min(_LOCAL_READ_BYTES, options.part_bytes)
         self.paces = paces or Paces(options)
         self.source_store = source_store.bounded(deadline, throttled=self.paces.source.slowed_down)
-        self.reading = Reading(
-            finder=PieceFinder(plan.layout, source.tensors),
+        self.reader = SegmentReader(
+            plan.files,
             source=source,
             store=self.source_store,
+            options=options,
             deadline=deadline,
             read_bytes=read_bytes,
-            options=options,
             pacer=self.paces.source,
         )
         self.options = options
         self.deadline = deadline
-        self.buffers = Buffers()
         self.on_bytes = on_bytes
         self.copies = (
             copies != "never"
-            and self.capabilities.tokens_travel
-            and self.capabilities.copy_min_bytes is not None
+            and able.tokens_travel
+            and able.copy_min_bytes is not None
             and target_store.can_copy_from(source_store, at_any_price=copies == "always")
         )
-        self._align_bytes = self.capabilities.copy_align_bytes if copies == "auto" else 1
+        self._align_bytes = able.copy_align_bytes if copies == "auto" else 1
+        self._thread_count = max(options.thread_count, _LEAST_THREADS)
         self._waiting_bytes = 0
+        self._free: list[memoryview] = []
+        self._lock = threading.Lock()
+        self._is_short = False
 
     def write(self, regions: Iterable[Region], begin: Begin, end: End) -> None:
         """Write all parts of all regions, side by side.
 
         `begin` gives the upload of a region; `end` is called, in some thread, once all of the
         region was written to it. Where uploads can be shared, part numbers count in units of
-        `pieces.number_unit_bytes`, alike on all ranks; else they are the region's own, in order
-        where the storage wants that. Raises what the stores raise, naming tensor and rank.
+        `plan.number_unit_bytes`, alike on all ranks; else from 0 on, in order where the storage
+        wants that. Raises what the stores raise, naming tensor and rank.
         """
-        options = self.options
-        count = max(options.thread_count, _LEAST_THREADS)
         with Workers(
-            count,
+            self._thread_count,
             name=f"export to {self.plan.files[0].name}",
             deadline=self.deadline,
             limit=self._most_open,
@@ -242,29 +203,23 @@ class RegionWriter:
                     job.fail(error)
                 raise
 
-    def parts_of(self, region: Region, reader: RegionReader) -> Sequence[FilePart]:
+    def parts_of(self, region: Region) -> list[Part]:
         """Return the parts that a region is written in."""
-        if not self.capabilities.tokens_travel:
-            size = region.file_bytes
-            return [
-                FilePart(number=number, start=start, stop=stop, is_last=stop == size)
-                for number, start, stop in region.parts()
-            ]
-        runs = []
+        runs: list[Part] = []
         if self.copies and not self.plan.files[region.file].edges:
-            pieces = reader.pieces_of(region.start, region.stop)
+            pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
             runs = [
                 run
-                for run in copy_runs(pieces, reader.place_of, self.capabilities)
+                for run in copy_runs(pieces, self.reader.place_of, self.able)
                 if run.place
                 and not (run.place.start + run.source_start - run.start) % self._align_bytes
             ]
-        return cut_region(region, runs, self.capabilities, stream_bytes=self.window_bytes)
+        return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
 
     def each_bytes(self, window_bytes: int, scratch_bytes: int) -> int:
         """Return the memory that a part takes. Raises `InvalidInputError` if that is too much."""
         # A store may join the views of a part, so a part counts twice.
-        windows = 2 if self.capabilities.is_remote else 1
+        windows = 2 if self.able.is_remote else 1
         each, limit = windows * window_bytes + scratch_bytes, self.options.memory_limit_bytes
         if each > limit:
             raise InvalidInputError(
@@ -277,20 +232,37 @@ class RegionWriter:
         return each
 
     def _most_open(self) -> int:
-        options = self.options
-        count = max(options.thread_count, _LEAST_THREADS)
-        limit = self.paces.limit()
-        has_room = (count + 1) * self._waiting_bytes <= options.memory_limit_bytes
+        count, limit = self._thread_count, self.paces.limit()
+        has_room = (count + 1) * self._waiting_bytes <= self.options.memory_limit_bytes
         return limit if limit < count else count + has_room
 
     def _claim(self, count: int) -> None:
         limit = self.options.memory_limit_bytes
-        if BUDGET.held_bytes + count <= limit:
-            BUDGET.acquire(count, limit_bytes=limit, deadline=self.deadline)
-            return
-        # Another transfer has what is missing; buffers that nobody claimed would come on top.
-        with self.buffers.unkept():
-            BUDGET.acquire(count, limit_bytes=limit, deadline=self.deadline)
+        if BUDGET.held_bytes + count > limit:
+            # Another transfer has what is missing; buffers that nobody claimed would come on top.
+            with self._lock:
+                self._is_short = True
+                self._free.clear()
+        BUDGET.acquire(count, limit_bytes=limit, deadline=self.deadline)
+        self._is_short = False
+
+    @contextmanager
+    def buffer(self, size_bytes: int) -> Iterator[memoryview]:
+        """Lend at least `size_bytes`, kept from part to part; not if an error came meanwhile.
+
+        Fresh memory costs the kernel more than the copies that go through it.
+        """
+        with self._lock:
+            self._free.sort(key=len)
+            at = bisect_left(self._free, size_bytes, key=len)
+            # One that is too small would count against the limit for nothing.
+            found = self._free.pop(at if at < len(self._free) else 0) if self._free else None
+        if found is None or len(found) < size_bytes:
+            found = memoryview(bytearray(size_bytes))
+        yield found
+        with self._lock:
+            if not self._is_short:
+                self._free.append(found)
 
 
 class _Job:
@@ -301,15 +273,16 @@ class _Job:
         self._region = region
         self._end = end
         self._file = writer.plan.files[region.file]
-        self._reader = RegionReader(writer.reading, region.file, region.start, region.stop)
-        self.parts = writer.parts_of(region, self._reader)
+        self._scratch_bytes = writer.reader.prepare(region.file, region.start, region.stop)
+        self._unit = number_unit_bytes(writer.able, region.file_bytes)
+        self.parts = writer.parts_of(region)
+        self._numbers = {part.start: number for number, part in enumerate(self.parts)}
         streams = [piece for part in self.parts for piece in self._as_streams(part)]
         self._window_bytes = max(part.size_bytes for part in streams)
-        self.each_bytes = writer.each_bytes(self._window_bytes, self._reader.scratch_bytes)
-        self._edges = self._file.edges
+        self.each_bytes = writer.each_bytes(self._window_bytes, self._scratch_bytes)
         self._lock = threading.Lock()
         self._left_count = len(self.parts)
-        self._spans: dict[int, tuple[int, int | None]] = {}
+        self._spans: list[tuple[int, int, int | None]] = []
         self._read_bytes = self._sent_bytes = self._copied_bytes = 0
         self._turn = threading.Condition()
         self._next_start = region.start
@@ -317,12 +290,12 @@ class _Job:
         self.has_ended = False
         self._upload = begin(region)
 
-    def do(self, part: FilePart) -> None:
+    def do(self, part: Part) -> None:
         """Do one part, and what follows the last."""
         writer = self._writer
         try:
             writer.deadline.check(f"Writing {self._file.name}")
-            if part.place is None or not writer.copies or not self._copied(part):
+            if part.place is None or not writer.copies or not self._copied(part, part.place):
                 for piece in self._as_streams(part):
                     self._stream(piece)
             writer.deadline.advanced(part.size_bytes)
@@ -344,62 +317,61 @@ class _Job:
             self._turn.notify_all()
 
     def _portion(self) -> Portion:
-        starts = sorted(self._spans)
-        lengths = [self._spans[start][0] for start in starts]
-        crcs = [crc for start in starts if (crc := self._spans[start][1]) is not None]
-        is_known = len(crcs) == len(starts)
+        spans = sorted(self._spans, key=lambda span: span[0])
+        known = [(start, length, crc) for start, length, crc in spans if crc is not None]
+        crc32c = None
+        if len(known) == len(spans):
+            crc32c = combine_many([crc for _, _, crc in known], [n for _, n, _ in known])
         return Portion(
             file=self._region.file,
             start=self._region.start,
             stop=self._region.stop,
-            crc32c=combine_many(crcs, lengths) if is_known else None,
-            spans=tuple(zip(starts, lengths, crcs, strict=True)) if self._edges else (),
+            crc32c=crc32c,
+            spans=tuple(known) if self._file.edges else (),
             read_bytes=self._read_bytes,
             sent_bytes=self._sent_bytes,
             copied_bytes=self._copied_bytes,
         )
 
-    def _as_streams(self, part: FilePart) -> Sequence[FilePart]:
+    def _as_streams(self, part: Part) -> list[Part]:
         """Return the parts that a part is streamed as."""
         if part.place is None:
             return [part]
-        writer, run = self._writer, Run(start=part.start, stop=part.stop)
-        return cut_run(self._region, run, writer.capabilities, stream_bytes=writer.window_bytes)
+        run, writer = Part(start=part.start, stop=part.stop), self._writer
+        return cut(run, writer.able, self._unit, writer.window_bytes)
 
-    def _stream(self, part: FilePart) -> None:
-        writer, length = self._writer, part.size_bytes
+    def _number(self, part: Part) -> int:
+        is_shared = self._writer.able.tokens_travel
+        return part.start // self._unit if is_shared else self._numbers[part.start]
+
+    def _stream(self, part: Part) -> None:
+        writer, length, start = self._writer, part.size_bytes, part.start
+        is_last = part.stop == self._region.file_bytes
         with (
-            writer.buffers.taken(self._window_bytes) as buffer,
-            writer.buffers.taken(self._reader.scratch_bytes) as scratch,
+            writer.buffer(self._window_bytes) as buffer,
+            writer.buffer(self._scratch_bytes) as scratch,
         ):
             window = buffer[:length]
-            read_bytes = self._reader.fill(part.start, part.stop, window, scratch)
-            spans = list(self._spans_of(part, window))
+            read_bytes = writer.reader.fill(self._region.file, start, part.stop, window, scratch)
+            edges = self._file.edges
+            inner = edges[bisect_right(edges, start) : bisect_left(edges, part.stop)]
+            spans = [
+                (first, last - first, crc32c_of(window[first - start : last - start]))
+                for first, last in itertools.pairwise((start, *inner, part.stop))
+            ]
             with self._my_turn(part):
                 begin_s = time.monotonic()
-                self._upload.write_part(part.number, part.start, [window], last=part.is_last)
+                self._upload.write_part(self._number(part), start, [window], last=is_last)
                 writer.paces.target.succeeded(time.monotonic() - begin_s, length)
         with self._lock:
-            self._spans.update(spans)
+            self._spans += spans
             self._read_bytes += read_bytes
             self._sent_bytes += length
 
-    def _spans_of(
-        self, part: FilePart, window: memoryview
-    ) -> Iterator[tuple[int, tuple[int, int | None]]]:
-        """Yield the checksums of a part, cut at the edges."""
-        at, edges = part.start, self._edges
-        number = bisect_right(edges, at)
-        while at < part.stop:
-            stop = min(edges[number], part.stop) if number < len(edges) else part.stop
-            crc = crc32c_of(window[at - part.start : stop - part.start])
-            yield at, (stop - at, crc)
-            at, number = stop, number + 1
-
     @contextmanager
-    def _my_turn(self, part: FilePart) -> Iterator[None]:
+    def _my_turn(self, part: Part) -> Iterator[None]:
         """Wait until all bytes before the part were written, where the storage wants that."""
-        if self._writer.capabilities.parallel_parts:
+        if self._writer.able.parallel_parts:
             yield
             return
         deadline = self._writer.deadline
@@ -415,58 +387,49 @@ class _Job:
             self._next_start = part.stop
             self._turn.notify_all()
 
-    def _copied(self, part: FilePart) -> bool:
+    def _copied(self, part: Part, place: ChunkPlace) -> bool:
         """Have the storage copy a part; return False if it will not."""
-        writer, place, length = self._writer, part.place, part.size_bytes
-        assert place is not None  # noqa: S101  # the caller looked
+        writer, length = self._writer, part.size_bytes
         source = writer.source_store.copy_source(place.path)
         if source is None:
             return False
         begin_s = time.monotonic()
         try:
             told = self._upload.copy_part(
-                part.number,
+                self._number(part),
                 part.start,
                 source,
                 place.start + part.source_start,
                 length,
                 source_bytes=place.file_bytes,
-                last=part.is_last,
+                last=part.stop == self._region.file_bytes,
             )
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 writer.copies = False
                 return False
-            raise self._reader.explained(error, [place]) from error
+            raise writer.reader.explained(error, [place]) from error
         writer.paces.target.succeeded(time.monotonic() - begin_s, length)
-        stop = part.source_start + length
-        read_bytes = 0
-        is_wanted = bool(place.fqn) or self._file.crc32c is not None
-        with writer.buffers.taken(self._reader.scratch_bytes) as scratch:
-            if told is None and is_wanted:
-                told = self._reader.verify(place, part.source_start, stop, scratch)
-                read_bytes = length
-            if part.crc32c not in {None, told}:
+        read_bytes, expected = 0, part.crc32c
+        verify = partial(writer.reader.verify, place, part.source_start, part.source_start + length)
+        with writer.buffer(self._scratch_bytes) as scratch:
+            if told is None and (place.fqn or self._file.crc32c is not None):
+                told, read_bytes = verify(scratch), length
+            if expected not in {None, told}:
                 # Raises if it is the source that is damaged.
-                self._reader.verify(place, part.source_start, stop, scratch)
-                raise _copied_wrongly(part, writer.source_store.url)
+                verify(scratch)
+                start = place.start + part.source_start
+                raise StorageError(
+                    f"The storage copied bytes [{start}, {start + length}) of "
+                    f"{writer.source_store.url}/{place.path}, which belong to {place.fqn}, "
+                    "wrongly: the source is sound, and what it wrote has another checksum.",
+                    path=place.path,
+                    rank=place.rank,
+                    retryable=True,
+                    next_step="Try again; if it happens again, tell who runs the storage.",
+                )
         with self._lock:
-            self._spans[part.start] = length, told
+            self._spans.append((part.start, length, told))
             self._read_bytes += read_bytes
             self._copied_bytes += length
         return True
-
-
-def _copied_wrongly(part: FilePart, url: str) -> StorageError:
-    place = part.place
-    assert place is not None  # noqa: S101  # it was copied
-    start = place.start + part.source_start
-    return StorageError(
-        f"The storage copied bytes [{start}, {start + part.size_bytes}) of {url}/{place.path}, "
-        f"which belong to {place.fqn}, wrongly: the source is sound, and what it wrote has another "
-        "checksum.",
-        path=place.path,
-        rank=place.rank,
-        retryable=True,
-        next_step="Try again; if it happens again, tell who runs the storage.",
-    )

@@ -9,16 +9,19 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
-from ckpt_storage.progress import reporting
-from ckpt_storage.source.model import SourceFormat
+from ckpt_storage.source.foreign import StockSource
+from ckpt_storage.source.model import CommittedSource, SourceFormat
+from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location
+from ckpt_storage.transfer.workers import side_by_side
 
 from .diff import CheckpointDiff, compare
 from .facts import Entry, HistoryEntry, StoredFile, StoredRank, human_bytes
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 _MOST_UNASKED = 50_000
 """Names that are put into a tree within a second, whenever an object is shown."""
 
+_STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]{1,9})_[0-9]+\.distcp")
 _STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
@@ -57,7 +61,7 @@ def open_checkpoint(
     Opens checkpoints of ours, stock DCP's, torch's sharded safetensors and Hugging Face folders, by
     their documents alone: three small reads for one of ours. Runs no code from the checkpoint,
     unless `unsafe_pickle` lets objects be unpickled that torch does not load with
-    `weights_only=True`. `timeout` bounds each read. Any process; not
+    `weights_only=True`. `timeout` is how long no bytes may arrive. Any process; not
     collective; changes nothing.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
@@ -122,7 +126,11 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def info(self) -> CheckpointInfo:
         """What its commit record tells: name, step, metrics, time."""
-        return self._handle.info()
+        source = self._handle.source
+        if isinstance(source, CommittedSource):
+            return CheckpointInfo.of(self.url, source.record)
+        name = self.url.rstrip("/").rpartition("/")[2]
+        return CheckpointInfo(url=self.url, name=name, format=source.format)
 
     @property
     def step(self) -> int | None:
@@ -149,8 +157,29 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """The files that hold the values."""
-        return tuple(self._handle.files())
+        """The files that hold the values, in order of their names."""
+        handle, source = self._handle, self._handle.source
+        if isinstance(source, CommittedSource):
+            return tuple(
+                StoredFile(path=ref.path, size_bytes=ref.size_bytes, rank=rank, crc32c=ref.crc32c)
+                for ref, rank in source.manifest.files
+            )
+        with handle.session("Listing") as (store, deadline):
+            if isinstance(source, StockSource):
+                paths = {item.relative_path for item in source.metadata.items.values()}
+            else:
+                places = handle.places(value_keys(source), store, deadline)
+                paths = {place.path for place in places}
+            seen = {} if handle.marks is None else handle.marks.of
+            sizes = {
+                path: seen[path][0] if path in seen else store.stat(path).size_bytes
+                for path in sorted(paths)
+            }
+        ranks = {path: _STOCK_FILE.fullmatch(path) for path in sizes}
+        return tuple(
+            StoredFile(path=path, size_bytes=size, rank=int(match[1]) if match else None)
+            for (path, size), match in zip(sizes.items(), ranks.values(), strict=True)
+        )
 
     @property
     def ranks(self) -> tuple[StoredRank, ...]:
@@ -176,7 +205,16 @@ class Checkpoint(Mapping[str, Any]):
 
         Costs a small read per slot. Empty where the format keeps no history.
         """
-        return self._handle.history()
+        handle, source = self._handle, self._handle.source
+        if not isinstance(source, CommittedSource):
+            return ()
+        with handle.session("Reading the history of") as (store, _):
+            last = slotlog.read_log(store, known=source.record).last_slot
+            looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
+            step = handle.options.thread_count
+            batches = (looks[at : at + step] for at in range(0, len(looks), step))
+            found = [record for some in batches for record in side_by_side(store, some)]
+        return tuple(HistoryEntry.of(one, source.record) for one in found if one is not None)
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
@@ -210,14 +248,8 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
         tensors = [self._tensor(fqn) for fqn in chosen if fqn in handle.tensors]
         _check_kind(tensors, kind, device)
-        with reporting(
-            progress,
-            phase="load",
-            rank=0,
-            total_bytes=sum(tensor.nbytes for tensor in tensors),
-            save_id=self.save_id,
-            with_bar=True,
-        ) as on_bytes:
+        total_bytes = sum(tensor.nbytes for tensor in tensors)
+        with handle.reporting(progress, total_bytes) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
             arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
             values: dict[str, Any] = {}
@@ -236,32 +268,26 @@ class Checkpoint(Mapping[str, Any]):
         """Return mean, spread, extremes, NaN and Inf counts and a histogram of one tensor.
 
         Reads it in pieces, twice if it does not fit into the memory limit. `progress=True` shows a
-        bar. Raises
-        `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
+        bar. Raises `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
         """
         tensor = self._tensor(fqn)
         parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
-        held: list[NDArray[Any]] = []
-        with reporting(
-            progress,
-            phase="load",
-            rank=0,
-            total_bytes=tensor.nbytes * min(2, max(1, len(parts))),
-            save_id=self.save_id,
-            with_bar=True,
-        ) as on_bytes:
+        total_bytes = tensor.nbytes * min(2, max(1, len(parts)))
+        with self._handle.reporting(progress, total_bytes) as on_bytes:
 
             def pieces() -> Iterator[NDArray[Any]]:
-                yield from held
-                for part in [] if held else parts:
-                    (words,) = read_tensors(self._handle, [(fqn, part)])
+                for part in parts:
+                    words = tensor.words(part)
                     on_bytes(words.nbytes)
-                    piece = elements_of(words.reshape(-1), tensor.dtype)
-                    held.extend([piece] if len(parts) == 1 else [])
-                    yield piece
+                    yield elements_of(words.reshape(-1), tensor.dtype)
 
+            held = list(pieces()) if len(parts) == 1 else None
             return summarise(
-                pieces, fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, bin_count=bin_count
+                pieces if held is None else lambda: held,
+                fqn=fqn,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                bin_count=bin_count,
             )
 
     def diff(
@@ -335,7 +361,8 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(f"{fqn!r:.200} in {self.url} is an object, no tensor")
         if fqn not in self._handle.tensors:
             raise self._handle.unknown(fqn)
-        return LazyTensor(self._handle, fqn)
+        info = self._handle.tensors[fqn]
+        return LazyTensor(fqn, info.dtype, tuple(info.shape), self._handle)
 
     def _entries(self) -> Iterator[Entry]:
         for fqn, info in self._handle.tensors.items():

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_storage.commit import slotlog, stockfooter
+from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
 from ckpt_storage.format.crc import combine_many, crc32c_of
@@ -161,7 +161,7 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
 def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str]:
     """Return what a `.metadata` is that is not the head's, and what to do about it."""
     try:
-        stockfooter.check_newest(store, head, found)
+        publishing.check_newest(store, head, found)
     except FormatError as newer:
         step = newer.next_step or ""
         return str(newer).removesuffix(step).strip(), step

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from ckpt_storage.format.boxes import Box, Grid, find_grid
+from ckpt_storage.format.boxes import Box, GridBoxes, find_grid
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
@@ -51,53 +52,40 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The chunks of a tensor of `shape`: cells of a `grid`, else a list. Iterating gives `Chunk`s.
+    """The chunks of a tensor of `shape`, and the ranks that wrote them; iterating gives `Chunk`s.
 
-    No chunk of a grid is made before it is asked for.
+    Of a regular sharding no chunk is made before it is asked for. `owners` None: not known.
     """
 
     shape: tuple[int, ...]
-    grid: Grid | None = None
-    chunks: Sequence[tuple[Box, int | None]] = ()
+    boxes: Sequence[Box]
+    owners: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        return len(self.chunks) if self.grid is None else len(self.grid.owners)
+        return len(self.boxes)
 
     def __iter__(self) -> Iterator[Chunk]:
-        pairs: Iterator[tuple[Box, int | None]] = iter(self.chunks)
-        if (grid := self.grid) is not None:
-            pairs = ((grid.box(at, self.shape), rank) for at, rank in enumerate(grid.owners))
-        for box, rank in pairs:
+        for at in range(len(self.boxes)):
+            box, rank = self.boxes[at], None if self.owners is None else self.owners[at]
             yield Chunk(offsets=box.offsets, sizes=box.sizes, rank=rank)
 
     @property
     def counts(self) -> tuple[int, ...] | None:
         """Into how many parts each dimension is cut; None if the chunks make no grid."""
-        grid = self.grid
-        if grid is None and len(self) == 1:
-            return (1,) * len(self.shape)
-        grid = grid or find_grid(self.shape, [box for box, _ in self.chunks])
+        boxes = self.boxes
+        grid = boxes.grid if isinstance(boxes, GridBoxes) else find_grid(self.shape, boxes)
         return None if grid is None else tuple(map(len, grid.cuts))
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that wrote a chunk, ascending; empty where the format does not tell."""
-        if self.grid is not None:
-            return tuple(sorted(set(self.grid.owners)))
-        return tuple(sorted({rank for _, rank in self.chunks if rank is not None}))
-
-    def intersecting(self, box: Box) -> list[Box]:
-        """Return the chunks that share elements with `box`, which lies in the shape."""
-        if self.grid is not None:
-            return [self.grid.box(cell, self.shape) for cell in self.grid.intersecting(box)]
-        return [held for held, _ in self.chunks if held.intersect(box) is not None]
+        return tuple(sorted(set(self.owners or ())))
 
     def __str__(self) -> str:
-        count, counts, ranks = len(self), self.counts, runs_text(self.ranks)
-        if count == 1:
+        counts, ranks = self.counts, runs_text(self.ranks)
+        if len(self) == 1:
             return f"whole, rank {ranks}" if ranks else "whole"
-        is_grid = counts is not None and math.prod(counts) == count
-        cut = shape_text(counts or ()) if is_grid else f"{count} chunks"
+        cut = f"{len(self)} chunks" if counts is None else shape_text(counts)
         return f"{cut}, ranks {ranks}" if ranks else cut
 
 
@@ -141,6 +129,20 @@ class HistoryEntry:
     save_id: str | None = None
     fenced: tuple[str, ...] = ()
     is_open: bool = False
+
+    @classmethod
+    def of(cls, record: SlotRecord, opened: SlotRecord) -> Self:
+        """Return what a slot says, where `opened` is the commit that is read."""
+        return cls(
+            slot=record.slot,
+            type=record.type,
+            created_at=record.created_at,
+            host=record.host,
+            pid=record.pid,
+            save_id=record.save_id,
+            fenced=tuple(record.fenced),
+            is_open=record.type == "commit" and record.save_id == opened.save_id,
+        )
 
 
 def shown(text: str) -> str:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ckpt_storage.commit import slotlog
-from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.options import (
+    LOCAL_READ_BYTES,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+)
+from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_newest
-from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, Key, TensorInfo, explained
-from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
 from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.workers import side_by_side
 
-from .facts import HistoryEntry, Sharding, StoredFile
+from .facts import Sharding
 
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
@@ -38,7 +37,6 @@ _LOCAL_THREADS = 2
 _MOST_SUGGESTED_FROM = 20_000
 _PIECES_HELD = 8
 """A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
-_STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]{1,9})_[0-9]+\.distcp")
 
 
 class Handle:
@@ -46,7 +44,7 @@ class Handle:
 
     All reads share one `Pacer`, which remembers how much the storage bears. Files of another
     writer bear no checksums, and its next save may use their names again. So their length and
-    time are noted at the opening and compared after every read.
+    time (`marks`) are noted at the opening and compared after every read.
     """
 
     def __init__(
@@ -83,11 +81,9 @@ class Handle:
         self._pacer = Pacer(self.options.thread_count)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._shardings: dict[str, Sharding] = {}
-        store, deadline = self._begin()
-        with deadline.governs(f"Opening {self.url}"):
+        with self.session("Opening") as (store, deadline):
             found = open_newest(store, deadline=deadline, options=self.options)
-        self.source, self._marks = found
+        self.source, self.marks = found
         self.tensors: Mapping[str, TensorInfo] = self.source.tensors
         self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
 
@@ -100,6 +96,11 @@ class Handle:
     def piece_bytes(self) -> int:
         """How much to hold at a time of what may be too large to hold."""
         return max(1, self.options.memory_limit_bytes // _PIECES_HELD)
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of one of ours; None for other formats."""
+        return self.source.manifest if isinstance(self.source, CommittedSource) else None
 
     def close(self) -> None:
         """Refuse reads from now on and release what the store owns; idempotent."""
@@ -139,83 +140,44 @@ class Handle:
 
     def sharding(self, fqn: str) -> Sharding:
         """Return how a tensor is cut into chunks. Raises `KeyError`."""
-        found = self._shardings.get(fqn)
-        if found is None:
-            if isinstance(self.source, CommittedSource):
-                record = self.source.manifest.tensors[fqn]
-                chunks = () if record.grid is not None else tuple(record.chunks or ())
-                found = Sharding(shape=tuple(record.shape), grid=record.grid, chunks=chunks)
-            else:
-                info = self.tensors[fqn]
-                pairs = tuple((box, None) for box in info.boxes)
-                found = Sharding(shape=tuple(info.shape), chunks=pairs)
-            self._shardings[fqn] = found
-        return found
+        info = self.tensors[fqn]
+        owners: Sequence[int] | None = None
+        if self.manifest is not None:
+            record = self.manifest.tensors[fqn]
+            listed = [rank for _, rank in record.chunks or ()]
+            owners = listed if record.grid is None else record.grid.owners
+        return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
 
-    def info(self) -> CheckpointInfo:
-        """Return what is told of the checkpoint as a whole."""
-        if isinstance(self.source, CommittedSource):
-            return CheckpointInfo.of(self.url, self.source.record)
-        name = self.url.rstrip("/").rpartition("/")[2]
-        return CheckpointInfo(url=self.url, name=name, format=self.source.format)
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of one of ours; None for other formats."""
-        return self.source.manifest if isinstance(self.source, CommittedSource) else None
-
-    def files(self) -> list[StoredFile]:
-        """Return the files that hold values, in order of their names."""
-        source = self.source
-        if isinstance(source, CommittedSource):
-            return [
-                StoredFile(path=ref.path, size_bytes=ref.size_bytes, rank=rank, crc32c=ref.crc32c)
-                for ref, rank in source.manifest.files
-            ]
-        store, deadline = self._begin()
-        with deadline.governs(f"Listing {self.url}"):
-            if isinstance(source, StockSource):
-                paths = {item.relative_path for item in source.metadata.items.values()}
-            else:
-                paths = {place.path for place in self._places(value_keys(source), store, deadline)}
-            seen = {} if self._marks is None else self._marks.of
-            sizes = {path: seen[path][0] for path in paths if path in seen}
-            sizes |= {path: store.stat(path).size_bytes for path in paths - sizes.keys()}
-        return [
-            StoredFile(
-                path=path,
-                size_bytes=sizes[path],
-                rank=int(match[1]) if (match := _STOCK_FILE.fullmatch(path)) else None,
-            )
-            for path in sorted(sizes)
-        ]
-
-    def history(self) -> tuple[HistoryEntry, ...]:
-        """Return what all commit slots say now, oldest first; () for other formats."""
-        if not isinstance(self.source, CommittedSource):
-            return ()
-        store, deadline = self._begin()
-        with deadline.governs(f"Reading the history of {self.url}"):
-            log = slotlog.read_log(store, known=self.source.record)
-            slots, step = range(1, log.last_slot + 1), self.options.thread_count
-            found: list[SlotRecord | None] = []
-            for at in range(0, len(slots), step):
-                looks = [partial(slotlog.read_slot, store, slot) for slot in slots[at : at + step]]
-                found += side_by_side(store, looks)
-        return tuple(
-            HistoryEntry(
-                slot=record.slot,
-                type=record.type,
-                created_at=record.created_at,
-                host=record.host,
-                pid=record.pid,
-                save_id=record.save_id,
-                fenced=tuple(record.fenced),
-                is_open=record.type == "commit" and record.save_id == self.source.save_id,
-            )
-            for record in found
-            if record is not None
+    def reporting(
+        self, progress: Progress, total_bytes: int
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Give a function that takes the bytes just read of so many, and tells of them."""
+        return reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=total_bytes,
+            save_id=self.source.save_id,
+            with_bar=True,
         )
+
+    @contextmanager
+    def session(self, what: str) -> Iterator[tuple[Store, Deadline]]:
+        """Give the store and the deadline of one operation, over once nothing has moved."""
+        if self._is_closed:
+            raise InvalidInputError(
+                f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
+            )
+        what = f"{what} {self.url}"
+        deadline, _ = stalling_deadline("load", self._timeout_s, what)
+        with deadline.governs(what):
+            yield self._store.bounded(deadline), deadline
+
+    def places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
+        """Return where chunks and blobs lie, looked up in a session."""
+        with self._lock:
+            self.source.renew(store, deadline)
+            return list(self.source.places(keys))
 
     @contextmanager
     def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
@@ -224,11 +186,10 @@ class Handle:
         Errors of the block become what they mean to a reader of this checkpoint; files that
         another writer changed meanwhile raise `CheckpointGoneError` at its end.
         """
-        store, deadline = self._begin()
         places: list[ChunkPlace] = []
-        with deadline.governs(f"Reading from {self.url}"):
+        with self.session("Reading from") as (store, deadline):
             try:
-                places += self._places(keys, store, deadline)
+                places += self.places(keys, store, deadline)
                 ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
                 yield ChunkReader(ranges, self._costs), places
             except (StorageError, IntegrityError, FormatError) as error:
@@ -240,20 +201,6 @@ class Handle:
                 raise explained(error, places, self.source, phase=error.phase) from error
             self._check_unchanged(store, places)
 
-    def _begin(self) -> tuple[Store, Deadline]:
-        """Return the store, bounded by a deadline for one operation, and that deadline."""
-        if self._is_closed:
-            raise InvalidInputError(
-                f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
-            )
-        deadline = Deadline("load", self._timeout_s)
-        return self._store.bounded(deadline), deadline
-
-    def _places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
-        with self._lock:
-            self.source.renew(store, deadline)
-            return list(self.source.places(keys))
-
     def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
-        if self._marks is not None:
-            self._marks.check(store, {place.path for place in places})
+        if self.marks is not None:
+            self.marks.check(store, {place.path for place in places})

@@ -26,25 +26,23 @@ if TYPE_CHECKING:
 
 _ITER_BYTES = 16 << 20
 
-FinalIndex = tuple[int | slice | EllipsisType | None, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexed:
     """What an index means: ascending positions per dimension, and what is left to do with them.
 
     `ranges` has one entry per dimension of the tensor, `turned` whether it is wanted backwards.
-    `final` is the index that turns the array
-    of those positions, all dimensions kept, into what numpy gives for the original index: it drops
-    dimensions, adds new ones, turns round what was asked for backwards, and copies nothing.
+    `final` turns the array of those positions, all dimensions kept, into what numpy gives for the
+    original index: it drops dimensions, adds new ones, turns round what was asked for backwards,
+    and copies nothing.
     """
 
     ranges: Selection
     turned: tuple[bool, ...]
-    final: FinalIndex
+    final: tuple[int | slice | EllipsisType | None, ...]
 
     @property
-    def view(self) -> FinalIndex:
+    def view(self) -> tuple[int | slice | EllipsisType | None, ...]:
         """`final`, for which an element stays an array of no dimensions."""
         return self.final if Ellipsis in self.final else (*self.final, ...)
 
@@ -70,35 +68,28 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             "indexed"
         )
     ranges: list[range] = []
-    turned: dict[int, bool] = {}
+    turned: list[bool] = []
     final: list[int | slice | EllipsisType | None] = []
     for entry in entries:
+        dim, is_turned = len(ranges), False
         if entry is None:
             final.append(None)
         elif entry is Ellipsis:
-            missing = len(shape) - used
-            ranges.extend(range(size) for size in shape[len(ranges) : len(ranges) + missing])
+            ranges += map(range, shape[dim : dim + len(shape) - used])
             final.append(Ellipsis)
         elif isinstance(entry, slice):
-            positions = range(*entry.indices(shape[len(ranges)]))
-            turned[len(ranges)] = positions.step < 0
-            ranges.append(_ascending(positions))
-            final.append(slice(None, None, -1 if positions.step < 0 else 1))
+            positions = range(*entry.indices(shape[dim]))
+            is_turned = positions.step < 0
+            found = positions[::-1] if is_turned else positions
+            ranges.append(found or range(0))
+            final.append(slice(None, None, -1 if is_turned else 1))
         else:
-            ranges.append(_one(entry, shape[len(ranges)], len(ranges)))
+            ranges.append(_one(entry, shape[dim], dim))
             final.append(0)
-    ranges.extend(range(size) for size in shape[len(ranges) :])
-    return Indexed(
-        ranges=tuple(ranges),
-        turned=tuple(turned.get(dim, False) for dim in range(len(shape))),
-        final=tuple(final),
-    )
-
-
-def _ascending(positions: range) -> range:
-    if not positions:
-        return range(0)
-    return positions if positions.step > 0 else positions[::-1]
+        turned += [is_turned] * (len(ranges) - dim)
+    turned += [False] * (len(shape) - len(ranges))
+    ranges += map(range, shape[len(ranges) :])
+    return Indexed(ranges=tuple(ranges), turned=tuple(turned), final=tuple(final))
 
 
 def _one(entry: object, size: int, axis: int) -> range:
@@ -120,6 +111,7 @@ def _one(entry: object, size: int, axis: int) -> range:
     return range(at, at + 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
     """A tensor in a checkpoint: known by name, dtype, shape and sharding; read when indexed.
 
@@ -128,49 +120,33 @@ class LazyTensor:
     the blocks that hold what is asked for are read, in one batch, each held against its checksum.
     Of a checkpoint that another writer made only lengths can be checked.
 
+    `fqn` is the name, `dtype` the type as torch spells it ("bfloat16"), `shape` that of the whole
+    tensor, whatever its sharding was.
+
     Reads may come from several threads. They raise `IntegrityError` (file, FQN, offset),
     `CheckpointGoneError` once the checkpoint has been deleted or superseded, `StorageError`,
     `PhaseTimeoutError`, and `IndexError` where numpy does.
     """
 
-    __slots__ = ("_dtype", "_fqn", "_handle", "_shape")
-
-    def __init__(self, handle: Handle, fqn: str) -> None:
-        info = handle.tensors[fqn]
-        self._handle = handle
-        self._fqn = fqn
-        self._dtype = info.dtype
-        self._shape = tuple(info.shape)
-
-    @property
-    def fqn(self) -> str:
-        """The name in the checkpoint."""
-        return self._fqn
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor, whatever its sharding was."""
-        return self._shape
-
-    @property
-    def dtype(self) -> str:
-        """The type of an element, as torch spells it: "bfloat16"."""
-        return self._dtype
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    _handle: Handle
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return len(self._shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self._shape)
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
         """The bytes of one element."""
-        return DTYPES[self._dtype].item_bytes
+        return DTYPES[self.dtype].item_bytes
 
     @property
     def nbytes(self) -> int:
@@ -178,35 +154,30 @@ class LazyTensor:
         return self.size * self.itemsize
 
     @property
-    def bytes(self) -> int:
-        """The same as `nbytes`, which is numpy's word for it."""
-        return self.nbytes
-
-    @property
     def sharding(self) -> Sharding:
         """How it is cut into chunks, and which ranks wrote them."""
-        return self._handle.sharding(self._fqn)
+        return self._handle.sharding(self.fqn)
 
     def __len__(self) -> int:
-        if not self._shape:
+        if not self.shape:
             raise TypeError("len() of unsized object")
-        return self._shape[0]
+        return self.shape[0]
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self._fqn} is a tensor that has not been read: index it, or compare its `size`"
+            f"{self.fqn} is a tensor that has not been read: index it, or compare its `size`"
         )
 
     def __getitem__(self, index: object) -> Any:  # noqa: ANN401  # an array or a scalar, as in numpy
-        wanted = select(index, self._shape)
-        return elements_of(self._read(wanted.ranges), self._dtype)[wanted.final]
+        wanted = select(index, self.shape)
+        return elements_of(self.words(wanted.ranges), self.dtype)[wanted.final]
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._shape:
+        if not self.shape:
             raise TypeError("iteration over a 0-d tensor")
-        row_bytes = max(1, self.nbytes // max(1, self._shape[0]))
+        row_bytes = max(1, self.nbytes // max(1, self.shape[0]))
         count = max(1, _ITER_BYTES // row_bytes)
-        for start in range(0, self._shape[0], count):
+        for start in range(0, self.shape[0], count):
             yield from self[start : start + count]
 
     def numpy(self, index: object = ...) -> NDArray[Any]:
@@ -227,37 +198,37 @@ class LazyTensor:
         """
         from .torchload import tensor_of  # noqa: PLC0415  # torch is imported here, not before
 
-        wanted = select(index, self._shape)
-        return tensor_of(self._read(wanted.ranges)[wanted.view], self._dtype, device)
+        wanted = select(index, self.shape)
+        return tensor_of(self.words(wanted.ranges)[wanted.view], self.dtype, device)
 
     def item(self) -> Any:  # noqa: ANN401  # a number of the tensor's kind
         """Return the only element as a Python number. Raises `ValueError` if there are others."""
         if self.size != 1:
-            raise ValueError(f"{self._fqn} has {self.size} elements; item() wants exactly one")
+            raise ValueError(f"{self.fqn} has {self.size} elements; item() wants exactly one")
         return self.numpy().item()
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001  # numpy's protocol
         if copy is False:
             raise ValueError(
-                f"{self._fqn} lies in storage: it cannot become an array without a copy"
+                f"{self.fqn} lies in storage: it cannot become an array without a copy"
             )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def _read(self, ranges: Selection) -> Words:
+    def words(self, ranges: Selection) -> Words:
         """Return the elements at ascending positions, as unsigned words of their size."""
-        (words,) = read_tensors(self._handle, [(self._fqn, ranges)])
+        (words,) = read_tensors(self._handle, [(self.fqn, ranges)])
         return words
 
     def __repr__(self) -> str:
-        shape = shape_text(self._shape)
-        return f"<LazyTensor {shown(self._fqn)}: {shape} {self._dtype}, {self.sharding}>"
+        shape = shape_text(self.shape)
+        return f"<LazyTensor {shown(self.fqn)}: {shape} {self.dtype}, {self.sharding}>"
 
     def _repr_html_(self) -> str:
         facts = {
-            "shape": shape_text(self._shape),
-            "dtype": self._dtype,
+            "shape": shape_text(self.shape),
+            "dtype": self.dtype,
             "size": human_bytes(self.nbytes),
             "sharding": str(self.sharding),
         }
-        return page(card(self._fqn, facts, sharding_svg(self.sharding, scale=3)))
+        return page(card(self.fqn, facts, sharding_svg(self.sharding, scale=3)))

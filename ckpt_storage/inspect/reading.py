@@ -35,12 +35,9 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The part of a selection that lies in one chunk; a `Target` for the array of it."""
+class _ArrayTarget:
+    """The view of an array that gets the elements of one chunk; a `Target`."""
 
-    fqn: str
-    chunk: Box
-    where: Selection
     array: Words
 
     @property
@@ -67,27 +64,9 @@ class _Piece:
             where = tuple(slice(start, start + count) for start, count in pairs)
             self.array[_view_index(where)] = source
 
-    def put_whole(self, words: Words, place: ChunkPlace) -> None:
-        """Copy elements of the whole chunk, which torch read, into the array."""
-        if words.shape != self.chunk.sizes:
-            raise FormatError(
-                f"{place.fqn} in {place.path} has shape {list(words.shape)}; the metadata says "
-                f"{list(self.chunk.sizes)}.",
-                path=place.path,
-                next_step="Check that the checkpoint is complete and that its files belong "
-                "together.",
-            )
-        self.array[...] = words[tuple(slice(r.start, r[-1] + 1, r.step) for r in self.where)]
 
-    def read(self, place: ChunkPlace) -> ChunkRead:
-        """Return the read that fills the array."""
-        return ChunkRead(
-            place=place,
-            item_bytes=self.array.itemsize,
-            chunk_sizes=self.chunk.sizes,
-            where=self.where,
-            target=self,
-        )
+_Part = tuple[Key, Box, Selection, "Words"]
+"""The part of a selection in one chunk: its key and box, the positions there, and who gets them."""
 
 
 def read_tensors(
@@ -109,46 +88,48 @@ def read_tensors(
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
     arrays: list[Words] = []
-    pieces: list[_Piece] = []
+    parts: list[_Part] = []
     for fqn, ranges in wanted:
         kind = _WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
-        array: Words = np.empty(tuple(map(len, ranges)), kind)
-        arrays.append(array)
-        pieces += _pieces(handle, fqn, ranges, array)
-    if not pieces:
+        arrays.append(np.empty(tuple(map(len, ranges)), kind))
+        parts += _parts(handle, fqn, ranges, arrays[-1])
+    if not parts:
         return arrays
-    keys: list[Key] = [(piece.fqn, piece.chunk.offsets) for piece in pieces]
-    with handle.reading(keys) as (chunks, places):
-        pairs = list(zip(pieces, places, strict=True))
-        reads = [piece.read(place) for piece, place in pairs if place.kind == "raw"]
-        chunks.read(reads, gaps=gaps, on_bytes=on_bytes)
-        opaque: dict[tuple[str, int], list[tuple[_Piece, ChunkPlace]]] = {}
-        for piece, place in pairs:
-            if place.kind == "opaque":
-                opaque.setdefault((place.path, place.start), []).append((piece, place))
-        for users in opaque.values():
-            from .torchload import words_of  # noqa: PLC0415  # only torch can read these
+    with handle.reading([key for key, *_ in parts]) as (chunks, places):
+        reads = [
+            ChunkRead(
+                place=place,
+                item_bytes=array.itemsize,
+                chunk_sizes=chunk.sizes,
+                where=where,
+                target=_ArrayTarget(array),
+            )
+            for (_, chunk, where, array), place in zip(parts, places, strict=True)
+        ]
+        raw = [read for read in reads if read.place.kind == "raw"]
+        chunks.read(raw, gaps=gaps, on_bytes=on_bytes)
+        if len(raw) < len(reads):
+            from .torchload import read_opaque, words_of  # noqa: PLC0415  # only torch reads these
 
-            piece, place = users[0]
-            (buffer,) = chunks.read_bytes([place], on_bytes=on_bytes)
-            words = words_of(buffer, place, piece.array.dtype.str)
-            for piece, place in users:
-                piece.put_whole(words, place)
+            for read, found in read_opaque(chunks, reads, on_bytes=on_bytes):
+                array = read.target.array  # type: ignore[attr-defined]  # made above
+                array[...] = words_of(found, array.dtype.str)
     return arrays
 
 
-def _pieces(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_Piece]:
+def _parts(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_Part]:
     """Return the parts of a selection that lie in one chunk each; together they are all of it."""
     if not all(ranges):
         return []
     starts = tuple(r.start for r in ranges)
     hull = Box(starts, tuple(r[-1] + 1 - r.start for r in ranges))
-    pieces = []
-    for chunk in handle.sharding(fqn).intersecting(hull):
+    info = handle.tensors[fqn]
+    parts: list[_Part] = []
+    for chunk in (info.boxes[at] for at in info.overlapping(hull)):
         inside = clip(ranges, chunk)
         if inside is not None:
-            pieces.append(_Piece(fqn, chunk, inside[0], array[_view_index(inside[1])]))
-    held_count = sum(piece.array.size for piece in pieces)
+            parts.append(((fqn, chunk.offsets), chunk, inside[0], array[_view_index(inside[1])]))
+    held_count = sum(view.size for *_, view in parts)
     if held_count != array.size:
         # Memory that no chunk fills would pass for values.
         raise FormatError(
@@ -157,7 +138,7 @@ def _pieces(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_
             next_step="The save was incomplete, or its metadata is damaged; load another "
             "checkpoint.",
         )
-    return pieces
+    return parts
 
 
 def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
 from ckpt_storage.format.inert_pickle import is_inert_with_numpy
-from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader
+from ckpt_storage.transfer.ranges import ignore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Device = torch.device | str | int
+
+_FORBIDDEN = re.compile(r"GLOBAL ([\w.]+)")
+
+_ZIP_START = b"PK\x03\x04"
 
 
 def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> Tensor:
@@ -41,12 +47,57 @@ def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> 
     return tensor if device is None else tensor.to(device)
 
 
-def words_of(buffer: bytearray, place: ChunkPlace, word: str) -> NDArray[Any]:
-    """Return the tensor in an item that is no plain contiguous one, as numpy words."""
-    whole = load_whole(buffer, place).resolve_conj().resolve_neg().contiguous()
-    flat = whole.reshape(-1).view(torch.uint8).numpy()
-    words: NDArray[Any] = flat.view(word).reshape(tuple(whole.shape))
-    return words
+def words_of(tensor: Tensor, word: str) -> NDArray[Any]:
+    """Return a tensor as numpy words of the size of its elements."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    words: NDArray[Any] = plain.reshape(-1).view(torch.uint8).numpy().view(word)
+    return words.reshape(tuple(tensor.shape))
+
+
+def read_opaque(
+    chunks: ChunkReader, reads: Sequence[ChunkRead], *, on_bytes: Callable[[int], None] = ignore
+) -> Iterator[tuple[ChunkRead, Tensor]]:
+    """Yield each of `reads` whose item only torch can read, with the elements it wants.
+
+    One item at a time is in memory. Raises as `load_whole`, and what reading raises.
+    """
+    users: dict[tuple[str, int], list[ChunkRead]] = {}
+    for read in reads:
+        if read.place.kind == "opaque":
+            users.setdefault((read.place.path, read.place.start), []).append(read)
+    for some in users.values():
+        place = some[0].place
+        (buffer,) = chunks.read_bytes([place], on_bytes=on_bytes)
+        whole = load_whole(buffer, place)
+        for read in some:
+            if tuple(whole.shape) != read.chunk_sizes:
+                raise FormatError(
+                    f"{place.fqn} in {place.path} has shape {list(whole.shape)}; the metadata "
+                    f"says {list(read.chunk_sizes)}.",
+                    path=place.path,
+                    next_step="Check that the checkpoint is complete and that its files belong "
+                    "together.",
+                )
+            where = tuple(map(range, read.chunk_sizes)) if read.where is None else read.where
+            yield read, whole[tuple(slice(r.start, r.stop, r.step) for r in where)]
+
+
+def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
+    """Return the tensor in an item that is no plain contiguous one, read by torch itself.
+
+    Raises `UnsafeContentError`, `FormatError`.
+    """
+    try:
+        tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _not_loadable(error, place, "add_safe_globals.") from error
+    if not isinstance(tensor, Tensor):
+        raise FormatError(
+            f"The item of {place.fqn} in {place.path} holds a {type(tensor).__name__}.",
+            path=place.path,
+            next_step="Check the metadata beside it.",
+        )
+    return tensor.detach()
 
 
 def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> object:
@@ -56,13 +107,7 @@ def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> 
     anything, running what it names. Raises `UnsafeContentError`, `FormatError`.
     """
     if not unsafe_pickle:
-        try:
-            value: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-        except Exception:  # noqa: BLE001  # the scan says what is wrong, if anything is
-            # Lets arrays of numbers pass, which torch refuses; they run nothing either.
-            scan_blob(buffer, place)
-        else:
-            return value
+        scan_blob(buffer, place)
     try:
         trusted: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -77,24 +122,12 @@ def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> 
     return trusted
 
 
-_FORBIDDEN = re.compile(r"GLOBAL ([\w.]+)")
-
-_ZIP_START = b"PK\x03\x04"
-
-
-def load_whole(buffer: bytearray, place: ChunkPlace) -> torch.Tensor:
-    """Return the tensor in an item that is no plain contiguous one, read by torch itself."""
-    try:
-        tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _not_loadable(error, place, "add_safe_globals.") from error
-    if not isinstance(tensor, torch.Tensor):
-        raise FormatError(
-            f"The item of {place.fqn} in {place.path} holds a {type(tensor).__name__}.",
-            path=place.path,
-            next_step="Check the metadata beside it.",
-        )
-    return tensor.detach()
+def scan_blob(buffer: bytearray, place: ChunkPlace) -> None:
+    """Raise `UnsafeContentError` or `FormatError` if `refusal_of` a blob says why."""
+    refusal = refusal_of(io.BytesIO(buffer))
+    if refusal is not None:
+        step = "add_safe_globals, or pass unsafe_pickle=True."
+        raise _not_loadable(refusal, place, step) from refusal
 
 
 def refusal_of(blob: io.BytesIO) -> Exception | None:
@@ -121,17 +154,8 @@ def name_in(refusal: Exception) -> str:
     return found[1] if found else "unknown type"
 
 
-def scan_blob(buffer: bytearray, place: ChunkPlace) -> None:
-    """Raise `UnsafeContentError` or `FormatError` if `refusal_of` a blob says why."""
-    refusal = refusal_of(io.BytesIO(buffer))
-    if refusal is not None:
-        step = "add_safe_globals, or pass unsafe_pickle=True."
-        raise _not_loadable(refusal, place, step) from refusal
-
-
 def _not_loadable(error: Exception, place: ChunkPlace, step: str) -> CheckpointError:
     """Return in one line what torch's restricted unpickler says in many."""
-    found = _FORBIDDEN.search(str(error))
     if isinstance(error, EOFError) or "PytorchStreamReader" in str(error):
         return FormatError(
             f"{place.fqn} in {place.path} cannot be read ({type(error).__name__}).",
@@ -139,9 +163,10 @@ def _not_loadable(error: Exception, place: ChunkPlace, step: str) -> CheckpointE
             phase="load",
             next_step="Check that the checkpoint is complete and not damaged.",
         )
+    found = _FORBIDDEN.search(str(error))
     return UnsafeContentError(
         f"{place.fqn} in {place.path} is not a value that torch loads with weights_only=True"
-        f"{': it names ' + found.group(1) if found else ''}.",
+        f"{': it names ' + found[1] if found else ''}.",
         path=place.path,
         phase="load",
         next_step=f"If you trust who wrote it, allow its types by torch.serialization.{step}",

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.loads.loading import load
+from ckpt_storage.loads.load import load
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
@@ -113,7 +113,7 @@ class CheckpointStorageIO(CheckpointIO):
             overwrite=True,
             storage_options=self._storage.with_options(storage_options),
         )
-        save_on(Ranks.alone(), lambda: pack(checkpoint), path, lambda: options)
+        save_on(RankGroup.alone(), lambda: pack(checkpoint), path, lambda: options)
 
     def load_checkpoint(
         self,

@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.options import ConsolidateOptions
-from ckpt_storage.loads.loading import load
+from ckpt_storage.loads.load import load
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts

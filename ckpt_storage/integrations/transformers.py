@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import IntegrityError, InvalidInputError
-from ckpt_storage.loads.loading import load
+from ckpt_storage.loads.load import load
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import Keep

@@ -14,7 +14,7 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, 
 from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.selections import box_selection
-from ckpt_storage.inspect.torchload import load_whole, scan_blob
+from ckpt_storage.inspect.torchload import read_opaque, scan_blob
 from ckpt_storage.source.model import Source, TensorInfo, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
@@ -52,7 +52,7 @@ class LoadItems:
         self._targets: list[torch.Tensor] = []
         self._read_items: list[ReadItem] = []
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
-        self._opaque: dict[tuple[str, int], list[tuple[ReadItem, torch.Tensor, ChunkPlace]]] = {}
+        self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
         self.shared: dict[Key, list[ChunkRead]] = {}
         places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
@@ -72,11 +72,11 @@ class LoadItems:
                 _check_memory(owners, item, target, place)
             self._items.append(item)
             self._targets.append(target)
+            read = self._read(item, info, target, found)
             if found.kind == "opaque":
-                key = found.path, found.start
-                self._opaque.setdefault(key, []).append((item, target, found))
+                self._opaque.append(read)
             else:
-                self.reads.append(self._read(item, info, target, found))
+                self.reads.append(read)
                 self._read_items.append(item)
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
@@ -181,22 +181,8 @@ class LoadItems:
 
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""
-        for users in self._opaque.values():
-            place = users[0][2]
-            (buffer,) = chunks.read_bytes([place])
-            whole = load_whole(buffer, place)
-            for item, target, _ in users:
-                sizes = self._chunk_sizes(item)
-                if tuple(whole.shape) != sizes:
-                    raise FormatError(
-                        f"{place.fqn} in {place.path} has shape {list(whole.shape)}; the metadata "
-                        f"says {list(sizes)} elements.",
-                        path=place.path,
-                        next_step="Check that the checkpoint is complete and that its files "
-                        "belong together.",
-                    )
-                box = box_selection(Box(tuple(item.storage_offsets), tuple(item.lengths)))
-                target.copy_(whole[tuple(slice(r.start, r.stop) for r in box)])
+        for read, found in read_opaque(chunks, self._opaque):
+            read.target.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorTarget
 
     def explain(self, error: StorageError | IntegrityError) -> Exception:
         """Return `error` with what it means here: which tensor, which rank, gone or damaged."""

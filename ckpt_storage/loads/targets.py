@@ -164,19 +164,19 @@ class TensorTarget:
     are stored, and are placed and converted there.
     """
 
-    __slots__ = ("_dtype", "_ring", "_tensor")
+    __slots__ = ("_dtype", "_ring", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, dtype: torch.dtype, ring: UploadRing | None = None
     ) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._dtype = dtype
         self._ring = ring
 
     @property
     def memory(self) -> memoryview | None:
         """The memory of the tensor, if it takes the stored bytes as they are."""
-        tensor = self._tensor
+        tensor = self.tensor
         if (
             self._ring is not None
             or tensor.dtype != self._dtype
@@ -202,14 +202,14 @@ class TensorTarget:
         if raw.data_ptr() % self._dtype.itemsize:
             raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
         flat = raw.view(self._dtype)
-        shape = self._tensor.shape
+        shape = self.tensor.shape
         # The mode is a thread's own, and an inference tensor can be written to in it alone.
-        with torch.inference_mode(self._tensor.is_inference()):
+        with torch.inference_mode(self.tensor.is_inference()):
             for copy in copies:
                 source = flat.as_strided(
                     copy.sizes, copy.source_strides, copy.source_offset_elements
                 )
-                dest = self._tensor
+                dest = self.tensor
                 for dim, size in enumerate(copy.sizes):
                     if size != shape[dim]:
                         dest = dest.narrow(dim, copy.dest_offsets[dim], size)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ckpt_storage.commit.cleaning import LEFTOVER_AGE_S
 from ckpt_storage.commit.delete import delete as delete_commit
+from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.loads.loading import load
+from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
     PageCache,
     Progress,
@@ -37,15 +38,17 @@ from .delete import delete_step
 from .mirror import Mirror
 from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import Notices
-from .prune import Pruner, PruneReport, no_others
+from .prune import Pruner, PruneReport
 from .resume import Check, Restored, Resumer, all_of, best_of, newest_of
 from .retention import Keep, KeepBest, seconds_of
 from .root import Root
 from .schedule import Schedule
-from .step_saver import StepSaver
 from .upkeep import Pruning, Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
+
+_OWN_ARGUMENTS = frozenset({"self", "state", "step", "check"})
+"""Of `restore`: what is not passed on to `load`."""
 
 
 class CheckpointManager:
@@ -130,18 +133,18 @@ class CheckpointManager:
             slow = Root(place, spelling, timeouts=self._timeouts, retry=retry)
             copies = Mirror(self._root, slow, mirror_keep, timeouts=self._timeouts)
             self._roots.append(slow)
-        pruner: Pruner | None = None
+        self._pruner: Pruner | None = None
         if keep is not None:
             age_s = seconds_of(min_age, what="min_age")
-            waiting = no_others if copies is None else copies.waiting
-            pruner = Pruner(self._root, keep, min_age_s=age_s, others=waiting)
+            more: dict[str, Any] = {} if copies is None else {"others": copies.waiting}
+            self._pruner = Pruner(self._root, keep, min_age_s=age_s, **more)
         # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
         what = f"{location.url}\n{names}".encode()
         self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
         self._has_met = False
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._ranks = Ranks.of(process_group, lane=self._channel)
+            self._ranks = RankGroup.of(process_group, lane=self._channel)
             undo.callback(self._ranks.close)
             self._notices = Notices(signals, preemption)
             undo.callback(self._notices.close)
@@ -156,25 +159,21 @@ class CheckpointManager:
             undo.pop_all()
         self._upkeep = Upkeep(
             self._root,
-            pruner,
+            self._pruner,
             copies,
             is_background=pruning == "background",
             is_coordinator=self._ranks.is_coordinator,
             timeouts=self._timeouts,
         )
-        self._saves = StepSaver(
-            self._root,
-            self._upkeep,
+        self._saver: AsyncSaver | None = None
+        self._make_saver = partial(
+            AsyncSaver,
             process_group,
-            make_saver=lambda: AsyncSaver(
-                process_group,
-                mode=mode,
-                timeout=self._timeouts,
-                max_pending=max_pending,
-                on_error=on_error,
-                name=self._channel,
-            ),
-            timeouts=self._timeouts,
+            mode=mode,
+            timeout=self._timeouts,
+            max_pending=max_pending,
+            on_error=on_error,
+            name=self._channel,
         )
 
     def __repr__(self) -> str:
@@ -266,7 +265,8 @@ class CheckpointManager:
         options = _options(locals())
         self._check_open()
         self._schedule.saved()
-        return self._saves.save(step, state, metrics or {}, options)
+        save = self._upkeep.begin(step, metrics or {}, options)
+        return save.run(RankGroup.of(self._process_group), state)
 
     def save_async(
         self,
@@ -294,19 +294,20 @@ class CheckpointManager:
         options = _options(locals())
         self._check_open()
         self._schedule.saved()
-        return self._saves.begin(
-            step, state, metrics or {}, options, block_until_staged=block_until_staged
-        )
+        save = self._upkeep.begin(step, metrics or {}, options)
+        return save.begin(self.saver, state, block_until_staged=block_until_staged)
 
     @property
     def saver(self) -> AsyncSaver:
         """The saver behind `save_async`, made when it is first asked for; see its `step_guard`."""
         self._check_open()
-        return self._saves.saver
+        self._saver = self._saver or self._make_saver()
+        return self._saver
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every background save has ended; as `AsyncSaver.wait`."""
-        self._saves.wait(timeout)
+        if self._saver is not None:
+            self._saver.wait(timeout)
 
     def all(self) -> list[CheckpointInfo]:
         """Return all committed checkpoints, oldest first; any rank, not collective.
@@ -370,6 +371,7 @@ class CheckpointManager:
                 `ckpt_storage.load` raises that is no fault of a checkpoint.
 
         """
+        given = {name: value for name, value in locals().items() if name not in _OWN_ARGUMENTS}
         self._check_open()
 
         def load_one(root: Root, info: CheckpointInfo) -> None:
@@ -379,15 +381,8 @@ class CheckpointManager:
                 process_group=self._process_group,
                 timeout=self._timeouts,
                 storage_options=root.location.storage_options,
-                planner=planner,
-                progress=progress,
-                verify=verify,
-                thread_count=thread_count,
-                memory_limit_bytes=memory_limit_bytes,
-                shared_reads=shared_reads,
-                unsafe_pickle=unsafe_pickle,
-                allow_lossy=allow_lossy,
                 retry=self._retry,
+                **given,
             )
 
         resumer = self._resumer(check)
@@ -409,7 +404,7 @@ class CheckpointManager:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
         if self._has_met or self._ranks.world_size == 1:
             return
-        ranks = Ranks.of(self._process_group, lane="manager")
+        ranks = RankGroup.of(self._process_group, lane="manager")
         what = f"the first use of the manager of {self.url}"
         try:
             with ranks.operation(what, timeouts=self._timeouts) as operation:
@@ -435,24 +430,35 @@ class CheckpointManager:
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()
-        return self._upkeep.prune(dry_run=dry_run)
+        if self._pruner is None:
+            raise InvalidInputError(
+                "This manager has no policy of retention.",
+                next_step="Pass keep=, such as keep=KeepLatest(3).",
+            )
+        if not self._ranks.is_coordinator:
+            return None
+        deadline = Deadline("commit", self._timeouts.commit)
+        return self._pruner.prune(deadline, dry_run=dry_run)
 
     def sweep(self) -> PruneReport | None:
         """Free what saves that died a day ago left beside later ones; as `prune`, but slower.
 
-        Deletes no checkpoint. Costs a few requests for each, so it is for now and then.
+        Deletes no checkpoint. Costs a few requests for each. Background pruning does the same for
+        one checkpoint after each save, in turn.
         """
         self._check_open()
-        return self._upkeep.sweep()
+        if self._pruner is None or not self._ranks.is_coordinator:
+            return None
+        return self._pruner.sweep(Deadline("commit", self._timeouts.commit))
 
     @property
     def last_prune(self) -> PruneReport | None:
         """What the last prune of this manager did; None before there was one."""
-        return self._upkeep.last
+        return None if self._pruner is None else self._pruner.last
 
     def wait_pruned(self, timeout: float | None = None) -> bool:
         """Wait until the prune after the last save has ended; return whether it has."""
-        return self._upkeep.wait(timeout)
+        return self._upkeep.tidying.wait(self._timeouts.commit if timeout is None else timeout)
 
     def wait_mirrored(self, timeout: float | None = None) -> bool:
         """Wait until the mirror has what was saved so far; on the coordinator.
@@ -460,7 +466,8 @@ class CheckpointManager:
         Return whether it has: False after `timeout` seconds, or if the copy failed; it is tried
         again after the next save. Others, and managers without a mirror, return True at once.
         """
-        return self._upkeep.wait_mirrored(timeout)
+        copying, limit_s = self._upkeep.copying, self._timeouts.commit
+        return copying.wait(limit_s if timeout is None else timeout) and copying.error is None
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then for mirror and pruning; put signal handlers back.
@@ -476,7 +483,8 @@ class CheckpointManager:
             ending.callback(self._ranks.close)
             ending.callback(self._notices.close)
             ending.callback(self._upkeep.close, timeout)
-            ending.callback(self._saves.close, timeout)
+            if self._saver is not None:
+                ending.callback(self._saver.close, timeout)
 
     def _check_open(self) -> None:
         if self._closed:

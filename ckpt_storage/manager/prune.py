@@ -45,6 +45,7 @@ from .retention import (
     Keep,
     KeepLatest,
     RetentionPlan,
+    by_step,
     plan_retention,
     policies_of,
     seconds_of,
@@ -104,18 +105,13 @@ def prune(
     root = Root(
         Location.of(root_url, storage_options), StepNames(names), timeouts=timeouts, retry=retry
     )
-    pruner = Pruner(root, keep, min_age_s=seconds_of(min_age, what="min_age"))
-    return pruner.prune(Deadline("commit", timeouts.commit), dry_run=dry_run, on_step=on_step)
+    min_age_s = seconds_of(min_age, what="min_age")
+    pruner = Pruner(root, keep, min_age_s=min_age_s, on_step=on_step)
+    return pruner.prune(Deadline("commit", timeouts.commit), dry_run=dry_run)
 
 
 Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
 """Takes what lies below a root; returns names that nobody may delete, each with the reason."""
-
-
-def no_others(found: Collection[Found], deadline: Deadline) -> Mapping[str, str]:
-    """Protect nothing."""
-    del found, deadline
-    return {}
 
 
 class Pruner:
@@ -126,22 +122,28 @@ class Pruner:
     """
 
     def __init__(
-        self, root: Root, keep: Keep, *, min_age_s: float = 0.0, others: Others = no_others
+        self,
+        root: Root,
+        keep: Keep,
+        *,
+        min_age_s: float = 0.0,
+        others: Others = lambda *_: {},
+        on_step: OnStep = lambda *_: None,
     ) -> None:
         self._root = root
         self._policies = policies_of(keep)
         self._min_age_s = min_age_s
         self._others = others
+        self._on_step = on_step
         self._turn = threading.RLock()
-        # By name, when the last slot of a deleted checkpoint was written, as far as is known.
-        self._deleted_s: dict[str, float] = {}
+        # By name, when to look whether the slots of a deleted checkpoint may go.
+        self._tombstones_due_s: dict[str, float] = {}
         self._tombstones: Sequence[str] = ()
+        self._swept_step = -1
         self.last_saved: str | None = None
         self.last: PruneReport | None = None
 
-    def prune(
-        self, deadline: Deadline, *, dry_run: bool = False, on_step: OnStep = lambda *_: None
-    ) -> PruneReport:
+    def prune(self, deadline: Deadline, *, dry_run: bool = False) -> PruneReport:
         """Plan, and unless `dry_run` carry the plan out, oldest first.
 
         May be cut at any point; what was left is found by the next one. A checkpoint that cannot
@@ -151,13 +153,13 @@ class Pruner:
         with self._in_turn(deadline):
             report = self._plan(deadline, is_dry_run=dry_run)
             if not dry_run:
-                report = self.last = self.execute(report, deadline, on_step=on_step)
-                self._end_tombstones(deadline)
+                report = self.last = self.execute(report, deadline)
+                run = _Execution(self._root, PruneReport(), deadline)
+                for name in self._tombstones:
+                    run.attempt(name, partial(self._end_tombstone, name, deadline))
             return report
 
-    def execute(
-        self, plan: PruneReport, deadline: Deadline, *, on_step: OnStep = lambda *_: None
-    ) -> PruneReport:
+    def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
         """Carry out what a dry run planned. As `prune`."""
         run = _Execution(self._root, plan, deadline)
         jobs = [(one.name, partial(run.delete, one)) for one in plan.planned]
@@ -167,7 +169,7 @@ class Pruner:
                 # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
                 probe_exclusive_create(self._root.open(deadline))
             for number, (name, job) in enumerate(jobs, 1):
-                on_step(name, number, len(jobs))
+                self._on_step(name, number, len(jobs))
                 run.attempt(name, job)
         return run.report
 
@@ -176,11 +178,27 @@ class Pruner:
 
         Deletes no checkpoint. Costs a few requests a folder: for now and then. As `prune`.
         """
-        run = _Execution(self._root, PruneReport(), deadline)
         with self._in_turn(deadline):
-            for _, name in self._root.steps(self._root.folders(deadline)):
-                run.attempt(name, partial(run.free, name))
+            report = self._freed(self._root.steps(self._root.folders(deadline)), deadline)
             remove_probes(self._root.open(deadline))
+        return report
+
+    def sweep_next(self, deadline: Deadline) -> PruneReport:
+        """Sweep one folder, each time that of the next step that is kept; then from the first on.
+
+        So what died beside later saves goes in time, at the cost of a few requests a prune.
+        """
+        with self._in_turn(deadline):
+            kept = () if self.last is None else self.last.kept
+            steps = [(one.step, one.name) for one in kept if one.step is not None]
+            later = [one for one in steps if one[0] > self._swept_step] or steps
+            self._swept_step = later[0][0] if later else -1
+            return self._freed(later[:1], deadline)
+
+    def _freed(self, steps: Sequence[tuple[int, str]], deadline: Deadline) -> PruneReport:
+        run = _Execution(self._root, PruneReport(), deadline)
+        for _, name in steps:
+            run.attempt(name, partial(run.free, name))
         return run.report
 
     @contextmanager
@@ -233,7 +251,7 @@ class Pruner:
             for name in folders
             if name not in found and name not in held
         ]
-        kept = sorted((*plan.kept, *held.values(), *of_others), key=_order)
+        kept = sorted((*plan.kept, *held.values(), *of_others), key=by_step)
         return PruneReport(
             kept=tuple(kept),
             planned=plan.deleted,
@@ -242,26 +260,20 @@ class Pruner:
             is_dry_run=is_dry_run,
         )
 
-    def _end_tombstones(self, deadline: Deadline) -> None:
+    def _end_tombstone(self, name: str, deadline: Deadline) -> None:
         """Remove the slots of what was deleted a week ago; one listing each, once in a process.
 
-        This machine's clock says only when to try. The storage's decides. A failure is logged.
+        This machine's clock says only when to try. The storage's decides.
         """
-        run = _Execution(self._root, PruneReport(), deadline)
-        for name in self._tombstones:
-            run.attempt(name, partial(self._end_tombstone, name, deadline))
-
-    def _end_tombstone(self, name: str, deadline: Deadline) -> None:
         store = self._root.open(deadline, name)
-        if name not in self._deleted_s:
+        if name not in self._tombstones_due_s:
             times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
-            self._deleted_s[name] = max(times_s, default=time.time())
-        if time.time() - self._deleted_s[name] < TOMBSTONE_AGE_S:
-            return
-        self._deleted_s[name] = time.time()
-        if remove_tombstone(store):
-            remove_probes(store)
-            self._root.forget(name)
+            self._tombstones_due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
+        if time.time() >= self._tombstones_due_s[name]:
+            self._tombstones_due_s[name] = time.time() + TOMBSTONE_AGE_S
+            if remove_tombstone(store):
+                remove_probes(store)
+                self._root.forget(name)
 
     def _kept_by_step(self, step: int) -> str | None:
         found = (policy.kept_by_step(step) for policy in self._policies)
@@ -384,10 +396,6 @@ class _Execution:
             self._root.forget(name)
         self.report = replace(self.report, freed=(*self.report.freed, *freed))
         return None
-
-
-def _order(one: Decision) -> tuple[int, str]:
-    return (-1 if one.step is None else one.step, one.name)
 
 
 def _state(one: Found) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, get_args
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -25,7 +25,7 @@ from ckpt_storage.inspect.verify import Part, check_part, part_bytes
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .retention import Candidate, Found, KeepBest
+from .retention import Candidate, Found, KeepBest, by_step
 from .root import Root, damage_of
 
 log = logging.getLogger("ckpt_storage")
@@ -96,7 +96,7 @@ class Resumer:
     """
 
     def __init__(
-        self, ranks: Ranks, roots: Sequence[Root], *, check: Check, timeouts: Timeouts
+        self, ranks: RankGroup, roots: Sequence[Root], *, check: Check, timeouts: Timeouts
     ) -> None:
         self._ranks = ranks
         self._roots = roots
@@ -371,16 +371,13 @@ def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
         for info in root.all(deadline):
             if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
                 by_name[info.name] = info
-    return sorted(by_name.values(), key=lambda i: (-1 if i.step is None else i.step, i.name))
+    return sorted(by_name.values(), key=by_step)
 
 
 def best_of(infos: Iterable[CheckpointInfo], policy: KeepBest) -> CheckpointInfo | None:
     """Return the best of the checkpoints that have a step, None if none has the metric."""
     by_name = {info.name: info for info in infos if info.step is not None}
-    candidates = [
-        Candidate(name=name, step=info.step or 0, metrics=info.metrics, age_s=None, info=info)
-        for name, info in by_name.items()
-    ]
+    candidates = [Candidate.of(info, info.step or 0) for info in by_name.values()]
     return next((by_name[name] for name in policy.kept(candidates)), None)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -38,6 +38,16 @@ class Found:
     age_s: float | None = None
     problem: CheckpointError | None = None
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a checkpoint of the run that is not known to be damaged."""
+        return self.status == "committed" and self.step is not None and not self.is_damaged
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is committed, if it is one of ours."""
+        return None if self.info is None else self.info.save_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -52,6 +62,11 @@ class Candidate:
     metrics: Mapping[str, float]
     age_s: float | None
     info: CheckpointInfo | None
+
+    @classmethod
+    def of(cls, info: CheckpointInfo, step: int, age_s: float | None = None) -> Self:
+        """Return what policies see of a checkpoint."""
+        return cls(name=info.name, step=step, metrics=info.metrics, age_s=age_s, info=info)
 
 
 class RetentionPolicy(ABC):
@@ -102,7 +117,7 @@ class KeepLatest(RetentionPolicy):
         _check_count(self, self.n)
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the reason."""
+        """Return the last names."""
         return {one.name: f"{self}" for one in candidates[-self.n :]}
 
 
@@ -117,11 +132,11 @@ class KeepEvery(RetentionPolicy):
         _check_count(self, self.n)
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the reason."""
+        """Return the names of multiples."""
         return {one.name: f"{self}" for one in candidates if self.kept_by_step(one.step)}
 
     def kept_by_step(self, step: int) -> str | None:
-        """Return why a step is kept whatever else is known of its checkpoint; None: it may not."""
+        """Return the reason for a multiple."""
         return None if step % self.n else f"{self}"
 
 
@@ -144,18 +159,13 @@ class KeepBest(RetentionPolicy):
             raise InvalidInputError(f"mode is {self.mode!r}.", next_step="Give 'min' or 'max'.")
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the reason."""
+        """Return the best names, the best first."""
         sign = 1.0 if self.mode == "max" else -1.0
-        ranked = sorted(
-            (
-                (sign * value, place, one.name, value)
-                for place, one in enumerate(candidates)
-                if math.isfinite(value := one.metrics.get(self.metric, math.nan))
-            ),
-            reverse=True,
-        )
+        values = [one.metrics.get(self.metric, math.nan) for one in candidates]
+        finite = [place for place, value in enumerate(values) if math.isfinite(value)]
+        best = sorted(finite, key=lambda place: (sign * values[place], place))[: -self.n - 1 : -1]
         return {
-            name: f"{self}: {self.metric} is {value:g}" for _, _, name, value in ranked[: self.n]
+            candidates[place].name: f"{self}: {self.metric} is {values[place]:g}" for place in best
         }
 
 
@@ -170,7 +180,7 @@ class KeepNewerThan(RetentionPolicy):
     age: float | timedelta
 
     def __post_init__(self) -> None:
-        seconds_of(self.age, what="The age of KeepNewerThan")
+        _ = self.age_s
 
     @property
     def age_s(self) -> float:
@@ -178,7 +188,7 @@ class KeepNewerThan(RetentionPolicy):
         return seconds_of(self.age, what="The age of KeepNewerThan")
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the reason."""
+        """Return the young names."""
         found = {}
         for one in candidates:
             if one.age_s is None:
@@ -198,7 +208,7 @@ class KeepAny(RetentionPolicy):
     policies: tuple[RetentionPolicy, ...]
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the first reason."""
+        """Return the names, each with the first reason."""
         found: dict[str, str] = {}
         for policy in self.policies:
             found = {**policy.kept(candidates), **found}
@@ -239,16 +249,13 @@ def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
     given: object = keep.policies if isinstance(keep, KeepAny) else keep
     if isinstance(given, RetentionPolicy):
         return (given,)
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise InvalidInputError(
-            f"{keep!r} is no policy of retention.",
-            next_step="Give KeepLatest, KeepEvery, KeepBest or another RetentionPolicy.",
-        )
-    found = tuple(policy for one in given for policy in policies_of(one))
+    found: tuple[RetentionPolicy, ...] = ()
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        found = tuple(policy for one in given for policy in policies_of(one))
     if not found:
         raise InvalidInputError(
-            "No policy of retention is given, so nothing would be kept.",
-            next_step="Give at least one, such as KeepLatest(3); or keep=None, which keeps all.",
+            f"{keep!r} is no policy of retention, so nothing would be kept.",
+            next_step="Give one or more, such as KeepLatest(3); or keep=None, which keeps all.",
         )
     return found
 
@@ -276,11 +283,11 @@ class RetentionPlan:
     which nothing is committed and something lies, perhaps of a save that died.
     """
 
-    kept: tuple[Decision, ...] = ()
-    deleted: tuple[Decision, ...] = ()
-    newest: CheckpointInfo | None = None
-    counted: tuple[str, ...] = ()
-    leftovers: tuple[str, ...] = ()
+    kept: tuple[Decision, ...]
+    deleted: tuple[Decision, ...]
+    newest: CheckpointInfo | None
+    counted: frozenset[str]
+    leftovers: tuple[str, ...]
 
 
 def plan_retention(
@@ -301,103 +308,82 @@ def plan_retention(
 
     Raises `InvalidInputError` for policies that are none.
     """
-    policies, everything = policies_of(keep), sorted(found, key=_order)
-    ours = [one for one in everything if one.status == "committed" and one.step is not None]
-    sound = [one for one in ours if not one.is_damaged]
+    policies, everything = policies_of(keep), sorted(found, key=by_step)
+    sound = [one for one in everything if one.is_sound]
     newest = sound[-1] if sound else None
+    last = max(sound, key=_recency(sound), default=None)
     reasons: dict[str, list[str]] = {one.name: [] for one in everything}
-    counted = [] if newest is None else [newest.name]
+    counted = set[str]() if newest is None else {newest.name}
     for policy in policies:
-        kept = policy.kept([_candidate(one) for one in sound])
-        for name in kept.keys() & reasons.keys():
-            reasons[name].append(kept[name])
+        kept = policy.kept(_candidates(sound))
         if not isinstance(policy, KeepEvery | KeepNewerThan):
-            counted += kept
-        for name, doubt in _doubts(policy, ours):
-            reasons[name].append(doubt)
-    last = _last_committed(sound)
+            counted.update(kept)
+        for name, reason in (*kept.items(), *_doubts(policy, sound, everything)):
+            reasons.get(name, []).append(reason)
     for one in everything:
         reasons[one.name] += _protections(one, newest, last, min_age_s)
         reasons[one.name] += [protected[one.name]] if protected and one.name in protected else []
-    twins = {_save_id(one): one.name for one in ours if reasons[one.name]}
-    kept_ones, deleted = [], []
+    twins = {one.save_id: one.name for one in everything if one.save_id and reasons[one.name]}
+    decisions: dict[bool, list[Decision]] = {True: [], False: []}
     for one in everything:
+        why = reasons[one.name]
         if one.status in {"uncommitted", "empty"}:
             continue
-        why = reasons[one.name]
-        if not why and _save_id(one) in twins:
-            twin = twins[_save_id(one)]
-            why = [f"it is the same save as {twin}, and may be the same folder"]
-        if why:
-            kept_ones.append(_decision(one, why))
-        else:
-            lead = "it is damaged and " if one.is_damaged else ""
-            deleted.append(_decision(one, [f"{lead}not kept by {KeepAny(policies)}"]))
+        if not why and one.save_id in twins:
+            why = [f"it is the same save as {twins[one.save_id]}, and may be the same folder"]
+        lead = "it is damaged and " if one.is_damaged else ""
+        told = tuple(why or [f"{lead}not kept by {KeepAny(policies)}"])
+        decision = Decision(name=one.name, step=one.step, reasons=told, info=one.info)
+        decisions[bool(why)].append(decision)
     return RetentionPlan(
-        kept=tuple(kept_ones),
-        deleted=tuple(deleted),
+        kept=tuple(decisions[True]),
+        deleted=tuple(decisions[False]),
         newest=newest.info if newest is not None else None,
-        counted=tuple(dict.fromkeys(counted)),
+        counted=frozenset(counted),
         leftovers=tuple(one.name for one in everything if one.status == "uncommitted"),
     )
 
 
-def _order(one: Found) -> tuple[int, str]:
+def by_step(one: Found | Decision | CheckpointInfo) -> tuple[int, str]:
+    """Return the key of the order of steps; what has none comes first."""
     return (-1 if one.step is None else one.step, one.name)
 
 
-def _save_id(one: Found) -> str | None:
-    return one.info.save_id if one.info is not None else None
+def _candidates(found: Iterable[Found]) -> list[Candidate]:
+    return [Candidate.of(one.info, one.step or 0, one.age_s) for one in found if one.info]
 
 
-def _candidate(one: Found) -> Candidate:
-    return Candidate(
-        name=one.name,
-        step=one.step or 0,
-        metrics=one.info.metrics if one.info is not None else {},
-        age_s=one.age_s,
-        info=one.info,
-    )
-
-
-def _decision(one: Found, reasons: Sequence[str]) -> Decision:
-    return Decision(name=one.name, step=one.step, reasons=tuple(reasons), info=one.info)
-
-
-def _doubts(policy: RetentionPolicy, ours: Sequence[Found]) -> Iterator[tuple[str, str]]:
+def _doubts(
+    policy: RetentionPolicy, sound: Sequence[Found], everything: Sequence[Found]
+) -> Iterator[tuple[str, str]]:
     """Yield which damaged ones would be kept if they were sound, by name, and why.
 
     One failed read is little proof: the fault may be that of one host.
     """
-    for one in ours:
-        if one.is_damaged:
-            as_sound = [other for other in ours if other is one or not other.is_damaged]
-            why = policy.kept([_candidate(other) for other in as_sound]).get(one.name)
-            if why is not None:
-                yield one.name, f"{why}, if it is sound after all"
+    for one in everything:
+        if one.is_damaged and one.step is not None:
+            kept = policy.kept(_candidates(sorted([*sound, one], key=by_step)))
+            if one.name in kept:
+                yield one.name, f"{kept[one.name]}, if it is sound after all"
 
 
-def _last_committed(sound: Sequence[Found]) -> Found | None:
-    """Return what was committed last, of equal ones the highest step.
+def _recency(sound: Sequence[Found]) -> Callable[[Found], tuple[float, tuple[int, str]]]:
+    """Return the key by which the one that was committed last is largest.
 
     Where ages are not known of all of them, the clocks of the savers count.
     """
-    ages_s = {one.name: one.age_s for one in sound}
+    are_dated = all(one.age_s is not None for one in sound)
 
-    def recency(one: Found) -> tuple[float, tuple[int, str]]:
-        age_s = ages_s[one.name]
-        if age_s is None or None in ages_s.values():
-            return (_time_s(one.info.created_at if one.info is not None else None), _order(one))
-        return (-age_s, _order(one))
+    def key(one: Found) -> tuple[float, tuple[int, str]]:
+        if are_dated:
+            return (-(one.age_s or 0.0), by_step(one))
+        try:
+            stamp = datetime.fromisoformat((one.info and one.info.created_at) or "").timestamp()
+        except ValueError:
+            stamp = 0.0
+        return (stamp, by_step(one))
 
-    return max(sound, key=recency, default=None)
-
-
-def _time_s(stamp: str | None) -> float:
-    try:
-        return datetime.fromisoformat(stamp or "").timestamp()
-    except ValueError:
-        return 0.0
+    return key
 
 
 def _protections(
@@ -411,7 +397,7 @@ def _protections(
     elif one.status == "unreadable":
         yield f"unreadable: {one.problem}"
     elif one.status == "committed":
-        if newest is None or _order(one) > _order(newest):
+        if newest is None or by_step(one) > by_step(newest):
             yield "it is damaged, and nothing sound is newer"
         elif one is newest:
             yield "it is the newest sound checkpoint"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.commit.stockfooter import is_foreign, read_footer
+from ckpt_storage.commit.publishing import is_foreign, read_footer
 from ckpt_storage.errors import CheckpointError, IntegrityError, PhaseTimeoutError, StorageError
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
 from ckpt_storage.options import RetryPolicy, Timeouts
@@ -26,7 +26,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
 from .names import StepNames
-from .retention import Found, Status
+from .retention import Found, Status, by_step
 
 _REMOTE_THREADS = 16
 _LOCAL_THREADS = 4
@@ -150,9 +150,8 @@ class Root:
         return Found(name=name, step=step, status="empty" if is_empty else "uncommitted")
 
     def _judged(self, found: Found) -> Found:
-        return replace(
-            found, is_damaged=found.info is not None and _save(found.info) in self._damaged
-        )
+        is_damaged = found.info is not None and _save(found.info) in self._damaged
+        return replace(found, is_damaged=is_damaged)
 
     def _warn_of_name(self, info: CheckpointInfo, step: int | None) -> None:
         """Warn, once in a process, if a folder has the name of another step than was saved."""
@@ -208,7 +207,7 @@ class Root:
                 url = self.location.child(found.name).url
                 log.warning("%s is left out of the list: %s", url, found.problem)
         infos = [found.info for found in looked.values() if found.info is not None]
-        return sorted(infos, key=lambda i: (-1 if i.step is None else i.step, i.name))
+        return sorted(infos, key=by_step)
 
     def newest_first(self, deadline: Deadline) -> Iterator[Found]:
         """Yield what is found of each step, newest first; looks at a few at a time.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
@@ -14,14 +12,11 @@ from ckpt_storage.errors import CheckpointError, ConsolidationError, InvalidInpu
 from ckpt_storage.export.consolidate import (
     ConsolidateJob,
     ConsolidationReport,
-    output_location,
     run_consolidate,
-    track,
 )
 from ckpt_storage.export.options import ConsolidateOptions
-from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
-from ckpt_storage.store.deadline import Deadline
 
 Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
 """What `save(consolidate=...)` takes: whether, where to, or all options."""
@@ -32,7 +27,6 @@ def chained_job(
     source: Location,
     *,
     commits: Location | None,
-    rank: int,
     page_cache: PageCache,
     timeouts: Timeouts,
     retry: RetryPolicy | None,
@@ -53,43 +47,14 @@ def chained_job(
             f"consolidate is {chained!r:.80}.",
             next_step="Give True, the URL of the output, or ConsolidateOptions.",
         )
-    return ConsolidateJob(
-        source=source,
-        commits=commits,
-        output=output_location(source, output, options.output_storage_options),
-        options=replace(options, page_cache=options.page_cache or page_cache),
+    return ConsolidateJob.of(
+        source,
+        replace(options, output=output, page_cache=options.page_cache or page_cache),
         timeouts=timeouts,
-        retry=retry or RetryPolicy(),
-        track=partial(track, progress, rank),
+        retry=retry,
+        progress=progress,
+        commits=commits,
     )
-
-
-class _InOnePhase:
-    """An operation in which all that a consolidation does is one phase: the save is over."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-        self.rank = operation.rank
-        self.world_size = operation.world_size
-        self.is_coordinator = operation.is_coordinator
-
-    def phase(
-        self,
-        phase: Phase,  # noqa: ARG002  # planning is part of it
-        timeout_s: float | None = None,
-        *,
-        total_bytes: int = 0,
-    ) -> Deadline:
-        return self._operation.phase("consolidate", timeout_s, total_bytes=total_bytes)
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        return self._operation.gather(payload)
-
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        return self._operation.scatter(payloads)
-
-    def broadcast(self, payload: bytes) -> bytes:
-        return self._operation.broadcast(payload)
 
 
 def consolidate_committed(
@@ -102,7 +67,7 @@ def consolidate_committed(
     try:
         what = f"the consolidation of {info.url}"
         with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-            return run_consolidate(_InOnePhase(operation), job)
+            return run_consolidate(operation, job, as_one_phase=True)
     except CheckpointError as caught:
         error = caught
         failure = operation.failure()

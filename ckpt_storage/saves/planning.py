@@ -65,27 +65,32 @@ def structure_of(
     """Return the structure of a flat state; None if it has values that plan for themselves."""
     values: list[object] = []
     meshes: dict[int, object] = {}
-    # By identity, and kept alive meanwhile; tensors of one layer often share one tuple.
-    spelt: dict[int, tuple[object, Placements]] = {}
+    # By identity; tensors of one layer often share one tuple.
+    spelt: dict[int, Placements] = {}
+    # Equal parts are one object: the collector's passes cost more than everything else here.
+    one: dict[Any, Any] = {}
     for fqn, value in state.items():
         if type(value) in _PLAIN and parts_of(value) is None:
-            values.append((fqn, value.shape, value.dtype, value.layout, value.requires_grad))
+            shape = one.setdefault(value.shape, value.shape)
+            values.append((fqn, shape, value.dtype, value.layout, value.requires_grad))
         elif type(value) is DTensor:
             local = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
             if type(local) not in _PLAIN:
                 return None
-            mesh = value.device_mesh
+            mesh, placements = value.device_mesh, value.placements
             key = meshes.get(id(mesh))
             if key is None:
                 key = meshes[id(mesh)] = (mesh.mesh.tolist(), mesh.get_coordinate())
-            placements = value.placements
             if id(placements) not in spelt:
-                spelt[id(placements)] = placements, placements_key(placements)
+                spelling = placements_key(placements)
+                spelt[id(placements)] = one.setdefault(spelling, spelling)
+            shape, local_shape = value.shape, local.shape
             values.append(
                 (
-                    *(fqn, value.shape, value.dtype, value.requires_grad),
-                    *(local.shape, local.dtype, local.layout, local.requires_grad),
-                    *(spelt[id(placements)][1], key),
+                    *(fqn, one.setdefault(shape, shape), value.dtype, value.requires_grad),
+                    *(one.setdefault(local_shape, local_shape), local.dtype),
+                    *(local.layout, local.requires_grad),
+                    *(spelt[id(placements)], key),
                 )
             )
         elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):

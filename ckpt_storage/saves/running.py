@@ -20,17 +20,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.boardoperation import BoardOperation
 from ckpt_storage.coordination.failures import (
-    COORDINATOR,
     Report,
     as_checkpoint_errors,
     place_of,
     told_by,
 )
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import COORDINATOR
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.plans import plain_state
-from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -145,11 +144,11 @@ def save(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return save_on(Ranks.of(process_group), lambda: plain_state(state), url, options)
+    return save_on(RankGroup.of(process_group), lambda: plain_state(state), url, options)
 
 
 def save_on(
-    ranks: Ranks,
+    ranks: RankGroup,
     state: Callable[[], dict[str, Any]],
     url: str | os.PathLike[str],
     options: Callable[[], SaveOptions],
@@ -171,14 +170,14 @@ def save_on(
 
 @contextmanager
 def save_operation(
-    ranks: Ranks, url: str | os.PathLike[str], options: SaveOptions
-) -> Iterator[BoardOperation]:
+    ranks: RankGroup, url: str | os.PathLike[str], options: SaveOptions
+) -> Iterator[Operation]:
     """Run a save as one operation of all ranks.
 
     What a void one wrote is deleted at the end, if nobody writes any more; else it is freed as that
     of a dead save.
     """
-    operation: BoardOperation | None = None
+    operation: Operation | None = None
     what = f"the save to {place_of(url)}"
     try:
         with ranks.operation(what, timeouts=options.timeouts) as operation:
@@ -221,7 +220,6 @@ def run_save(
             options.consolidate,
             session.location,
             commits=options.commits,
-            rank=operation.rank,
             page_cache=options.page_cache,
             timeouts=options.timeouts,
             retry=options.retry,
@@ -277,7 +275,7 @@ class _Save:
                 raise
             raise told from error
         except BaseException as error:
-            if operation.current_phase == "commit":
+            if operation.deadline.phase == "commit":
                 # An interrupt leaves the request that commits on its way.
                 doubt = self._in_doubt(error)
                 self._announce(doubt)

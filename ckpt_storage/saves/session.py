@@ -11,12 +11,12 @@ from functools import cached_property
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from ckpt_storage.commit.assembly import commit_save
 from ckpt_storage.commit.attempt import Grant, begin
 from ckpt_storage.commit.cleaning import free_dead
-from ckpt_storage.commit.committing import commit_save
 from ckpt_storage.commit.delete import delete_attempt
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
     CheckpointError,

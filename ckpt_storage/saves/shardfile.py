@@ -5,22 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.format.crc import BlockHasher, combine_each, combine_many, crc32c_of
 from ckpt_storage.format.names import shard_path
-from ckpt_storage.format.rank_manifest import RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import Progress, TransferOptions, UnsafeValues
 from ckpt_storage.progress import reporting
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.writing import ObjectWriter
 
 log = logging.getLogger("ckpt_storage")
 
 _MOST_NAMED = 8
+
+_SMALL_BYTES = 64 << 10
+"""Up to here joining costs less than a buffer of its own."""
+
+_GATHER_BYTES = 1 << 20
+"""What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
+
+_LIES = ("item_start", "item_bytes", "payload_start", "payload_bytes")
+
+_Box = tuple[int, ...] | None
+
+_Row = tuple[int, int, _Box, _Box, int, int, int, int]
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
@@ -59,50 +73,156 @@ class ShardJob:
     with_bar: bool
 
 
-@dataclass(slots=True)
-class _Contents:
-    """What is in the file so far; strings and equal boxes are one object each."""
+class ShardFileWriter:
+    """Writes one shard file from front to back and records its checksums.
 
-    fqns: dict[str, int] = field(default_factory=dict)
-    dtypes: dict[str, int] = field(default_factory=dict)
-    boxes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    unsafe: dict[str, str] = field(default_factory=dict)
-    table: ShardTable = field(default_factory=ShardTable)
+    The calling thread computes CRCs and cuts parts. Large payloads are sent from where they lie and
+    must not change before `finish` returns. Frames and small payloads are gathered, so that 20,000
+    of them cost neither 20,000 buffers nor as many checksums to combine.
+    """
+
+    def __init__(self, writer: ObjectWriter, block_bytes: int) -> None:
+        self.position = 0
+        self.block_bytes = block_bytes
+        self.small_bytes = min(block_bytes, _SMALL_BYTES)
+        self.part_bytes = writer.part_bytes
+        self._writer = writer
+        self._frame: list[bytes] = []
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
+        # Of what was handed on, piece by piece: a payload, or all that was gathered before one.
+        self._crcs: list[int] = []
+        self._lengths: list[int] = []
+        # Of each large payload: its piece, and its first block.
+        self._payloads: list[tuple[int, int]] = []
+        self.frame_crcs: array[int] = array("I")
+        self.block_crcs: array[int] = array("I")
+
+    def frame(self, data: bytes) -> None:
+        """Append what lies between payloads."""
+        self._frame.append(data)
+        self.position += len(data)
+
+    def small_payload(self, data: bytes) -> None:
+        """Append one payload of at most `small_bytes`, which is at most a block."""
+        # Thousands of these: as few calls as there can be.
+        frame = b"".join(self._frame)
+        self._frame.clear()
+        self.frame_crcs.append(crc32c_of(frame))
+        if data:
+            self.block_crcs.append(crc32c_of(data))
+        self.position += len(data)
+        self._gathered += (frame, data)
+        self._gathered_bytes += len(frame) + len(data)
+        if self._gathered_bytes >= _GATHER_BYTES:
+            self._hand_on_gathered()
+
+    def payload(self, views: Iterable[memoryview]) -> int:
+        """Append one payload given as consecutive byte views; return its length in bytes."""
+        self._end_frame()
+        start = self.position
+        hasher = BlockHasher(self.block_bytes)
+        for view in views:
+            # Hash and queue in bounded steps, so that sending starts before a huge view is hashed.
+            for at in range(0, len(view), self.part_bytes):
+                piece = view[at : at + self.part_bytes]
+                hasher.update(piece)
+                self.position += len(piece)
+                self._writer.write(piece)
+        self._payloads.append((len(self._crcs), len(self.block_crcs)))
+        self.block_crcs.extend(hasher.finish())
+        # Known at the end: those of many payloads together cost less.
+        self._crcs.append(0)
+        self._lengths.append(self.position - start)
+        return self.position - start
+
+    def _end_frame(self) -> None:
+        data = b"".join(self._frame)
+        self._frame.clear()
+        self.frame_crcs.append(crc32c_of(data))
+        self._gathered.append(data)
+        self._hand_on_gathered()
+
+    def _hand_on_gathered(self) -> None:
+        data = b"".join(self._gathered)
+        self._gathered.clear()
+        self._gathered_bytes = 0
+        if data:
+            # A second pass over these bytes costs less than combining checksums of many pieces.
+            self._crcs.append(crc32c_of(data))
+            self._lengths.append(len(data))
+            self._writer.write(memoryview(data))
+
+    def finish(self) -> tuple[int, int]:
+        """Make the file visible and durable; return its length in bytes and its CRC-32C.
+
+        Raises what the store raised; then nothing is visible, and `abort` leaves nothing behind.
+        """
+        self._end_frame()
+        sizes = [self._lengths[piece] for piece, _ in self._payloads]
+        blocks: array[int] = array("I")
+        for (_, first), size in zip(self._payloads, sizes, strict=True):
+            blocks += self.block_crcs[first : first - (-size // self.block_bytes)]
+        crcs = combine_each(blocks, self.block_bytes, sizes)
+        for (piece, _), crc in zip(self._payloads, crcs, strict=True):
+            self._crcs[piece] = crc
+        self._writer.complete()
+        return self.position, combine_many(self._crcs, self._lengths)
+
+    def abort(self) -> None:
+        """Discard everything; idempotent. Raises `StorageError` if that fails."""
+        self._writer.abort()
+
+
+class _Contents:
+    """What is in the file so far, as columns; strings and equal boxes are one object each."""
+
+    def __init__(self) -> None:
+        self.fqns: dict[str, int] = {}
+        self.dtypes: dict[str, int] = {}
+        self.unsafe: dict[str, str] = {}
+        self._boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._rows: list[_Row] = []
 
     def write(self, file: ShardFileWriter, item: Item) -> None:
         """Append one item."""
         file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-        table, start, dtype = self.table, file.position, item.dtype
-        table.fqn.append(self.fqns.setdefault(item.fqn, len(self.fqns)))
-        table.item_start.append(start)
-        if dtype is None:
-            table.dtype.append(-1)
-            table.offsets.append(None)
-            table.sizes.append(None)
-            self._payload(file, item)
-        else:
-            box = self.boxes.setdefault
-            sizes = box(item.sizes, item.sizes)
-            table.dtype.append(self.dtypes.setdefault(dtype, len(self.dtypes)))
-            table.offsets.append(box(item.offsets, item.offsets))
-            table.sizes.append(sizes)
+        start, dtype, length = file.position, item.dtype, item.payload_bytes
+        kind, offsets, sizes, tail = -1, None, None, b""
+        if dtype is not None:
+            box = self._boxes.setdefault
+            kind = self.dtypes.setdefault(dtype, len(self.dtypes))
+            offsets, sizes = box(item.offsets, item.offsets), box(item.sizes, item.sizes)
             envelope = tensor_envelope(dtype, sizes)
             file.frame(envelope.head)
-            self._payload(file, item)
-            file.frame(envelope.tail)
-        table.item_bytes.append(file.position - start)
-
-    def _payload(self, file: ShardFileWriter, item: Item) -> None:
-        start, length = file.position, item.payload_bytes
+            tail = envelope.tail
+        payload_start = file.position
         views = item.views(file.part_bytes)
         if length <= file.small_bytes:
             file.small_payload(b"".join(views))
         else:
             file.payload(map(memoryview, views))
-        if file.position - start != length:
-            raise CheckpointError(f"{item.fqn} gave {file.position - start} bytes, not {length}.")
-        self.table.payload_start.append(start)
-        self.table.payload_bytes.append(length)
+        found = file.position - payload_start
+        if found != length:
+            raise CheckpointError(f"{item.fqn} gave {found} bytes, not {length}.")
+        if tail:
+            file.frame(tail)
+        fqn = self.fqns.setdefault(item.fqn, len(self.fqns))
+        lies = (start, file.position - start, payload_start, length)
+        self._rows.append((fqn, kind, offsets, sizes, *lies))
+
+    def table(self, file: ShardFileWriter) -> ItemTable:
+        """Return the items of the finished file; there is one at least."""
+        fqn, dtype, offsets, sizes, *lies = map(list, zip(*self._rows, strict=True))
+        return ItemTable(
+            fqn=fqn,
+            dtype=dtype,
+            offsets=offsets,
+            sizes=sizes,
+            **dict(zip(_LIES, lies, strict=True)),
+            block_crcs=file.block_crcs,
+            frame_crcs=file.frame_crcs,
+        )
 
 
 def write_shard(store: Store, items: Iterable[Item], job: ShardJob) -> RankManifest:
@@ -140,7 +260,7 @@ def _write_file(
         save_id=job.save_id,
         with_bar=job.with_bar,
     ) as on_bytes:
-        file = ShardFileWriter(
+        writer = ObjectWriter(
             store,
             path,
             options=job.options,
@@ -148,18 +268,26 @@ def _write_file(
             deadline=job.deadline,
             on_bytes=on_bytes,
         )
+        file = ShardFileWriter(writer, job.options.block_bytes)
         try:
             for item in items:
                 _check_safe(item, job, contents.unsafe)
                 contents.write(file, item)
                 job.deadline.check(f"Writing {path}")
-            return contents.table.shard_file(file, *file.finish())
+            size_bytes, crc32c = file.finish()
         except BaseException as error:
             try:
                 file.abort()
             except StorageError as failure:
                 error.add_note(f"Discarding the upload failed too: {failure}")
             raise
+    return ShardFile(
+        path=path,
+        size_bytes=size_bytes,
+        crc32c=crc32c,
+        block_bytes=file.block_bytes,
+        items=contents.table(file),
+    )
 
 
 def _check_safe(item: Item, job: ShardJob, unsafe: dict[str, str]) -> None:

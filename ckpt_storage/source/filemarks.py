@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_storage.commit import slotlog, stockfooter
+from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointGoneError,
@@ -58,7 +58,7 @@ def _committed(
             return found, None
         if not is_remote:
             # Elsewhere it costs two requests: `open_newest`, and who publishes, look there.
-            stockfooter.check_newest(store, found.head)
+            publishing.check_newest(store, found.head)
         try:
             manifest = read_manifest(store, found.head)
         except CheckpointGoneError:
@@ -313,7 +313,7 @@ def open_newest(
     """
     source, marks = open_marked(store, deadline=deadline, options=options)
     if isinstance(source, CommittedSource) and store.capabilities.is_remote:
-        stockfooter.check_newest(store, source.record)
+        publishing.check_newest(store, source.record)
     return source, marks
 
 

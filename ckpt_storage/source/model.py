@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-from ckpt_storage.commit import slotlog, stockfooter
+from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import (
     CheckpointGoneError,
     FormatError,
@@ -465,7 +465,7 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
         document = read_document(store, reference, save_id=save_id)
     except IntegrityError:
         # Perhaps of a save that was superseded and freed, and the newer slots were lost.
-        stockfooter.check_newest(store, record)
+        publishing.check_newest(store, record)
         raise
     body = unseal(document, path=reference.path)
     manifest = Manifest.from_body(body, where=reference.path)

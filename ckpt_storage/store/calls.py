@@ -52,42 +52,36 @@ def nothing_was_done(error: StorageError) -> bool:
     return cause is not None
 
 
-def _no() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """When calls end: a moment of the clock, and two reasons to stop before it.
+    """What ends calls: deadlines, and a reason to stop before them.
 
-    Once `cancelled` or `given_up` returns True no attempt is begun any more; once `given_up`
-    does, those under way are left behind as if their time were up. `throttled` is called after
-    every answer that asks for fewer requests.
+    Once `cancelled` returns True, or what a deadline belongs to has failed, no attempt is begun any
+    more; by such a failure those under way are left behind, too. `throttled` is called after every
+    answer that asks for fewer requests.
     """
 
-    at_s: float = math.inf
-    cancelled: Callable[[], bool] = _no
-    given_up: Callable[[], bool] | None = None
-    throttled: Callable[[], None] = lambda: None  # a default of a field
+    deadlines: tuple[Deadline, ...] = ()
+    cancelled: Callable[[], bool] = bool
+    throttled: Callable[[], object] = bool  # a default of a field
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a failure elsewhere may end calls."""
+        return any(deadline.is_watched for deadline in self.deadlines)
 
     @property
     def is_over(self) -> bool:
         """Whether no attempt may be begun, whatever the time."""
-        return self.cancelled() or (self.given_up is not None and self.given_up())
+        return self.cancelled() or self.has_failed()
 
-    def nearer(
-        self,
-        deadline: Deadline,
-        cancelled: Callable[[], bool] | None,
-        throttled: Callable[[], None] | None,
-    ) -> Bounds:
-        """Return these bounds with what a deadline and its operation add."""
-        return Bounds(
-            at_s=min(self.at_s, deadline.at_monotonic_s),
-            cancelled=cancelled or self.cancelled,
-            given_up=deadline.has_failed if deadline.is_watched else self.given_up,
-            throttled=throttled or self.throttled,
-        )
+    def has_failed(self) -> bool:
+        """Return whether what a deadline belongs to has failed."""
+        return any(deadline.has_failed() for deadline in self.deadlines)
+
+    def left_s(self) -> float:
+        """Return the seconds until the nearest deadline."""
+        return min((deadline.remaining_s() for deadline in self.deadlines), default=math.inf)
 
 
 @dataclass(slots=True)
@@ -126,8 +120,8 @@ class Caller:
 
     def cleaning_up(self) -> Caller:
         """Return a caller with a deadline of its own, near and for discarding what failed."""
-        at_s = self.clock() + CLEAN_UP_S
-        return self.within(Bounds(at_s=at_s, throttled=self.bounds.throttled))
+        deadline = Deadline("write", CLEAN_UP_S, self.clock)
+        return self.within(Bounds(deadlines=(deadline,), throttled=self.bounds.throttled))
 
     def run(
         self,
@@ -136,18 +130,16 @@ class Caller:
         *,
         repeat: Repeat = "always",
         extra_s: float = 0.0,
-        late: Callable[[T], None] | None = None,
     ) -> T:
         """Return what `call` returns, within deadline and repeated if that is right.
 
-        `what` names it for messages. `extra_s` (seconds) lengthens each attempt; `late` gets the
-        value of an attempt that ended after it was given up.
+        `what` names it for messages. `extra_s` (seconds) lengthens each attempt.
         """
         seen_count, may_refresh = self._refreshes.count, True
         start_s, attempt = self.clock(), 1
         while True:
             try:
-                return self._once(what, call, repeat=repeat, extra_s=extra_s, late=late)
+                return self._once(what, call, repeat=repeat, extra_s=extra_s)
             except StorageError as error:
                 failure = error
             if failure.kind == "throttled":
@@ -156,8 +148,7 @@ class Caller:
                 may_refresh = False
                 self._refresh(seen_count)
                 continue
-            ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
-            delay_s = self.random() * min(self.policy.max_delay_s, ceiling_s)
+            delay_s = self._delay_s(attempt)
             if not self._may_repeat(failure, repeat, attempt, delay_s):
                 if attempt > 1:
                     failure.add_note(f"Tried {attempt} times in {self.clock() - start_s:.1f} s.")
@@ -178,9 +169,8 @@ class Caller:
         *,
         repeat: Repeat = "always",
         extra_s: float = 0.0,
-        late: Callable[[T], None] | None = None,
     ) -> T:
-        left_s = self.bounds.at_s - self.clock()
+        left_s = self.bounds.left_s()
         if self.bounds.is_over:
             raise StorageError(
                 f"The {what} was not begun, because what it belongs to has failed.",
@@ -192,20 +182,30 @@ class Caller:
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
-        given_up = self.bounds.given_up
         return self.pool.run(
             call,
             timeout_s=min(self.request_timeout_s + extra_s, left_s),
             most_s=left_s,
             what=what,
             repeatable=repeat == "always",
-            late=late,
-            **({"cancelled": given_up} if given_up else {}),
+            **({"cancelled": self.bounds.has_failed} if self.bounds.is_watched else {}),
         )
+
+    def pause(self, attempt: int) -> bool:
+        """Sleep as after an attempt that failed; return whether there is time for another one."""
+        delay_s = self._delay_s(attempt)
+        if delay_s >= self.bounds.left_s():
+            return False
+        self._wait(delay_s)
+        return not self.bounds.is_over
+
+    def _delay_s(self, attempt: int) -> float:
+        ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
+        return self.random() * min(self.policy.max_delay_s, ceiling_s)
 
     def _wait(self, delay_s: float) -> None:
         """Sleep before the next attempt, in slices where it may be given up meanwhile."""
-        while self.bounds.given_up is not None and delay_s > _LOOK_S and not self.bounds.is_over:
+        while self.bounds.is_watched and delay_s > _LOOK_S and not self.bounds.is_over:
             self.sleep(_LOOK_S)
             delay_s -= _LOOK_S
         self.sleep(0.0 if self.bounds.is_over else delay_s)
@@ -218,14 +218,14 @@ class Caller:
             and error.kind not in _NEVER
             and attempt < self.policy.attempt_count
             and not self.bounds.is_over
-            and delay_s < self.bounds.at_s - self.clock()
+            and delay_s < self.bounds.left_s()
             and (repeat != "if-nothing-done" or nothing_was_done(error))
         )
 
     def _refresh(self, seen_count: int) -> None:
         """Renew credentials unless another thread has done so since `seen_count` was read."""
         shared = self._refreshes
-        left_s = min(self.request_timeout_s, self.bounds.at_s - self.clock())
+        left_s = min(self.request_timeout_s, self.bounds.left_s())
         if not shared.lock.acquire(timeout=max(0.0, left_s)):
             return
         try:

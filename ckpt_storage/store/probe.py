@@ -10,7 +10,7 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.names import probe_path
 
 from .store import Store
@@ -94,9 +94,8 @@ def _try_conditional_delete(store: Store, path: str) -> bool:
 
 def try_exclusive_create(store: Store, path: str) -> ProbeResult:
     """Create a new name twice, and remove it where deleting is allowed; raises as the probe."""
-    first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     try:
-        refusal = _create_first(store, path, first) or _create_again(store, path, first, second)
+        refusal = _refusal(store, path)
     finally:
         # No right to delete is no reason to fail, and the name is a known leftover.
         with contextlib.suppress(CheckpointError):
@@ -105,44 +104,29 @@ def try_exclusive_create(store: Store, path: str) -> ProbeResult:
     return ProbeResult(exclusive=not refusal, reason=refusal or kept)
 
 
-def _create_first(store: Store, path: str, data: bytes) -> str:
-    """Create a new name; return "" if it holds `data` now, else why that cannot be had.
-
-    Raises the error of the creation where nothing can be read back.
-    """
-    failure = None
+def _refusal(store: Store, path: str) -> str:
+    """Return why creation is not exclusive, "" if it is: the storage itself says that of a name."""
+    first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     try:
-        store.create(path, data)
-    except StorageError as error:
-        if error.kind == "unsupported":
-            return f"The storage refuses exclusive creation: {error}"
-        failure = error
-    try:
-        found = store.get(path).data
-    except StorageError as error:
-        if failure is None:
-            raise
-        raise failure from error
-    return "" if found == data else "The storage kept other content than was created."
-
-
-def _create_again(store: Store, path: str, first: bytes, second: bytes) -> str:
-    """Create the name that is taken until the storage answers; return "" if it keeps the first."""
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            store.create(path, second)
-        except StorageError as error:
-            failure = error
-        else:
-            return "The storage created a name a second time; it ignores the condition."
+        store.create(path, first)
         if store.get(path).data != first:
-            return "The storage refused to create a name a second time, but did it."
-        if failure.kind == "exists":
-            return ""
-        if failure.kind == "unsupported":
-            return f"The storage refuses exclusive creation: {failure}"
-        if attempt == _TRIES:
-            # No answer: the request may never have reached the storage.
-            raise failure
+            return "The storage kept other content than was created."
+        for _ in range(_TRIES):
+            try:
+                store.put_absent(path, second)
+            except StorageError as error:
+                failure = error
+            else:
+                return "The storage created a name a second time; it ignores the condition."
+            if store.get(path).data != first:
+                return "The storage refused to create a name a second time, but did it."
+            if failure.kind == "exists":
+                return ""
+            if failure.kind == "unsupported":
+                break
+    except UnsupportedByStoreError as error:
+        failure = error
+    if failure.kind == "unsupported":
+        return f"The storage refuses exclusive creation: {failure}"
+    # No answer: the request may never have reached the storage.
+    raise failure

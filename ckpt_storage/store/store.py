@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
+    IntegrityError,
     InvalidInputError,
     StorageError,
-    UnsupportedByStoreError,
 )
-from ckpt_storage.options import RetryPolicy
 
+from .access import Access
 from .backend import (
     DELETE_COUNT,
     Backend,
-    Capabilities,
     Content,
     CopySource,
     ObjectInfo,
@@ -27,9 +24,8 @@ from .backend import (
     Range,
     TooLongError,
 )
-from .calls import Caller, Repeat, system_random
+from .calls import Bounds, Caller, Repeat, nothing_was_done
 from .deadline import Deadline
-from .problems import Call, explain
 from .reads import Reading, too_long
 from .timed import moved
 from .upload import Upload
@@ -38,8 +34,11 @@ log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
+_DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
+"""Answers that prove that nothing was put, and that change nothing about an earlier request."""
 
-class Store:
+
+class Store(Access):
     """One root on one storage: every call ends in time, and was repeated where that is right.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
@@ -53,53 +52,8 @@ class Store:
     fork; it is not pickled.
     """
 
-    def __init__(
-        self,
-        backend: Backend | Callable[[], Backend],
-        *,
-        url: str,
-        scrub: Callable[[str], str] = str,
-        policy: RetryPolicy | None = None,
-        request_timeout_s: float = 300.0,
-        scope: Callable[[], Hashable] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = system_random,
-    ) -> None:
-        self.url = url
-        self.policy = policy or RetryPolicy()
-        self.scope = scope
-        self.deadline = Deadline("commit", math.inf)
-        self._scrub = scrub
-        self._request_timeout_s = request_timeout_s
-        self._open = backend
-        self._opened: dict[str, Backend] = {}
-        if isinstance(backend, Backend):
-            self._opened[""] = backend
-        self._is_view = False
-        self._caller = Caller(
-            url=url,
-            refresh=self._refresh,
-            policy=self.policy,
-            request_timeout_s=request_timeout_s,
-            clock=clock,
-            sleep=sleep,
-            random=random,
-        )
-
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("A Store is not pickled; open it again from its Location.")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the storage can do; nothing is asked of it."""
-        known = self._opened.get("")
-        if known is None:
-            known = self.run("opening", "", lambda backend: backend)
-        return known.capabilities
 
     def bounded(
         self,
@@ -114,8 +68,13 @@ class Store:
         no attempt is begun any more. Once what the deadline belongs to has failed, those under way
         are left behind, too. `throttled` is called after every answer that asks for fewer requests.
         """
-        caller = self._caller
-        view = self._view(caller.within(caller.bounds.nearer(deadline, cancelled, throttled)))
+        known = self._caller.bounds
+        bounds = Bounds(
+            deadlines=(*known.deadlines, deadline),
+            cancelled=cancelled or known.cancelled,
+            throttled=throttled or known.throttled,
+        )
+        view = self._view(self._caller.within(bounds))
         view.deadline = deadline
         return view
 
@@ -183,9 +142,10 @@ class Store:
     def create(self, path: str, data: bytes) -> None:
         """Put a whole object if nothing is there; the storage decides in one step.
 
-        Raises `StorageError` of kind "exists" if something is there, and
-        `UnsupportedByStoreError` if the storage cannot decide it. Repeated only after errors that
-        prove nothing was done; what others mean, the caller judges by reading back.
+        By `data`, which nobody else puts there, a lost answer is settled. Raises `StorageError` of
+        kind "exists" if something else is there; of kind "unknown" if nobody can tell whether it
+        was created, or whether it will stay; of any other if it was not. Raises
+        `UnsupportedByStoreError` if the storage cannot decide it.
         """
         if not self.capabilities.exclusive_create:
             raise self._unable(
@@ -194,6 +154,10 @@ class Store:
                 "Let only one job save here at a time, or pass commit_url= of a storage that has "
                 "it.",
             )
+        self._settled("exclusive creation", path, data, if_absent=True)
+
+    def put_absent(self, path: str, data: bytes) -> None:
+        """Ask the storage once to create an object; what a failure did, nobody has looked at."""
         try:
             self._put("exclusive creation", path, data, repeat="if-nothing-done", if_absent=True)
         except StorageError as error:
@@ -201,27 +165,106 @@ class Store:
                 error.kind = "exists"
             raise
 
+    def create_alone(self, path: str, data: bytes) -> None:
+        """Do what `create` does by a look and a put: safe while nobody else writes the name."""
+        if self._look(path, data, None) == "other":
+            raise self._taken("creation", path, "exists")
+        self._settled("creation", path, data)
+
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put a whole object in place of what may be there; durable on return.
 
-        With `if_match` only if the object is still of that version, else kind "precondition"; then
-        repeated only if nothing was done. Without it, not repeated after it was given up: the late
-        one might overtake.
+        With `if_match` only if the object is still of that version, else kind "precondition"; a
+        lost answer is settled as by `create`. Without it, not repeated after it was given up: the
+        late one might overtake.
         """
-        if if_match is not None and not self.capabilities.if_match:
+        if if_match is None:
+            self._put("replace", path, data, repeat="unless-abandoned")
+        elif not self.capabilities.if_match:
             raise self._unable(
                 path,
                 "cannot replace an object only if it is of a given version",
                 "Replace it without if_match, and read it back.",
             )
-        repeat: Repeat = "unless-abandoned" if if_match is None else "if-nothing-done"
+        else:
+            self._settled("replace", path, data, if_match=if_match)
+
+    def _settled(
+        self,
+        operation: str,
+        path: str,
+        data: bytes,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Put an object under a condition; read back what a failure did, and try again in doubt."""
+        self._check_fits(path, data)
+        is_posix = self.capabilities.kind == "posix"
+        in_doubt, unsynced = False, False
+        for attempt in range(1, self.policy.attempt_count + 1):
+            try:
+                self._put(
+                    operation,
+                    path,
+                    data,
+                    repeat="if-nothing-done",
+                    if_absent=if_absent,
+                    if_match=if_match,
+                )
+            except StorageError as error:
+                failure = error
+            else:
+                return
+            kind = failure.kind
+            if is_posix and kind not in {"exists", "timeout"}:
+                # The name is linked first and its folder synced then. A failed fsync proves
+                # nothing, and must not be tried again.
+                unsynced = True
+                in_doubt |= failure.retryable
+            else:
+                # What was not answered may still arrive.
+                in_doubt |= not (kind in _DEFINITE or nothing_was_done(failure))
+            found = self._look(path, data, if_match)
+            if found == "other":
+                refusal = "exists" if if_match is None else "precondition"
+                raise self._taken(operation, path, refusal) from failure
+            if found == "ours" and not unsynced:
+                return
+            if not in_doubt and (found == "nothing" or not unsynced):
+                raise failure
+            last = found == "ours" or attempt == self.policy.attempt_count
+            if last or not self._caller.pause(attempt):
+                break
+        there = "; it is there, but" if found == "ours" else ""
+        raise StorageError(
+            f"The outcome of the {operation} of {self.shown(path)} is not known{there}: {failure}",
+            kind="unknown",
+            path=self.shown(path),
+            next_step="Look at the object when the storage answers again.",
+        ) from failure
+
+    def _look(self, path: str, data: bytes, version: str | None) -> str:
+        """Return whose an object is: "ours", "other", "nothing" new, or "untold"."""
         try:
-            self._put("replace", path, data, repeat=repeat, if_match=if_match)
+            found = self.get(path, max_bytes=len(data) if version is None else None)
+        except IntegrityError:
+            return "other"
         except StorageError as error:
-            # An object that is gone, too, is no longer of the version that was read.
-            if if_match is not None and error.kind in {"exists", "not-found"}:
-                error.kind = "precondition"
-            raise
+            if error.kind != "not-found":
+                return "untold"
+            return "nothing" if version is None else "other"
+        if found.data == data:
+            return "ours"
+        return "nothing" if version is not None and found.version == version else "other"
+
+    def _taken(self, operation: str, path: str, kind: str) -> StorageError:
+        return StorageError(
+            f"The {operation} of {self.shown(path)} was refused: something else is there.",
+            kind=kind,
+            path=self.shown(path),
+            next_step="Read it again; somebody else wrote it.",
+        )
 
     def upload(
         self,
@@ -387,71 +430,6 @@ class Store:
         finally:
             self._caller.pool.close()
 
-    def shown(self, path: str) -> str:
-        """Return the URL of a path, for messages."""
-        return f"{self.url.rstrip('/')}/{path}".rstrip("/")
-
-    def run(
-        self,
-        operation: str,
-        path: str,
-        call: Callable[[Backend], T],
-        *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
-        late: Callable[[Backend, T], None] | None = None,
-    ) -> T:
-        """Return what `call` makes of the backend; see `Caller.run`. For uploads of this store."""
-        return self._caller.run(
-            f"{operation} of {self.shown(path)}",
-            lambda: self.bordered(operation, path, call),
-            repeat=repeat,
-            extra_s=extra_s,
-            late=None if late is None else lambda value: late(self._backend(), value),
-        )
-
-    def _backend(self) -> Backend:
-        known = self._opened.get("")
-        if known is None and not isinstance(self._open, Backend):
-            # Of two threads that open it at once, both go on with one.
-            known = self._opened.setdefault("", self._open())
-        assert known is not None  # noqa: S101  # what is open from the start is known
-        return known
-
-    def _refresh(self) -> None:
-        self.bordered("refresh of the credentials", "", lambda backend: backend.refresh())
-
-    def bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
-        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
-        try:
-            return call(self._backend())
-        except Exception as error:  # noqa: BLE001  # backends raise any type
-            failure = self.explain(error, operation, path)
-        # Raised here, not where it was caught: the foreign one may carry credentials, and
-        # its traceback the caller's buffers.
-        try:
-            raise failure
-        finally:
-            # The traceback leads to this frame, and the frame must not lead back.
-            del failure
-
-    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
-        """Return what an exception of the backend means, without credentials."""
-        known = self._opened.get("")
-        told: Exception = error
-        if known is not None and not isinstance(error, CheckpointError):
-            told = known.explain(error) or error
-        if isinstance(told, CheckpointError) and not isinstance(told, StorageError):
-            return told
-        about = Call(
-            name=operation,
-            path=self.shown(path),
-            endpoint="" if known is None else known.endpoint,
-            timeout_s=self._request_timeout_s,
-            scrub=self._scrub,
-        )
-        return explain(told, about)
-
     def _put(
         self,
         operation: str,
@@ -462,7 +440,15 @@ class Store:
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put an object; one that is too long is refused before it is sent."""
+        self._check_fits(path, data)
+
+        def put(backend: Backend) -> None:
+            backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
+
+        self.run(operation, path, put, repeat=repeat)
+
+    def _check_fits(self, path: str, data: bytes) -> None:
+        """Refuse an object that is too long for one request."""
         most_bytes = self.capabilities.max_put_bytes
         if most_bytes is not None and len(data) > most_bytes:
             raise StorageError(
@@ -472,16 +458,6 @@ class Store:
                 next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
                 "large, save with stock_metadata='never'.",
             )
-
-        def put(backend: Backend) -> None:
-            backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
-
-        self.run(operation, path, put, repeat=repeat)
-
-    def _unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
-        return UnsupportedByStoreError(
-            f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
-        )
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:

@@ -7,7 +7,6 @@ starting one costs more than most calls.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -86,7 +85,6 @@ class _Worker(threading.Thread):
         self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.is_abandoned = False
         self.moved_s = 0.0
-        self._late: Callable[[Any], None] | None = None
         self._lock = threading.Lock()
         self.start()
 
@@ -100,17 +98,12 @@ class _Worker(threading.Thread):
                 error = caught
             del call
             with self._lock:
-                if not self.is_abandoned:
-                    self.answers.put((value, error))
-                    # Held in no variable while waiting: both may keep much memory alive.
-                    del value, error
-                    continue
-            # Whatever it raises, nobody waits for this call any more.
-            with contextlib.suppress(Exception):
-                if error is None and self._late is not None:
-                    self._late(value)
-            _ABANDONED.discard(self)
-            return
+                if self.is_abandoned:
+                    _ABANDONED.discard(self)
+                    return
+                self.answers.put((value, error))
+            # Held in no variable while waiting: both may keep much memory alive.
+            del value, error
 
     def answer(
         self, timeout_s: float, most_s: float, cancelled: Callable[[], bool]
@@ -127,12 +120,12 @@ class _Worker(threading.Thread):
                 if cancelled() or time.monotonic() >= end_s:
                     return None
 
-    def abandon(self, what: str, late: Callable[[Any], None] | None) -> bool:
+    def abandon(self, what: str) -> bool:
         """Leave the thread to its call, unless that has just ended; return whether it was left."""
         with self._lock:
             if not self.answers.empty():
                 return False
-            self.is_abandoned, self._late = True, late
+            self.is_abandoned = True
             _ABANDONED.add(self)
         self.name = f"ckpt-storage abandoned: {what}"
         return True
@@ -167,7 +160,6 @@ class TimedPool:
         most_s: float = math.inf,
         what: str,
         repeatable: bool,
-        late: Callable[[T], None] | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
@@ -175,8 +167,7 @@ class TimedPool:
         They count from the last `moved`, but `most_s` (seconds) is the limit of it all.
 
         Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon
-        after `cancelled` returned True. If the call returns after all, `late` gets its value, in
-        the abandoned thread.
+        after `cancelled` returned True.
         """
         halted()
         worker = self._take()
@@ -186,10 +177,10 @@ class TimedPool:
             answer = worker.answer(timeout_s, most_s, cancelled)
         except BaseException:
             # An interrupt of the main thread: the call goes on without anyone waiting.
-            if not worker.abandon(what, late):
+            if not worker.abandon(what):
                 worker.calls.put(None)
             raise
-        if answer is None and worker.abandon(what, late):
+        if answer is None and worker.abandon(what):
             raise _given_up(what, timeout_s, is_late=not cancelled(), repeatable=repeatable)
         value, error = answer or worker.answers.get()
         self._give_back(worker)

@@ -16,8 +16,7 @@ from ckpt_storage.errors import (
 )
 
 from .backend import Backend, CopySource, ObjectInfo, Part, PartCopy
-from .calls import Repeat
-from .timed import AbandonedError
+from .timed import AbandonedError, moved
 
 if TYPE_CHECKING:
     from .store import Store
@@ -255,24 +254,19 @@ class Upload:
             if self._token is None:
                 if self._state != "open":
                     raise self._ended()
-                self._token = self._reserved() or self._begin(None, "always", 0.0)
+                try:
+                    self._token = self._begin(self._size_hint)
+                except StorageError as error:
+                    if self._size_hint is None or error.kind not in _UNSURE:
+                        raise
+                    # The space was asked for once; it goes on without.
+                    self._token = self._begin(None)
             return self._token
 
-    def _reserved(self) -> str | None:
-        """Begin with the space that is hinted at; None if that cannot be said to have worked."""
-        hint = self._size_hint
-        try:
-            if hint is not None:
-                return self._begin(hint, "if-nothing-done", hint / _RESERVE_BYTES_PER_S)
-        except StorageError as error:
-            if error.kind not in _UNSURE:
-                raise
-        return None
-
-    def _begin(self, size_hint: int | None, repeat: Repeat, extra_s: float) -> str:
+    def _begin(self, size_hint: int | None) -> str:
         def begin(backend: Backend) -> str:
             try:
-                return backend.begin_upload(
+                token = backend.begin_upload(
                     self._path,
                     write_id=self.write_id,
                     if_absent=self._if_absent,
@@ -282,14 +276,20 @@ class Upload:
             except Exception as error:
                 self._was_begun_unseen |= self._kind_of(error) in _UNSURE
                 raise
+            try:
+                moved()
+            except AbandonedError:
+                # It was given up meanwhile, so nobody else could end it.
+                backend.abort_upload(self._path, token)
+                raise
+            return token
 
         return self._store.run(
             "start of the upload",
             self._path,
             begin,
-            repeat=repeat,
-            extra_s=extra_s,
-            late=lambda backend, token: backend.abort_upload(self._path, token),
+            repeat="always" if size_hint is None else "if-nothing-done",
+            extra_s=(size_hint or 0) / _RESERVE_BYTES_PER_S,
         )
 
     def _sending(self, number: int, operation: str, call: Callable[[Backend, str], T]) -> T:

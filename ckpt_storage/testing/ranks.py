@@ -46,7 +46,7 @@ _STOP_TIMEOUT_S = 10.0
 _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
-    "ckpt_storage.loads.loading",
+    "ckpt_storage.loads.load",
     "ckpt_storage.saves.running",
 ]
 

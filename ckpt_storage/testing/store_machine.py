@@ -61,10 +61,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store.capabilities.exclusive_create)
     @rule(path=_PATHS, data=_CONTENTS)
     def create(self, path: str, data: bytes) -> None:
-        """A create succeeds if and only if the name is free."""
+        """A create succeeds if and only if nothing else is there."""
+        there = self.model.setdefault(path, data)
         kind = _refused(lambda: self.store.create(path, data))
-        assert kind == ("exists" if path in self.model else None)
-        self.model.setdefault(path, data)
+        assert kind == ("exists" if there != data else None)
 
     @rule(path=_PATHS, data=_CONTENTS)
     def replace(self, path: str, data: bytes) -> None:

@@ -96,32 +96,34 @@ def copies_of(capabilities: Capabilities) -> int:
     return 2 if capabilities.is_remote and not capabilities.streams_parts else 1
 
 
-class PartSender:
-    """Sends the parts of one new object; ended by `complete` or `abort`.
+class ObjectWriter:
+    """Writes one new object from front to back, in parts; ended by `complete` or `abort`.
 
     Where a request costs a round trip, or several local writes were asked for, threads send the
     parts. Else the caller's own thread does, while their bytes, just hashed, are still in the
     processor's cache. The memory of the process's transfers together stays below
-    `memory_limit_bytes`.
+    `memory_limit_bytes`. What is written must stay as it is until `complete` returns.
     """
 
-    def __init__(  # one call site, all named
+    def __init__(  # two call sites, all named
         self,
         store: Store,
         path: str,
         *,
-        part_bytes: int,
         planned_bytes: int,
         options: TransferOptions,
         deadline: Deadline,
         on_bytes: Callable[[int], None],
     ) -> None:
         capabilities = store.capabilities
+        self.part_bytes = part_bytes_for(capabilities, options, planned_bytes)
+        self._part: list[memoryview] = []
+        self._part_size = 0
         self._path = path
         self._what = f"Writing {path}"
         self._planned_bytes = planned_bytes
         self._limit_bytes = options.memory_limit_bytes
-        self._cost_bytes = part_bytes * copies_of(capabilities)
+        self._cost_bytes = self.part_bytes * copies_of(capabilities)
         self._deadline = deadline
         self._on_bytes = on_bytes
         self._upload: Upload | None = None
@@ -136,17 +138,24 @@ class PartSender:
         self._thread_count = most
         self._workers: Workers | None = None
 
-    def claim(self) -> None:
-        """Wait until there is memory for the next part; to be called before its bytes are made."""
-        if not self._claimed_bytes:
-            BUDGET.acquire(self._cost_bytes, limit_bytes=self._limit_bytes, deadline=self._deadline)
-            self._claimed_bytes = self._cost_bytes
+    def write(self, view: memoryview) -> None:
+        """Append bytes. Waits until there is memory for them; raises what sending a part raised."""
+        while len(view):
+            if self._part_size == self.part_bytes:
+                self._send(last=False)
+            if not self._claimed_bytes:
+                BUDGET.acquire(
+                    self._cost_bytes, limit_bytes=self._limit_bytes, deadline=self._deadline
+                )
+                self._claimed_bytes = self._cost_bytes
+            room = self.part_bytes - self._part_size
+            piece, view = view[:room], view[room:]
+            self._part.append(piece)
+            self._part_size += len(piece)
 
-    def send(self, views: list[memoryview], size_bytes: int, *, last: bool) -> None:
-        """Send the next part: consecutive views, taken out of the list once nobody reads them.
-
-        Raises what sending it, or an earlier one, raised.
-        """
+    def _send(self, *, last: bool) -> None:
+        views, size_bytes = self._part, self._part_size
+        self._part, self._part_size = [], 0
         upload = self._begun()
         number, offset = self._part_count, self._sent_bytes
         claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
@@ -192,15 +201,16 @@ class PartSender:
             )
         return self._workers
 
-    def complete(self, total_bytes: int) -> None:
+    def complete(self) -> None:
         """Wait until all parts are on the storage, make the object visible and durable.
 
         Raises what failed.
         """
+        self._send(last=True)
         upload = self._begun()
         if self._workers is not None:
             self._workers.drain()
-        upload.complete(total_bytes)
+        upload.complete(self._sent_bytes)
         self._deadline.ended_file()
         self._stop()
 

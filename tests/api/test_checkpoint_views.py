@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt_storage
-from ckpt_storage.format.boxes import Box, Grid
+from ckpt_storage.format.boxes import Box, Grid, GridBoxes
 from ckpt_storage.inspect.checkpoint import Checkpoint, diff, open_checkpoint
 from ckpt_storage.inspect.facts import Entry, Sharding
 from ckpt_storage.inspect.html import TreeView, sharding_svg
@@ -109,7 +109,7 @@ def test_a_name_may_be_a_prefix_of_another() -> None:
 
 def test_names_nested_without_end_are_shown() -> None:
     """Thousands of levels, branching or not, neither overflow the stack nor fill the page."""
-    whole = Sharding(shape=(), chunks=[(Box((), ()), 0)])
+    whole = Sharding(shape=(), boxes=[Box((), ())], owners=[0])
     deep = [Entry(fqn="a" + ".a" * i, dtype="int8") for i in range(1200)]
     chain = [Entry(fqn=".".join("a" * 10_000), dtype="int8")]
     assert len(tree_of(chain).children) == 1
@@ -192,7 +192,7 @@ def test_a_huge_checkpoint_is_cut_short() -> None:
     """Views stay small however many names there are, and say that there are more."""
     names = [f"m.{'x' * (i % 7)}{i}.w" for i in range(5000)]
     root = tree_of(Entry(fqn=name, dtype="int8", shape=(i,)) for i, name in enumerate(names))
-    whole = Sharding(shape=(1,), chunks=[(Box((0,), (1,)), 0)])
+    whole = Sharding(shape=(1,), boxes=[Box((0,), (1,))], owners=[0])
     view = TreeView(root=root, sharding_of=lambda _: whole)
     assert str(view).count("\n") <= 400
     assert "more names" in str(view)
@@ -227,7 +227,8 @@ def test_pictures_are_tiled_by_chunks(
     count = 1
     for cut in cuts:
         count *= len(cut)
-    svg = sharding_svg(Sharding(shape=shape, grid=Grid(cuts, tuple(range(count)))))
+    boxes = GridBoxes(Grid(cuts, tuple(range(count))), shape)
+    svg = sharding_svg(Sharding(shape=shape, boxes=boxes, owners=boxes.grid.owners))
     found = rectangles(svg)
     view = [float(n) for n in ET.fromstring(svg).get("viewBox", "").split()]  # noqa: S314  # our own
     assert len(found) == count

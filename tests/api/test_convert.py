@@ -401,6 +401,17 @@ def test_records_of_a_torch_file_may_lie_in_any_order(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "c" / "model.safetensors"), state)
 
 
+def test_a_torch_file_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
+    """Its elements would arrive with their bytes in the wrong order."""
+    torch.save({"t": torch.arange(4.0)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("/byteorder") else old.read(name))
+    with pytest.raises(FormatError, match="big-endian"):
+        convert(tmp_path / "b.pt", tmp_path / "dst", to="safetensors")
+    assert not (tmp_path / "dst").exists()
+
+
 def assert_holds(state: dict[str, Any], expected: dict[str, np.ndarray], how: str) -> None:
     """Assert that a nested state has the tensors `expected`, bit by bit."""
     flat = flatten_state_dict(state)[0]

@@ -179,17 +179,16 @@ def test_exports_of_the_same_save_go_with_it(source: Path, tmp_path: Path) -> No
 def test_what_lies_beside_an_export_is_never_believed_by_its_length(
     source: Path, tmp_path: Path
 ) -> None:
-    """A configuration that was edited to the same length is copied again, one alike is kept."""
+    """A configuration that was edited to the same length is copied again; no weights are."""
     consolidate(source)
     (source / "hf" / "config.json").write_text('{"rope": 10000}')
-    (source / "hf" / "tokenizer.json").write_text("{}")
     copy(source, tmp_path / "dst")
     (source / "hf" / "config.json").write_text('{"rope": 50000}')
-    kept = (tmp_path / "dst" / "hf" / "tokenizer.json").stat()
+    kept = (tmp_path / "dst" / "hf" / "model.safetensors").stat()
     report = copy(source, tmp_path / "dst")
     assert report.exports == ("hf",)
     assert (tmp_path / "dst" / "hf" / "config.json").read_text() == '{"rope": 50000}'
-    assert (tmp_path / "dst" / "hf" / "tokenizer.json").stat().st_ino == kept.st_ino
+    assert (tmp_path / "dst" / "hf" / "model.safetensors").stat().st_ino == kept.st_ino
 
 
 def test_a_configuration_of_another_export_is_replaced(source: Path, tmp_path: Path) -> None:

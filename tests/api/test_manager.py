@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -126,6 +127,20 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         assert step_in(state) == step
     with pytest.raises(CheckpointGoneError):
         ckpt_storage.load(blank(), tmp_path / "step-00000001")
+
+
+def test_what_died_beside_a_kept_save_goes_in_time(tmp_path: Path) -> None:
+    """A save crashed, and its step was saved again: a prune a day later frees the dead one."""
+    with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        save(manager, 1)
+    dead = tmp_path / "step-00000001/saves/20200101T000000Z-0123456789abcdef"
+    dead.mkdir()
+    (dead / "__0_0.distcp").write_bytes(b"half")
+    os.utime(dead / "__0_0.distcp", (0, 0))
+    with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        save(manager, 2)
+    assert not dead.exists()
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_without_policies_nothing_is_deleted(tmp_path: Path) -> None:
@@ -424,6 +439,8 @@ def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         return answer
 
     with manager_of(tmp_path, preemption=hook) as manager:
+        clock_s = itertools.count()
+        manager._schedule._clock = lambda: float(next(clock_s))  # noqa: SLF001  # not public
         due = [step for step in range(1, 200) if manager.should_save(step)]
         assert len(due) == 1
         assert manager.preempted == "the preemption hook on rank 0"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.manager.job import Job
 from ckpt_storage.manager.root import Uses
-from ckpt_storage.manager.upkeep import Job
 from ckpt_storage.store.deadline import Deadline
 
 LONG_S = 60.0

@@ -14,7 +14,6 @@ from remote_tools import ops, options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, verify
-from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
@@ -126,15 +125,16 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server) -> None:
     )
     store = open_store("s3://bkt/run", storage_options=options_of(server))
     content = memoryview(bytes(range(256)) * (256 << 10))
-    file = ShardFileWriter(
+    file = writing.ObjectWriter(
         store,
         "saves/x",
         options=options,
         planned_bytes=len(content),
         deadline=Deadline("write", 60),
+        on_bytes=lambda _: None,
     )
-    file.payload([content])
-    file.finish()
+    file.write(content)
+    file.complete()
     store.close()
     assert server.dump()["run/saves/x"] == content
     assert limit_bytes // 2 <= BUDGET.peak_bytes <= limit_bytes

@@ -40,9 +40,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit.assemble import assemble
-from ckpt_storage.commit.committing import commit_save
-from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.commit.assembly import assemble, commit_save
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.stock import planned_of
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
@@ -271,7 +270,7 @@ def simulate(
     def counted(location: Location, **options: Any) -> Store:
         return cast("Store", _Counted(open_store(location, **options), answers))
 
-    with patch("ckpt_storage.loads.loader.open_store", counted):
+    with patch("ckpt_storage.loads.session.open_store", counted):
         started = time.perf_counter()
         found = CheckpointStorageReader(url).read_metadata()
         metadata_s = time.perf_counter() - started

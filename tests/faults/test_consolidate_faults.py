@@ -21,11 +21,11 @@ from consolidate_cases import files_in, tensors_of
 from dcp_cases import seeded
 from fault_tools import Opener
 from fsspec.implementations.memory import MemoryFileSystem
+from memory_keys import MemoryKeys
 
 import ckpt_storage
-from ckpt_storage.coordination import boardoperation as operation_module
-from ckpt_storage.coordination.board import LocalBoard
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,
@@ -179,21 +179,23 @@ class Folder:
     ) -> list[Ended]:
         """Consolidate on threads; return how each ended."""
         self._wrap = wrap or (lambda _, backend: backend)
-        board = LocalBoard()
+        board = MemoryKeys()
         job = ConsolidateJob(
-            source=Location.of(f"{self.place.url}/v{version}"),
-            output=Location.of(f"{self.place.url}/{output}"),
+            setting=run_module.Setting(
+                source=Location.of(f"{self.place.url}/v{version}"),
+                target=Location.of(f"{self.place.url}/{output}"),
+                timeouts=Timeouts.of(30),
+                thread_count=1,
+            ),
             options=ConsolidateOptions(max_file_bytes=480_000 // file_count),
-            timeouts=Timeouts.of(30),
-            thread_count=1,
         )
         ended: dict[int, Ended] = {}
 
         def rank_main(rank: int) -> None:
             self._rank.value = rank
-            coordinator = Ranks(board, rank=rank, world_size=world_size, look_s=0.002)
+            coordinator = RankGroup(board, rank=rank, world_size=world_size, look_s=0.002)
             try:
-                with coordinator.operation("the test", timeouts=job.timeouts) as operation:
+                with coordinator.operation("the test", timeouts=job.setting.timeouts) as operation:
                     operation.meet(job.terms())
                     report = run_consolidate(operation, job)
             except BaseException as error:  # noqa: BLE001  # the death of a process, too

@@ -19,10 +19,13 @@ from fault_tools import Faulty
 import ckpt_storage
 import ckpt_storage.export.output
 from ckpt_storage import verify
+from ckpt_storage.commit.delete import delete
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
+from ckpt_storage.export.removal import remove_exports
+from ckpt_storage.store import Location
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 Call = Callable[[Path, Path], object]
@@ -133,3 +136,17 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
             assert left == {path for path in names if not path.startswith(".ckpt-storage")}, at
         faulty.close()
         shutil.rmtree(root)
+
+
+def test_what_is_deleted_needs_no_list_of_uploads(tmp_path: Path, faulty: Faulty) -> None:
+    """Who may not list open uploads removes exports and checkpoints all the same."""
+    root = tmp_path / "dst" / "run"
+    save(STATE, root)
+    consolidate(root)
+    faulty.rules = [
+        Rule(action="error", operation="list_uploads", kind="permission", hit_count=None)
+    ]
+    store = faulty(Location.of(root))
+    assert remove_exports(store) == []
+    assert delete(store)
+    assert [path for path in files_below(root) if not path.startswith("commits/")] == []

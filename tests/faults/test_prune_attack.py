@@ -267,6 +267,23 @@ def test_a_sweep_frees_what_died_beside_what_is_kept() -> None:
     assert any(alive.save_id in path for path in disk.files)
 
 
+def test_prunes_sweep_the_kept_steps_in_turn() -> None:
+    """What died beside a kept checkpoint goes without a sweep, one step a prune."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (1, 2, 3):
+        attempted(at(store, step))
+        save(store, step)
+    disk.clock_s += 2 * DAY_S
+    before = heads(disk.files)
+    one, freed = pruner(store, KeepLatest(3), disk), []
+    for _ in range(4):
+        one.prune(Deadline("commit", 600))
+        freed.append(len(one.sweep_next(Deadline("commit", 600)).freed))
+    assert freed == [1, 1, 1, 0]
+    assert heads(disk.files) == before
+
+
 def test_probes_that_were_cut_go_a_day_later() -> None:
     """A sweep removes them at the root and beside checkpoints; younger ones may be in use."""
     disk = Disk()

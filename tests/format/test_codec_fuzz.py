@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import SAVE_ID, Written, manifest_of, reports_of
 
-from ckpt_storage.commit.assemble import assemble
-from ckpt_storage.commit.reporttable import Planned
+from ckpt_storage.commit.assembly import assemble
+from ckpt_storage.commit.report import Planned
 from ckpt_storage.errors import FormatError, UnsafeContentError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest

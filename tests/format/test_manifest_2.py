@@ -22,8 +22,8 @@ from ckpt_storage import (
     InvalidInputError,
     list_checkpoints,
 )
-from ckpt_storage.commit.assemble import assemble
-from ckpt_storage.commit.reporttable import Planned
+from ckpt_storage.commit.assembly import assemble
+from ckpt_storage.commit.report import Planned
 from ckpt_storage.format.documents import pack_column, pack_names, seal, unseal
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest

@@ -7,17 +7,15 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import MagicMock, patch
 
+import pytest
 import torch.distributed as dist
 
-from ckpt_storage.coordination.board import Board, LocalBoard
-from ckpt_storage.coordination.ranks import Ranks
-from ckpt_storage.coordination.storeboard import StoreBoard
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
 from ckpt_storage.errors import RankFailedError
 from ckpt_storage.options import Timeouts
 
@@ -25,18 +23,18 @@ LOOK_S = 0.002
 END_S = 30.0
 
 
-def group(board: Callable[[], Board]) -> list[Ranks]:
+def group(board: Callable[[], KeyValues]) -> list[RankGroup]:
     """Return two ranks, each over a board of its own making."""
-    return [Ranks(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
+    return [RankGroup(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
 
 
 def operate(
-    ranks: list[Ranks], ready: Callable[[], bool], timeout_s: float = 20.0
+    ranks: list[RankGroup], ready: Callable[[], bool], timeout_s: float = 20.0
 ) -> list[BaseException | None]:
     """Run one operation, in which each rank waits until `ready`; return what each raised."""
     raised: dict[int, BaseException | None] = {}
 
-    def main(coordinator: Ranks) -> None:
+    def main(coordinator: RankGroup) -> None:
         error = None
         try:
             with coordinator.operation("the test", timeouts=Timeouts.of(timeout_s)) as operation:
@@ -61,23 +59,8 @@ def operate(
     return [raised[rank] for rank in range(2)]
 
 
-@contextmanager
-def counted_clones() -> Iterator[list[dist.TCPStore]]:
-    """Give a list to which each connection is added that is cloned from another."""
-    cloned: list[dist.TCPStore] = []
-    clone = dist.TCPStore.clone  # type: ignore[attr-defined]  # torch's stub leaves it out
-
-    def counted(store: dist.TCPStore) -> dist.Store:
-        cloned.append(store)
-        made: dist.Store = clone(store)
-        return made
-
-    with patch.object(dist.TCPStore, "clone", counted):
-        yield cloned
-
-
-def test_operations_keep_their_connections() -> None:
-    """However many there are, each rank connects twice: for its steps and for its watcher."""
+def test_operations_keep_their_connection() -> None:
+    """However many there are, each rank connects once."""
     timeout = timedelta(seconds=20)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
     connected: list[int] = []
@@ -86,17 +69,12 @@ def test_operations_keep_their_connections() -> None:
         connected.append(server.port)
         return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
 
-    ranks = group(lambda: StoreBoard(connect, "test"))
-    with counted_clones() as cloned:
-        for _ in range(4):
-            boards = [rank.spare_board for rank in ranks]
-            assert operate(ranks, lambda: len(cloned) >= 2) == [None, None]
-            if all(boards):
-                assert [rank.spare_board for rank in ranks] == boards
-    assert (len(connected), len(cloned)) == (2, 2)
+    ranks = group(lambda: KeyValues(connect, "test"))
+    for _ in range(4):
+        assert operate(ranks, lambda: True) == [None, None]
+    assert len(connected) == 2
     for rank in ranks:
         rank.close()
-        assert rank.spare_board is None
 
 
 class Cable:
@@ -141,7 +119,7 @@ def _carry(source: socket.socket, drain: socket.socket) -> None:
 
 
 def test_connections_that_broke_cost_one_operation() -> None:
-    """Those between which they broke fail in it, and the next one makes both connections anew."""
+    """Those between which they broke fail in it, and the next one connects anew."""
     timeout = timedelta(seconds=20)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
     cable = Cable(server.port)
@@ -154,11 +132,11 @@ def test_connections_that_broke_cost_one_operation() -> None:
         end_s = time.monotonic() + 0.3
         return operate(ranks, lambda: time.monotonic() > end_s)
 
-    ranks = group(lambda: StoreBoard(connect, "test"))
+    ranks = group(lambda: KeyValues(connect, "test"))
     try:
         assert operate_beyond_looks() == [None, None]
         cable.cut()
-        assert [type(error) for error in operate_beyond_looks()] == [RankFailedError] * 2
+        assert all(isinstance(error, RankFailedError) for error in operate_beyond_looks())
         for _ in range(2):
             assert operate_beyond_looks() == [None, None]
     finally:
@@ -175,8 +153,8 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
     def connect() -> dist.Store:
         return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
 
-    reader = StoreBoard(connect, "test")
-    writer = reader.twin()
+    reader = KeyValues(connect, "test")
+    writer = KeyValues(connect, "test")
     is_over = threading.Event()
 
     def put_and_remove() -> None:
@@ -201,7 +179,7 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
         board.close()
 
 
-def _read_often(board: StoreBoard, key: str) -> set[bytes | None]:
+def _read_often(board: KeyValues, key: str) -> set[bytes | None]:
     return {board.get(key, END_S) for _ in range(2000)}
 
 
@@ -213,7 +191,7 @@ def test_a_child_of_fork_connects_anew() -> None:
     def connect() -> dist.Store:
         return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
 
-    board = StoreBoard(connect, "test")
+    board = KeyValues(connect, "test")
     board.set("parent", b"for the parent", END_S)
     board.set("child", b"for the child", END_S)
     assert board.has_all(["parent", "child"], END_S)
@@ -240,40 +218,23 @@ def test_a_child_of_fork_connects_anew() -> None:
     board.close()
 
 
-class FirstTwinHangs:
-    """A board whose first twin answers no `get` until `is_over`."""
+def test_a_connection_that_hangs_is_left_behind() -> None:
+    """A call that does not come back keeps no later one, which connects anew."""
+    server = dist.HashStore()
+    is_over = threading.Event()
 
-    def __init__(self, inner: LocalBoard) -> None:
-        self.twin_count = 0
-        self.hangs, self.is_over = threading.Event(), threading.Event()
-        self._inner = inner
+    class Hanging:
+        def compare_set(self, *_: str) -> bytes:
+            is_over.wait(END_S)
+            return b""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def twin(self) -> Any:
-        """Return one that hangs, later the board itself."""
-        self.twin_count += 1
-        if self.twin_count > 1:
-            return self._inner
-        twin = MagicMock(wraps=self._inner)
-        twin.get.side_effect = self._hang
-        return twin
-
-    def _hang(self, key: str, timeout_s: float) -> bytes | None:
-        self.hangs.set()
-        self.is_over.wait(END_S)
-        return self._inner.get(key, timeout_s)
-
-
-def test_one_that_hangs_is_left_behind() -> None:
-    """A look that does not come back keeps neither its operation nor the next one."""
-    memory = LocalBoard()
-    first: Any = FirstTwinHangs(memory)
-    boards = iter([first, memory])
-    ranks = group(lambda: next(boards))
+    stores: list[Any] = [Hanging(), server]
+    keys = KeyValues(lambda: stores.pop(0), "test")
     try:
-        assert operate(ranks, first.hangs.is_set) == [None, None]
-        assert operate(ranks, lambda: first.twin_count > 1) == [None, None]
+        with pytest.raises(LostStoreError, match="no answer in"):
+            keys.get("key", 0.1)
+        keys.set("key", b"value", END_S)
+        assert keys.get("key", END_S) == b"value"
     finally:
-        first.is_over.set()
+        is_over.set()
+        keys.close()

@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_keys import MemoryKeys
 
-from ckpt_storage.coordination import boardoperation as operation_module
-from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
+from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
+from ckpt_storage.coordination.liveness import Heartbeats
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.ranks import Ranks
-from ckpt_storage.coordination.signs import Signs
-from ckpt_storage.coordination.storeboard import StoreBoard
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -62,19 +62,19 @@ class Ended:
     wall_s: float = 0.0
 
 
-def group(board: Board, world_size: int) -> list[Ranks]:
+def group(board: KeyValues, world_size: int) -> list[RankGroup]:
     """Return the Coordinators of all ranks over one board."""
     return [
-        Ranks(board.twin(), rank=rank, world_size=world_size, look_s=LOOK_S)
+        RankGroup(board, rank=rank, world_size=world_size, look_s=LOOK_S)
         for rank in range(world_size)
     ]
 
 
-def run(coordinators: Sequence[Ranks], body: Callable[[Ranks], object]) -> list[Ended]:
+def run(coordinators: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list[Ended]:
     """Run `body` as every rank, each in a thread; fail if one does not end."""
     ended: dict[int, Ended] = {}
 
-    def main(coordinator: Ranks) -> None:
+    def main(coordinator: RankGroup) -> None:
         begin = time.monotonic()
         value, failure = None, None
         try:
@@ -118,10 +118,10 @@ def errors(ended: Sequence[Ended]) -> list[CheckpointError]:
     return found
 
 
-def operations_on(board: LocalBoard) -> set[str]:
+def operations_on(board: MemoryKeys) -> set[str]:
     """Return the ids of operations of which word is left; fail on any word of none.
 
-    Signs of life do not count: a rank's last may come when all is over.
+    Heartbeats of life do not count: a rank's last may come when all is over.
     """
     left = [key.split("/") for key in board.keys if "/life/" not in key and key != "call"]
     assert {parts[0] for parts in left} <= {"op", "here"}, board.keys
@@ -142,7 +142,7 @@ def whole(operation: Operation) -> list[bytes]:
     return operation.all_gather(own)
 
 
-def together(coordinator: Ranks, timeouts: Timeouts = LONG) -> list[bytes]:
+def together(coordinator: RankGroup, timeouts: Timeouts = LONG) -> list[bytes]:
     """Run an operation of all steps."""
     with coordinator.operation("the test", timeouts=timeouts) as operation:
         return whole(operation)
@@ -151,7 +151,7 @@ def together(coordinator: Ranks, timeouts: Timeouts = LONG) -> list[bytes]:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_rank_gets_what_all_gave(world_size: int) -> None:
     """Gather, scatter, broadcast and all_gather move each rank's bytes to where they belong."""
-    board = LocalBoard()
+    board = MemoryKeys()
     assert (
         values(run(group(board, world_size), together))
         == [[b"%d" % rank for rank in range(world_size)]] * world_size
@@ -160,7 +160,7 @@ def test_every_rank_gets_what_all_gave(world_size: int) -> None:
 
 def test_operations_leave_nothing_but_the_last_ones_words() -> None:
     """After many operations the board holds no more keys than after one."""
-    board = LocalBoard()
+    board = MemoryKeys()
     ranks = group(board, 3)
     for _ in range(5):
         values(run(ranks, together))
@@ -170,11 +170,11 @@ def test_operations_leave_nothing_but_the_last_ones_words() -> None:
 def test_a_save_to_an_id_with_the_word_load_in_it_is_no_load() -> None:
     """Ranks that disagree are told that nothing was written, and to save again."""
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the save to /a load of b", timeouts=LONG) as operation:
             operation.meet({"overwrite": str(coordinator.rank)})
 
-    for error in errors(run(group(LocalBoard(), 2), body)):
+    for error in errors(run(group(MemoryKeys(), 2), body)):
         assert isinstance(error, RankMismatchError)
         assert error.phase == "plan"
         assert "Nothing was written" in str(error)
@@ -183,11 +183,11 @@ def test_a_save_to_an_id_with_the_word_load_in_it_is_no_load() -> None:
 def test_ranks_that_disagree_are_listed_by_value() -> None:
     """Each rank raises the same mismatch, which maps each value to its ranks."""
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet({"overwrite": "False", "the URL": f"s3://b/{coordinator.rank // 2}"})
 
-    for error in errors(run(group(LocalBoard(), 5), body)):
+    for error in errors(run(group(MemoryKeys(), 5), body)):
         assert isinstance(error, RankMismatchError)
         assert error.values == {"s3://b/0": [0, 1], "s3://b/1": [2, 3], "s3://b/2": [4]}
         assert "the URL" in str(error)
@@ -199,11 +199,11 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int]) 
     """Ranks that came raise an error that names the missing ones, within the deadline."""
     timeouts = Timeouts(plan=0.5)
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         if coordinator.rank not in missing:
             together(coordinator, timeouts)
 
-    ended = run(group(LocalBoard(), 4), body)
+    ended = run(group(MemoryKeys(), 4), body)
     came = [one for rank, one in enumerate(ended) if rank not in missing]
     for error, one in zip(errors(came), came, strict=True):
         assert isinstance(error, PhaseTimeoutError)
@@ -242,9 +242,9 @@ def failing(operation: Operation, at: str, error: BaseException) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
     """Wherever a rank fails, it raises its own error and all others one that says it."""
-    board = LocalBoard()
+    board = MemoryKeys()
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.phase("write")
             if coordinator.rank == who:
@@ -271,14 +271,14 @@ def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
 def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all() -> None:
     """An error about the checkpoint itself has the same type on every rank."""
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 2:
                 raise CheckpointNotFoundError("Nothing is there.")
             operation.all_gather(b"")
 
-    for error in errors(run(group(LocalBoard(), 3), body)):
+    for error in errors(run(group(MemoryKeys(), 3), body)):
         assert isinstance(error, CheckpointNotFoundError)
 
 
@@ -288,7 +288,7 @@ def test_what_a_rank_watches_besides_ends_the_operation_of_all(who: int, when: s
     """As if it had raised; before the ranks have met, once they have."""
     asked = threading.Event()
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             if coordinator.rank == who:
 
@@ -306,7 +306,7 @@ def test_what_a_rank_watches_besides_ends_the_operation_of_all(who: int, when: s
             while True:
                 operation.all_gather(b"")
 
-    for rank, error in enumerate(errors(run(group(LocalBoard(), 3), body))):
+    for rank, error in enumerate(errors(run(group(MemoryKeys(), 3), body))):
         assert "the worker died" in str(error)
         assert error.rank == who, rank
 
@@ -315,7 +315,7 @@ def test_what_a_rank_watches_besides_ends_the_operation_of_all(who: int, when: s
 def test_an_error_of_rank_0_is_every_ranks_only_where_it_decides(step: str) -> None:
     """What fails in its own planning names it elsewhere, like what fails on any rank."""
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             operation.phase("plan")
@@ -326,7 +326,7 @@ def test_an_error_of_rank_0_is_every_ranks_only_where_it_decides(step: str) -> N
             operation.scatter([])
 
     kind = StorageError if step == "deciding for all" else RankFailedError
-    told = errors(run(group(LocalBoard(), 3), body))
+    told = errors(run(group(MemoryKeys(), 3), body))
     assert [type(error) for error in told] == [StorageError, kind, kind]
     assert [error.rank for error in told] == [0, 0, 0]
 
@@ -353,13 +353,13 @@ def test_errors_that_do_not_pickle_reach_all(
     made = kind()
     said = str(made)
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             if coordinator.rank == who:
                 failing(operation, at, made)
             whole(operation)
 
-    ended = run(group(LocalBoard(), 3), body)
+    ended = run(group(MemoryKeys(), 3), body)
     assert ended[who].error is made
     for rank, one in enumerate(ended):
         if rank != who:
@@ -367,7 +367,7 @@ def test_errors_that_do_not_pickle_reach_all(
             assert type(made).__name__ in str(one.error) or said in str(one.error)
 
 
-class Deaf(LocalBoard):
+class Deaf(MemoryKeys):
     """A board on which some ranks' signs of life get lost from a moment on."""
 
     def __init__(self) -> None:
@@ -395,10 +395,10 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
     operations: dict[int, Operation] = {}
 
     def has_heard(rank: int) -> bool:
-        sign = operations[rank].signs.get(who) if rank in operations else None
+        sign = operations[rank].progress.get(who) if rank in operations else None
         return sign is not None and sign.done_bytes == 250
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         rank = coordinator.rank
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operations[rank] = operation
@@ -438,7 +438,7 @@ def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
     board.lost.add(2)
     hold = threading.Event()
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=Timeouts(silence=SILENCE_S)) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 2:
@@ -462,7 +462,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     timeouts = Timeouts(silence=SILENCE_S, write=2 * SILENCE_S)
     done = threading.Event()
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write", total_bytes=10)
@@ -474,7 +474,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
             finally:
                 done.set()
 
-    ended = run(group(LocalBoard(), 3), body)
+    ended = run(group(MemoryKeys(), 3), body)
     seen = [one for rank, one in enumerate(ended) if rank != who]
     for error, one in zip(errors(seen), seen, strict=True):
         assert "0 of 10 bytes" in str(error)
@@ -487,43 +487,38 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
 def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
     """What others say of a rank does not make it heard."""
     now = [0.0]
-    signs = [Signs(rank, lambda: now[0]) for rank in range(3)]
+    signs = [Heartbeats(rank, lambda: now[0]) for rank in range(3)]
     for sign in signs:
         sign.begin("write", 100)
-        sign.start_listening()
-    signs[0].heard(2, signs[2].pack())
+        sign.start()
+    signs[0].hear(2, signs[2].pack())
     for second in range(1, 21):
         now[0] = float(second)
         signs[1].advanced(5)
         signs[0].advanced(5)
-        signs[1].heard(0, signs[0].pack())
-        signs[0].heard(1, signs[1].pack())
+        signs[1].hear(0, signs[0].pack())
+        signs[0].hear(1, signs[1].pack())
     assert signs[0].silent([1, 2], 10.0) == [2]
     assert "last heard 20.0 s ago" in signs[0].describe(2)
     assert max(signs[1].known().values(), key=lambda sign: sign.left_bytes).rank == 2
 
 
-class Broken:
-    """A board whose server goes away: every call fails, or none ends in its time."""
+class Broken(MemoryKeys):
+    """A store whose server goes away: every call fails, or none ends in its time."""
 
-    def __init__(self) -> None:
-        self.how = "works"
-        self._inner = LocalBoard()
+    how = "works"
 
-    def twin(self) -> Board:
-        """Return this board."""
-        return self
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in {"set", "get", "has_all", "set_first", "delete"}:
+            return found
 
-    def close(self) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
             if self.how == "hangs":
                 time.sleep(args[-1])  # the timeout
             if self.how != "works":
-                raise BoardError("The store did not answer.")
-            return getattr(self._inner, name)(*args)
+                raise LostStoreError("no answer")
+            return found(*args)
 
         return call
 
@@ -538,7 +533,7 @@ def test_a_lost_board_is_a_failure_that_names_the_coordinator(how: str, when: st
     if when == "before":
         board.how = how
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write")
@@ -573,7 +568,7 @@ def _plans(world_size: int) -> st.SearchStrategy[list[Plan]]:
     return st.lists(plan, min_size=1, max_size=5)
 
 
-def _follow(coordinator: Ranks, plans: Sequence[Plan]) -> list[BaseException | None]:
+def _follow(coordinator: RankGroup, plans: Sequence[Plan]) -> list[BaseException | None]:
     seen: list[BaseException | None] = []
     for number, plan in enumerate(plans):
         time.sleep(plan.pauses_s[coordinator.rank])
@@ -594,7 +589,7 @@ def _follow(coordinator: Ranks, plans: Sequence[Plan]) -> list[BaseException | N
 @given(plans=_plans(3))
 def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
     """After any sequence of failures no rank hangs, and none meets another operation."""
-    board = LocalBoard()
+    board = MemoryKeys()
     ranks = group(board, 3)
     seen = values(run(ranks, lambda coordinator: _follow(coordinator, plans)))
     for number, plan in enumerate(plans):
@@ -611,20 +606,17 @@ def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
     assert len(operations_on(board)) == 1, board.keys
 
 
-class _SlowAnswers:
-    """A board whose answers take a while to be read."""
+class _SlowAnswers(MemoryKeys):
+    """A store whose answers take a while to be read."""
 
-    def __init__(self, inner: Board) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def __init__(self, inner: MemoryKeys) -> None:
+        self._values, self._lock = inner._values, inner._lock  # noqa: SLF001  # the same memory
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Return a value."""
         if key.startswith("verdict/"):
             time.sleep(0.1)
-        return self._inner.get(key, timeout_s)
+        return super().get(key, timeout_s)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -632,7 +624,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
     """A rank whose word comes too late for one operation is in step again by the third."""
     gave_up = threading.Barrier(3)
 
-    def body(coordinator: Ranks) -> list[str]:
+    def body(coordinator: RankGroup) -> list[str]:
         ended = []
         if coordinator.rank == late:
             gave_up.wait(END_S)
@@ -650,9 +642,10 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
                 gave_up.wait(END_S)
         return ended
 
-    ranks = group(LocalBoard(), 3)
+    board = MemoryKeys()
+    ranks = group(board, 3)
     # One that reads its answer so late that the coordinator has gone on meanwhile.
-    ranks[1].board = _SlowAnswers(ranks[1].board)
+    ranks[1].keys = _SlowAnswers(board)
     for ended in values(run(ranks, body)):
         # Where rank 0 is late, the others wait for it in the next operation.
         assert ended[2:] == ["met", "met"]
@@ -662,13 +655,13 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
 def test_reports_of_several_ranks_name_one_of_them() -> None:
     """When many fail at once each raises its own error or the first report, and none hangs."""
 
-    def body(coordinator: Ranks) -> None:
+    def body(coordinator: RankGroup) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             operation.gather(b"")
             raise StorageError(f"failure of rank {coordinator.rank}")
 
-    ranks = group(LocalBoard(), 8)
+    ranks = group(MemoryKeys(), 8)
     for rank, error in enumerate(errors(run(ranks, body))):
         assert f"failure of rank {rank}" in str(error) or isinstance(error, RankFailedError)
     values(run(ranks, together))
@@ -681,7 +674,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
     left = threading.Event()
     monkeypatch.setattr(operation_module, "_LEAVE_S", END_S)
 
-    def body(coordinator: Ranks) -> bytes:
+    def body(coordinator: RankGroup) -> bytes:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 1:
@@ -692,7 +685,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
             left.set()
         return word
 
-    assert values(run(group(LocalBoard(), 2), body)) == [b"done"] * 2
+    assert values(run(group(MemoryKeys(), 2), body)) == [b"done"] * 2
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -702,7 +695,7 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
     if not is_late:
         may_leave.set()
 
-    def body(coordinator: Ranks) -> bool:
+    def body(coordinator: RankGroup) -> bool:
         told = contextlib.suppress(CheckpointError)
         with told, coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
@@ -714,7 +707,7 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
         may_leave.set()
         return operation.is_void
 
-    ended = values(run(group(LocalBoard(), 2), body))
+    ended = values(run(group(MemoryKeys(), 2), body))
     assert ended == [not is_late, False]
 
 
@@ -724,7 +717,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
     gone = threading.Event()
     board = Deaf()
 
-    def body(coordinator: Ranks) -> bytes:
+    def body(coordinator: RankGroup) -> bytes:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("commit")
@@ -743,7 +736,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
 
 def test_operations_of_one_process_take_turns() -> None:
     """A second operation of one process waits for the first, and gives up at its deadline."""
-    alone = Ranks.alone()
+    alone = RankGroup.alone()
     with (
         alone.operation("the first", timeouts=LONG),
         pytest.raises(PhaseTimeoutError, match="the second"),
@@ -768,7 +761,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
     """Over each kind of store 20 MB travel whole, and all operations do as in memory."""
     large = random.Random(3).randbytes(20_000_000)
 
-    def body(coordinator: Ranks) -> bool:
+    def body(coordinator: RankGroup) -> bool:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             gathered = operation.gather(large if coordinator.rank == 1 else b"small")
@@ -777,7 +770,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
 
     for name, make in _stores(tmp_path):
         ranks = [
-            Ranks(StoreBoard(make, "test"), rank=rank, world_size=2, look_s=LOOK_S)
+            RankGroup(KeyValues(make, "test"), rank=rank, world_size=2, look_s=LOOK_S)
             for rank in range(2)
         ]
         assert values(run(ranks, body)) == [True, True], name
@@ -796,13 +789,13 @@ def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(
             raise RuntimeError("can't start new thread")
         real(thread)
 
-    def body(coordinator: Ranks) -> list[bytes]:
+    def body(coordinator: RankGroup) -> list[bytes]:
         with coordinator.operation("the trial", timeouts=LONG) as operation:
             operation.meet({})
             return operation.all_gather(b"%d" % coordinator.rank)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    coordinators = group(LocalBoard(), 2)
+    coordinators = group(MemoryKeys(), 2)
     first = run(coordinators, body)
     assert isinstance(first[0].error, RuntimeError)
     assert "can't start new thread" in str(first[0].error)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory_keys import MemoryKeys
 
-from ckpt_storage.coordination.board import LocalBoard
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 
@@ -37,7 +37,7 @@ def run(bodies: list[Callable[[], Any]]) -> list[Any]:
     return ended
 
 
-def tried(group: Ranks, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
+def tried(group: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
     """Run one operation; return what all said, or the error."""
     try:
         with group.operation("the save to x", timeouts=timeouts) as operation:
@@ -50,8 +50,8 @@ def tried(group: Ranks, timeouts: Timeouts, terms: dict[str, str], said: bytes) 
 @pytest.mark.parametrize("url", ["same", "new"])
 def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str) -> None:
     """A state that comes to save 1 after the others gave it up never enters save 2."""
-    board = LocalBoard()
-    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    board = MemoryKeys()
+    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
     terms = [{"url": "x"}, {"url": "x" if url == "same" else "y"}]
 
@@ -77,14 +77,14 @@ def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str) -> None:
 @pytest.mark.parametrize("same_url", [True, False])
 def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
     """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
-    board = LocalBoard()
-    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    board = MemoryKeys()
+    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
 
     def terms(step: int) -> dict[str, str]:
         return {"url": "x" if same_url else f"x{step}"}
 
-    def good(group: Ranks) -> list[Any]:
+    def good(group: RankGroup) -> list[Any]:
         return [tried(group, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
 
     def coordinator() -> list[Any]:
@@ -108,8 +108,8 @@ def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
 
 def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
     """Where each save has a URL of its own, one that was never called costs only itself."""
-    board = LocalBoard()
-    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    board = MemoryKeys()
+    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
 
     def coordinator() -> list[Any]:

@@ -160,7 +160,7 @@ def assert_clean_retry(root: Path, way: Way) -> None:
     assert [path.name for path in (root / "saves").iterdir()] == (["x"] if visible else [])
     if way.run is create and visible:
         with pytest.raises(StorageError) as caught:
-            way.run(store)
+            store.create(NAME, OLD)
         assert caught.value.kind == "exists"
     else:
         way.run(store)

@@ -13,8 +13,8 @@ from manager_cases import blank, names_in, state_of, step_in
 from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 
 import ckpt_storage
+from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
@@ -113,17 +113,6 @@ def test_folders_of_others_below_saves_are_no_attempts() -> None:
     files = disk.files
     deleted(store)
     assert disk.files == files
-
-
-def test_removing_a_checkpoint_removes_its_exports(tmp_path: Path) -> None:
-    """What a framework deletes through us is gone with the weights made of it."""
-    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
-    assert list((tmp_path / "a/hf").iterdir())
-    (tmp_path / "a/notes.txt").write_text("mine")
-    for _ in range(2):
-        delete(tmp_path / "a", missing_ok=True)
-        assert not (tmp_path / "a/hf").exists()
-    assert (tmp_path / "a/notes.txt").read_text() == "mine"
 
 
 def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:

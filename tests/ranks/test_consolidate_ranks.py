@@ -18,16 +18,16 @@ from consolidate_cases import check, files_in
 from dcp_cases import seeded
 
 import ckpt_storage
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.consolidate import (
     ConsolidateJob,
     ConsolidationReport,
     consolidate,
-    output_location,
     run_consolidate,
 )
 from ckpt_storage.export.folder import ExportFolder
+from ckpt_storage.export.output import Setting
 from ckpt_storage.export.write import RegionWriter
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
@@ -120,7 +120,7 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
 
 def consolidated(job: ConsolidateJob) -> ConsolidationReport:
     """Run a job within an operation of one's own."""
-    with Ranks.alone().operation("the test", timeouts=Timeouts()) as operation:
+    with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
         operation.meet(job.terms())
         return run_consolidate(operation, job)
 
@@ -130,7 +130,8 @@ def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
     first = ckpt_storage.save(model(1), tmp_path / "run")
     ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
     source = Location.of(tmp_path / "run")
-    job = ConsolidateJob(source=source, output=output_location(source, None), slot=first.slot)
+    setting = Setting(source=source, target=source.child("hf"))
+    job = ConsolidateJob(setting=setting, slot=first.slot)
     report = consolidated(job)
     assert report.save_id == first.save_id
     check(files_in(tmp_path / "run" / "hf"), model(1))
@@ -141,7 +142,7 @@ def test_a_slot_without_a_commit_is_refused(tmp_path: Path) -> None:
     """A slot that holds none is an error before anything is made."""
     ckpt_storage.save(model(1), tmp_path / "run")
     source = Location.of(tmp_path / "run")
-    job = ConsolidateJob(source=source, output=output_location(source, None), slot=7)
+    job = ConsolidateJob(setting=Setting(source=source, target=source.child("hf")), slot=7)
     with pytest.raises(CheckpointNotFoundError, match="slot 7"):
         consolidated(job)
     assert not (tmp_path / "run" / "hf").exists()

@@ -21,15 +21,15 @@ from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError, RankFailedError
-from ckpt_storage.coordination.ranks import Ranks
-from ckpt_storage.coordination.storeboard import store_of
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import store_of
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.ranks import RankPool
 
 
 def speak(group: Any = None) -> list[bytes]:
     """Run one operation in which every rank sends its rank in the group."""
-    coordinator = Ranks.of(group)
+    coordinator = RankGroup.of(group)
     with coordinator.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
         operation.meet({"everything": "equal"})
         return operation.all_gather(b"%d" % operation.rank)
@@ -42,8 +42,8 @@ def everybody(world_size: int) -> list[bytes]:
 
 def in_default_group(_rank: int) -> list[list[bytes]]:
     """Speak several times, and once in another lane."""
-    assert Ranks.of(None) is Ranks.of(None) or dist.get_world_size() == 1
-    assert Ranks.of(None) is not Ranks.of(None, lane="other")
+    assert RankGroup.of(None) is RankGroup.of(None) or dist.get_world_size() == 1
+    assert RankGroup.of(None) is not RankGroup.of(None, lane="other")
     return [speak() for _ in range(3)]
 
 
@@ -161,7 +161,7 @@ def test_no_collective_of_the_group_is_needed(ranks: RankPool, tmp_path: Path) -
 def die(rank: int, who: int) -> tuple[bool, int | None]:
     """Let one rank vanish after it met; return what the others are told."""
     timeouts = Timeouts(silence=3.0)
-    coordinator = Ranks.of(None)
+    coordinator = RankGroup.of(None)
     try:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet({})
@@ -227,7 +227,7 @@ SLACK_S = 5.0
 def stop_with_the_server(rank: int, folder: str) -> None:
     """Let rank 0, which serves the store, be stopped; the others note what they are told."""
     with cases.default_group(rank, 3, folder, kind="tcp"):
-        coordinator = Ranks.of(None)
+        coordinator = RankGroup.of(None)
         begin = time.monotonic()
         told: list[Any] = ["nothing", None]
         try:

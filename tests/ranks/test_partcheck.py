@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manager_cases import damage, restore, state_of
+from manager_cases import restore, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
@@ -186,13 +186,3 @@ def test_what_one_rank_finds_ends_the_check_of_all(ranks: RankPool, tmp_path: Pa
     file.write_bytes(data)
     results = ranks.run(cases.resume_hanging, str(tmp_path), world_size=2)
     assert results == [(1, ["step-00000002"])] * 2
-
-
-def test_a_damaged_folder_of_one_process_is_passed_over_by_many(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """All skip it for the one before, and none counts it any more."""
-    saved(tmp_path, 1, 2)
-    damage(tmp_path / "step-00000002")
-    results = ranks.run(cases.resume_deep, str(tmp_path), world_size=3)
-    assert [(step, latest) for step, latest, _ in results] == [(1, 1)] * 3

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.peers import Peers
-from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.ranks import RankPool, run_ranks
@@ -21,7 +21,7 @@ TIMEOUTS = Timeouts(plan=20, load=20, silence=3)
 SIZE = 3 << 20
 
 
-def exchanged(peers: Peers, coordinator: Ranks) -> bytes:
+def exchanged(peers: Peers, coordinator: RankGroup) -> bytes:
     """Send this rank's bytes to the next rank and return what the one before sent."""
     rank, count = coordinator.rank, coordinator.world_size
     into = bytearray(SIZE)
@@ -43,7 +43,7 @@ def exchanged(peers: Peers, coordinator: Ranks) -> bytes:
 
 def ring(rank: int) -> tuple[bytes, bool]:
     """Exchange twice over one group; return the first byte got, and whether it was kept."""
-    coordinator = Ranks.of(None)
+    coordinator = RankGroup.of(None)
     peers = Peers(coordinator)
     first = exchanged(peers, coordinator)
     key = peers.key
@@ -59,7 +59,7 @@ def test_bytes_reach_the_rank_they_are_for(ranks: RankPool, world_size: int) -> 
     assert got == [(bytes([(rank - 1) % world_size]), True) for rank in range(world_size)]
 
 
-def fail(peers: Peers, coordinator: Ranks) -> None:
+def fail(peers: Peers, coordinator: RankGroup) -> None:
     """Leave ranks waiting for a message of rank 1, which raises instead."""
     with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
         operation.meet({})
@@ -72,7 +72,7 @@ def fail(peers: Peers, coordinator: Ranks) -> None:
 
 def fail_then_ring(rank: int) -> bytes:
     """Exchange, fail, and exchange as if nothing had been."""
-    coordinator = Ranks.of(None)
+    coordinator = RankGroup.of(None)
     assert coordinator.rank == rank
     peers = Peers(coordinator)
     exchanged(peers, coordinator)
@@ -92,7 +92,7 @@ def lose_a_peer(rank: int, how: int) -> str:
     """Lose rank 1 while rank 0 waits for its message; return what rank 0 raised."""
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    coordinator = Ranks.of(None)
+    coordinator = RankGroup.of(None)
     peers = Peers(coordinator)
     exchanged(peers, coordinator)
     try:
@@ -121,7 +121,7 @@ def test_a_lost_peer_is_named(how: signal.Signals) -> None:
 
 def lose_a_peer_among_three(rank: int, where: str) -> str:
     """Lose rank 1 while the two others wait for one another."""
-    coordinator = Ranks.of(None)
+    coordinator = RankGroup.of(None)
     peers = Peers(coordinator)
     exchanged(peers, coordinator)
     timeouts = Timeouts(plan=20, load=40, silence=4)

@@ -50,7 +50,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.background import saver
 from ckpt_storage.background.staging import StagingJob
-from ckpt_storage.coordination.boardoperation import BoardOperation
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.testing.ranks import RankPool
 
 W, C, D = SaveState.WRITING, SaveState.COMMITTING, SaveState.COMMITTED
@@ -326,14 +326,14 @@ def test_failed_save_is_deleted_once_all_ranks_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """Files of a failed save stay until its operation has ended: others may still write there."""
-    inner, seen = BoardOperation.__exit__, []
+    inner, seen = Operation.__exit__, []
 
-    def slow(operation: BoardOperation, *error: Any) -> None:
+    def slow(operation: Operation, *error: Any) -> None:
         time.sleep(0.5)  # more than who deletes too early needs
         seen.append(sorted(tmp_path.rglob("begun.json")))
         inner(operation, *error)
 
-    monkeypatch.setattr(BoardOperation, "__exit__", slow)
+    monkeypatch.setattr(Operation, "__exit__", slow)
     with quick_saver(mode) as saver:
         hold = Hold(tmp_path, "write", 0)
         handle = save_step(saver, tmp_path, 0, 0, planner=held(hold))

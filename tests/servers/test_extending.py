@@ -56,6 +56,8 @@ def test_checkpoints_go_to_a_registered_backend(tmp_path: Path) -> None:
 class TestObstore(StoreSuite):
     """S3 with large reads and puts through obstore."""
 
+    many = 30
+
     @pytest.fixture
     def backend(self, moto_root: Running) -> Backend:
         """A fresh root at moto."""

@@ -13,12 +13,13 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.saves.shardfile import ShardFileWriter
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024
 PART_BYTES = 4096
@@ -91,10 +92,17 @@ class Remote:
         self.ended.append("abort")
 
 
-def writer(store: Any, options: TransferOptions = OPTIONS, **kw: Any) -> ShardFileWriter:
+def writer(store: Any, options: TransferOptions = OPTIONS) -> ShardFileWriter:
     """Return a writer of the file "x"."""
-    kw = {"planned_bytes": 12_345, "deadline": Deadline("write", 30), **kw}
-    return ShardFileWriter(store, "x", options=options, **kw)
+    sent = ObjectWriter(
+        store,
+        "x",
+        options=options,
+        planned_bytes=12_345,
+        deadline=Deadline("write", 30),
+        on_bytes=lambda _: None,
+    )
+    return ShardFileWriter(sent, options.block_bytes)
 
 
 _PATTERN = bytes(i * 7 % 251 for i in range(251)) * 200

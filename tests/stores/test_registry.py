@@ -242,7 +242,8 @@ def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
     begin_s = time.monotonic()
     with pytest.raises(StorageError) as caught:
         CALLS[name](store)
-    assert caught.value.kind == "timeout"
+    # Nobody can read back whether it was created.
+    assert caught.value.kind == ("unknown" if name == "create" else "timeout")
     assert "Timeouts(request=" in str(caught.value)
     assert time.monotonic() - begin_s < 0.2 + SLACK_S
     hang.set()

@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.pieces import Piece, PieceFinder
-from ckpt_storage.export.plan import Plan, Region, WriteRules, plan
+from ckpt_storage.export.plan import Plan, Region, plan
 from ckpt_storage.export.weights import lay_out_model
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.options import DEFAULT_PART_BYTES
 from ckpt_storage.source.model import Source, SourceFormat, TensorInfo
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 BLOCK_BYTES = 1024
+SHARED = Capabilities(kind="s3", tokens_travel=True, parallel_parts=True)
+"""Of a storage that several processes may write one file of."""
 
 
 @dataclass(slots=True)
@@ -131,7 +135,8 @@ def plan_export(
     *,
     options: ConsolidateOptions,
     world_size: int,
-    rules: WriteRules,
+    able: Capabilities = SHARED,
+    part_bytes: int = DEFAULT_PART_BYTES,
     ties: Mapping[str, str] | None = None,
     source_id: str | None = None,
 ) -> Plan:
@@ -139,7 +144,8 @@ def plan_export(
     return plan(
         lay_out_model(source, options, ties),
         world_size=world_size,
-        rules=rules,
+        able=able,
+        part_bytes=part_bytes,
         source=[source.format, source.save_id, source_id],
     )
 
@@ -151,7 +157,7 @@ def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]
     """
     files = [bytearray(file.size_bytes) for file in plan.files]
     counts = [np.zeros(file.size_bytes, np.uint8) for file in plan.files]
-    finder = PieceFinder(plan.layout, source.tensors)
+    finder = PieceFinder(plan.files, source.tensors)
     for region in plan.regions:
         assemble_region(source, region, finder, files, counts, window_bytes)
     assert all((count == 1).all() for count in counts)
@@ -199,8 +205,7 @@ def copy_piece(
     target[box] = taken
     marks = touched[start : start + size].reshape((*piece.dest_sizes, item))
     marks[box] += 1
-    if piece.is_plain_copy:
-        run, into = piece.source_run, piece.dest_run
-        assert run is not None
-        assert into is not None
+    runs = piece.runs()
+    if runs is not None:
+        run, into = runs
         assert buffer[into.start - origin : into.stop - origin] == payload[run.start : run.stop]

@@ -126,5 +126,6 @@ def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseExcep
     try:
         copy(source, target, **options)
     except (SimulatedCrash, CheckpointError) as error:
-        return error
+        is_crash = isinstance(error.__cause__, SimulatedCrash)
+        return error.__cause__ if is_crash else error
     return None

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckpt_storage
-from ckpt_storage.coordination.boardoperation import BoardOperation
+from ckpt_storage.coordination.operation import Operation
 
 __all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
 
@@ -39,7 +39,7 @@ WEIGHT_COUNT = 800_000
 _PR_SET_PDEATHSIG = 1
 _OURS = [
     f"ckpt_storage.{name}"
-    for name in ("loads.loading", "background.saver", "saves.running", "export.consolidate")
+    for name in ("loads.load", "background.saver", "saves.running", "export.consolidate")
 ]
 
 Where = Literal["call", "local plan", "global plan", ""]
@@ -129,19 +129,19 @@ def tell_of_waits(line: _Line) -> None:
 
 
 def _wrap(line: _Line, name: str) -> None:
-    inner = getattr(BoardOperation, name)
+    inner = getattr(Operation, name)
     if hasattr(inner, "inner"):
         return
     count = 0
 
-    def step(self: BoardOperation, *args: Any) -> Any:
+    def step(self: Operation, *args: Any) -> Any:
         nonlocal count
         count += 1
         line.tell(f"{name} {count}")
         return inner(self, *args)
 
     step.inner = inner  # type: ignore[attr-defined]  # the mark of a wrapped one
-    setattr(BoardOperation, name, step)
+    setattr(Operation, name, step)
 
 
 class _Held:

@@ -110,21 +110,6 @@ class Keeper(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def resume(rank: int, root: str) -> tuple[int, list[str], bool]:
-    """Restore; return the step, what was skipped, and whether this rank logged a warning."""
-    log = logging.getLogger("ckpt_storage")
-    keeper = Keeper(logging.WARNING)
-    log.addHandler(keeper)
-    try:
-        with CheckpointManager(root, timeout=60) as manager:
-            found = restore(manager)
-    finally:
-        log.removeHandler(keeper)
-    del rank
-    said = any("Resumed from" in text for text in keeper.texts)
-    return found.step, [one.name for one in found.skipped], said
-
-
 def resume_each(rank: int, roots: list[str], check: Check) -> list[tuple[int, list[str], bool]]:
     """Restore from one root after the other; return for each what `resume` returns."""
     del rank
@@ -166,6 +151,8 @@ def decide(rank: int, root: str, noticed: int, steps: int) -> tuple[list[int], s
                     os.kill(os.getpid(), signal.SIGUSR1)
                 if manager.should_save(step):
                     saves.append(step)
+                if manager.preempted:
+                    break
             preempted = manager.preempted
         handler = signal.getsignal(signal.SIGUSR1)
     finally:

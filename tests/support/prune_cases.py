@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commit_tools import (
@@ -30,7 +30,7 @@ from ckpt_storage.manager.prune import Pruner, PruneReport
 from ckpt_storage.manager.retention import Keep
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo, Range
+from ckpt_storage.store.backend import Capabilities, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
@@ -73,37 +73,14 @@ class Below:
         found.deadline = deadline
         return found
 
-    def delete_version(self, path: str, version: str) -> None:
-        """Delete an object of a version."""
-        self._inner.delete_version(self._prefix + path, version)
+    def __getattr__(self, name: str) -> Any:
+        """Return an operation on one object, whose path comes first."""
+        whole = getattr(self._inner, name)
+        return lambda path, *given, **more: whole(self._prefix + path, *given, **more)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make folders."""
         self._inner.make_folders([self._prefix + folder for folder in folders])
-
-    def get(self, path: str, *, max_bytes: int | None = None) -> Content:
-        """Return an object and its version."""
-        return self._inner.get(self._prefix + path, max_bytes=max_bytes)
-
-    def read(self, path: str, ranges: Iterable[Range], **more: Any) -> None:
-        """Fill ranges."""
-        self._inner.read(self._prefix + path, ranges, **more)
-
-    def stat(self, path: str) -> ObjectInfo:
-        """Return size and time."""
-        return self._inner.stat(self._prefix + path)
-
-    def put(self, path: str, data: bytes) -> None:
-        """Put an object."""
-        self._inner.put(self._prefix + path, data)
-
-    def create(self, path: str, data: bytes) -> None:
-        """Put an object if nothing is there."""
-        self._inner.create(self._prefix + path, data)
-
-    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
-        """Put an object in place of another."""
-        self._inner.replace(self._prefix + path, data, if_match=if_match)
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
         """Return the objects below a folder."""
@@ -119,10 +96,6 @@ class Below:
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects."""
         self._inner.delete([self._prefix + path for path in paths])
-
-    def delete_folder(self, path: str) -> None:
-        """Delete a folder."""
-        self._inner.delete_folder(self._prefix + path)
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads."""

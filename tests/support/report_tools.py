@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 

@@ -75,12 +75,6 @@ def refused(call: Callable[..., Any], **arguments: Any) -> tuple[int, str]:
     return answer["ResponseMetadata"]["HTTPStatusCode"], answer["Error"]["Code"]
 
 
-def fetch(client: Any, key: str, **arguments: Any) -> bytes:
-    """Read an object with botocore."""
-    content: bytes = client.get_object(Bucket=BUCKET, Key=key, **arguments)["Body"].read()
-    return content
-
-
 def upload(client: Any, key: str, parts: dict[int, bytes]) -> dict[str, Any]:
     """Upload parts in the order given; return the arguments that complete the upload."""
     made = client.create_multipart_upload(Bucket=BUCKET, Key=key)

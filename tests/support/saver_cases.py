@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
 from ckpt_storage.background import link
 from ckpt_storage.background.worker import PipedOperation
-from ckpt_storage.commit import attempt as commit
-from ckpt_storage.coordination.boardoperation import BoardOperation
+from ckpt_storage.commit import assembly
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.saves import session
 from ckpt_storage.saves.planning import PlanExchange
 
@@ -121,6 +121,7 @@ class Hold:
         (Path(self.folder) / f"go-{self.rank}").touch()
 
 
+_assembly: Any = assembly
 _current: list[Hold] = []
 """What is held next in this process; each hold takes place once."""
 
@@ -138,12 +139,12 @@ def _pass(where: Where) -> None:
 
 def _patch() -> None:
     """Let commits and members' waits for them look whether they are held; once a process."""
-    if hasattr(commit.commit, "inner"):
+    if hasattr(_assembly.commit, "inner"):
         return
-    inner_commit = commit.commit
+    inner_commit = _assembly.commit
     _hold_before(PlanExchange, "run", "local plan")
     _hold_before(session, "write_shard", "write")
-    for kind in (BoardOperation, PipedOperation):
+    for kind in (Operation, PipedOperation):
         _hold_before(kind, "outcome", "outcome")
 
     @functools.wraps(inner_commit)
@@ -154,7 +155,7 @@ def _patch() -> None:
         return record
 
     held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
-    commit.commit = held_commit
+    _assembly.commit = held_commit
 
 
 def _hold_before(kind: Any, name: str, where: Where) -> None:

@@ -27,7 +27,7 @@ __all__ = ["run_script"]
 _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
-    "ckpt_storage.loads.loading",
+    "ckpt_storage.loads.load",
     "ckpt_storage.saves.running",
 ]
 

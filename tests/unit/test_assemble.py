@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import Written, reports_of
 
-from ckpt_storage.commit.assemble import assemble
-from ckpt_storage.commit.reporttable import Planned
+from ckpt_storage.commit.assembly import assemble
+from ckpt_storage.commit.report import Planned
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box, interval_boxes
 from ckpt_storage.format.manifest import Manifest

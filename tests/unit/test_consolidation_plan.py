@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 from consolidation_sources import (
+    SHARED,
     MemorySource,
     array_source,
     assemble,
@@ -26,19 +28,17 @@ from safetensors.numpy import load as load_numpy
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.pieces import PieceFinder
-from ckpt_storage.export.plan import WriteRules, divide
+from ckpt_storage.export.plan import divide
 from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.store.backend import Capabilities
 
 QUICK = settings(max_examples=100, deadline=None)
 MIB = 1 << 20
-SHARED = WriteRules(can_share_file=True)
-S3 = WriteRules(
-    can_share_file=True, min_part_bytes=5 * MIB, max_part_count=10_000, part_multiple_bytes=1
-)
-WHOLE = WriteRules(can_share_file=False)
+S3 = replace(SHARED, min_part_bytes=5 * MIB, max_part_count=10_000)
+WHOLE = replace(SHARED, tokens_travel=False)
 NUMPY_DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "uint8", "bool")
 
 
@@ -79,21 +79,25 @@ def checkpoints(draw: st.DrawFn) -> tuple[MemorySource, dict[str, NDArray[np.gen
 @given(
     checkpoint=checkpoints(),
     world_size=st.integers(1, 9),
-    rules=st.sampled_from([SHARED, S3, WHOLE, WriteRules(can_share_file=True, part_bytes=64)]),
+    able=st.sampled_from([SHARED, S3, WHOLE]),
+    part_bytes=st.sampled_from([64, 8 * MIB]),
     limit=st.sampled_from([1000, 5000, "5GB"]),
     window_bytes=st.integers(64, 20_000),
 )
 def test_files_made_by_a_plan_are_what_safetensors_reads(
     checkpoint: tuple[MemorySource, dict[str, NDArray[np.generic]]],
     world_size: int,
-    rules: WriteRules,
+    able: Capabilities,
+    part_bytes: int,
     limit: int | str,
     window_bytes: int,
 ) -> None:
     """Every byte is written once, and the safetensors library finds every array unchanged."""
     source, arrays = checkpoint
     options = ConsolidateOptions(max_file_bytes=limit)
-    plan = plan_export(source, options=options, world_size=world_size, rules=rules)
+    plan = plan_export(
+        source, options=options, world_size=world_size, able=able, part_bytes=part_bytes
+    )
     found: dict[str, NDArray[np.generic]] = {}
     for data in assemble(plan, source, window_bytes):
         found |= load_numpy(data)
@@ -124,7 +128,7 @@ def test_the_order_of_dicts_does_not_matter(
             rename={name: f"x.{name}" for name in names},
             include=set(names),
         )
-        plans.append(plan_export(here, options=options, world_size=3, rules=SHARED))
+        plans.append(plan_export(here, options=options, world_size=3))
     assert plans[0] == plans[1]
 
 
@@ -135,9 +139,9 @@ def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
     """The error names the tensor and how to leave it out."""
     source = bare_source(tensor("good", (2,)), tensor("layers.0.bad", (2,), dtype))
     with pytest.raises(InvalidInputError, match=r"layers\.0\.bad has dtype .*exclude="):
-        plan_export(source, options=ConsolidateOptions(), world_size=1, rules=SHARED)
+        plan_export(source, options=ConsolidateOptions(), world_size=1)
     options = ConsolidateOptions(exclude="layers.0.bad", dtype=torch.bfloat16)
-    assert plan_export(source, options=options, world_size=1, rules=SHARED).files
+    assert plan_export(source, options=options, world_size=1).files
 
 
 def hugging_face_split(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -161,7 +165,7 @@ def test_files_are_cut_as_hugging_face_cuts(sizes: list[int]) -> None:
     """Tensors fill a file up to the limit; a larger one than that has a file of its own."""
     source = bare_source(*(tensor(f"t{at}", (size,), "uint8") for at, size in enumerate(sizes)))
     options = ConsolidateOptions(max_file_bytes=1000)
-    plan = plan_export(source, options=options, world_size=1, rules=SHARED)
+    plan = plan_export(source, options=options, world_size=1)
     expected = hugging_face_split(sizes, 1000)
     count = len(expected)
     assert [[int(t.name[1:]) for t in file.elements] for file in plan.files] == expected
@@ -180,9 +184,7 @@ def test_an_index_mapping_decides_the_files() -> None:
         paths={"model.a": ("model", "a"), "model.b": ("model", "b"), "model.head": ("model", "h")},
     )
     options = ConsolidateOptions(fqn_to_index_mapping={"a": 3, "model.b": 1, "head": 2})
-    plan = plan_export(
-        source, options=options, world_size=1, rules=SHARED, ties={"model.head": "model.a"}
-    )
+    plan = plan_export(source, options=options, world_size=1, ties={"model.head": "model.a"})
     assert [[t.name for t in file.elements] for file in plan.files] == [["b"], ["a"]]
     document = json.loads(index_document(plan.layout, save_id=source.save_id, fingerprint="f"))
     assert document["weight_map"] == {
@@ -211,14 +213,13 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
     part_bytes: int,
 ) -> None:
     """Parts are numbered densely, large enough, few enough and aligned; ranks are balanced."""
-    rules = WriteRules(
-        can_share_file=True,
+    able = replace(
+        SHARED,
         min_part_bytes=min_part_bytes,
         max_part_count=max_part_count,
         part_multiple_bytes=multiple,
-        part_bytes=part_bytes,
     )
-    regions = divide(sizes, world_size, rules)
+    regions = divide(sizes, world_size, able, part_bytes)
     loads = [0] * world_size
     at = [0] * len(sizes)
     for region in regions:
@@ -246,7 +247,7 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
     """Without shared files every region is a file, and the largest file sets the pace."""
     sizes = [100, 900, 300, 500, 200, 400]
-    regions = divide(sizes, 3, WHOLE)
+    regions = divide(sizes, 3, WHOLE, 8 * MIB)
     assert [(r.file, r.start, r.stop) for r in regions] == [(i, 0, s) for i, s in enumerate(sizes)]
     loads = [sum(r.size_bytes for r in regions if r.owner == rank) for rank in range(3)]
     assert sorted(loads) == [700, 800, 900]
@@ -255,31 +256,25 @@ def test_whole_files_go_to_the_rank_that_has_least() -> None:
 def test_the_identity_is_of_the_content_and_the_digest_of_the_plan() -> None:
     """World size and file names change only the digest; source and tensors change both."""
     source = bare_source(tensor("a", (5000,)), tensor("b", (5000,)))
-    base = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=SHARED)
-    wider = plan_export(source, options=ConsolidateOptions(), world_size=3, rules=SHARED)
+    base = plan_export(source, options=ConsolidateOptions(), world_size=2)
+    wider = plan_export(source, options=ConsolidateOptions(), world_size=3)
     again = base.renamed(with_suffix(base.layout, base.identity[:8]))
     assert base.identity == wider.identity == again.identity
     assert len({base.digest, wider.digest, again.digest}) == 3
     assert again.files[0].name == f"model-00001-of-00001-{base.identity[:8]}.safetensors"
     assert with_suffix(again.layout, "") == base.layout
     others = [
-        plan_export(
-            source, options=ConsolidateOptions(rename={"a": "c"}), world_size=2, rules=SHARED
-        ),
-        plan_export(
-            source, options=ConsolidateOptions(), world_size=2, rules=SHARED, source_id="other"
-        ),
+        plan_export(source, options=ConsolidateOptions(rename={"a": "c"}), world_size=2),
+        plan_export(source, options=ConsolidateOptions(), world_size=2, source_id="other"),
         plan_export(
             source,
             options=ConsolidateOptions(rename={"a": "b", "b": "a"}),
             world_size=2,
-            rules=SHARED,
         ),
         plan_export(
             bare_source(tensor("a", (5000,)), tensor("b", (5000,), "int32")),
             options=ConsolidateOptions(),
             world_size=2,
-            rules=SHARED,
         ),
     ]
     digests = [base.identity, *(plan.identity for plan in others)]
@@ -306,11 +301,11 @@ def test_a_large_plan_is_lazy() -> None:
     ]
     source = bare_source(*tensors)
     source.format = "dcp"
-    plan = plan_export(source, options=ConsolidateOptions(), world_size=256, rules=S3)
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=256, able=S3)
     assert Watched.looks == 0
     loads = [sum(r.size_bytes for r in plan.regions_of(rank)) for rank in range(256)]
     assert max(loads) <= 1.2 * sum(loads) / 256
-    finder = PieceFinder(plan.layout, source.tensors)
+    finder = PieceFinder(plan.files, source.tensors)
     region = plan.regions_of(17)[0]
     total = sum(
         piece.region.volume * 2

@@ -22,7 +22,7 @@ from consolidation_sources import (
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions, parse_bytes
-from ckpt_storage.export.plan import Plan, WriteRules
+from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.select import Choice, check_ties, choose_model, natural_key
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import TransferOptions
@@ -30,7 +30,6 @@ from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
 
-RULES = WriteRules(can_share_file=True)
 W = tensor("", (4, 2))
 HF = {"model.embed.weight": W, "model.layers.0.w": W, "lm_head.weight": W}
 """A Hugging Face state dict: its names begin with "model." themselves."""
@@ -292,7 +291,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
 
 def planned(source: MemorySource, **options: Any) -> Plan:
     """Return the plan with these options."""
-    return plan_export(source, options=ConsolidateOptions(**options), world_size=1, rules=RULES)
+    return plan_export(source, options=ConsolidateOptions(**options), world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +391,7 @@ def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None
         dcp.save(state, storage_writer=CheckpointStorageWriter(str(tmp_path / name)), no_dist=True)
         store = open_store(str(tmp_path / name))
         source = open_source(store, deadline=Deadline("plan", 60.0), options=TransferOptions())
-        plan = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=RULES)
+        plan = plan_export(source, options=ConsolidateOptions(), world_size=2)
         names = [t.name for file in plan.files for t in file.elements]
         prefix = "model." if name == "nested" else ""
         assert names == ["lm_head.weight", "model.weight"]

@@ -21,7 +21,7 @@ from ckpt_storage import (
     StorageError,
 )
 from ckpt_storage.background.handle import SaveStatus
-from ckpt_storage.coordination.signs import Sign
+from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.options import Phase
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
@@ -35,9 +35,9 @@ def new(limit_s: float = NOW_S) -> tuple[SaveHandle, SaveStatus]:
     return SaveHandle(status), status
 
 
-def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> Sign:
+def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> RankProgress:
     """Return what a rank said last."""
-    return Sign(rank=rank, phase=phase, done_bytes=done, total_bytes=total, done_files=rank)
+    return RankProgress(rank=rank, phase=phase, done_bytes=done, total_bytes=total, done_files=rank)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage.commit.assemble import assemble
-from ckpt_storage.commit.reporttable import Planned
+from ckpt_storage.commit.assembly import assemble
+from ckpt_storage.commit.report import Planned
 from ckpt_storage.format.boxes import GridBoxes
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner, _Cuts
 from ckpt_storage.source.model import TensorInfo

@@ -1,9 +1,10 @@
 """fsspec file systems: built in the first call, one set for all stores of equal options.
 
-An asynchronous file system has one instance, on an event loop of its own in a daemon thread. Of a
-synchronous one there are up to four, each of which serves one call at a time. What no open store
-uses is closed after a minute; eight such are kept at most. A child of fork builds its own and
-touches nothing that it inherited.
+An asynchronous file system has one instance, on an event loop of its own in a daemon thread. A
+synchronous one has one for each call under way, four at most, and one for each open upload: servers
+refuse clients that connect many times at once. What no open store uses is closed after a minute;
+eight such are kept at most. A child of fork builds its own and touches nothing that it
+inherited.
 """
 
 from __future__ import annotations
@@ -13,17 +14,15 @@ import atexit
 import contextlib
 import difflib
 import inspect
-import math
 import os
 import selectors
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -45,8 +44,9 @@ _ANSWER_S = 0.5
 """How long the end of the interpreter waits for a loop that may be held up."""
 
 _AT_ONCE = 16
-_INSTANCE_COUNT = 4
-"""How many threads at a time use one synchronous file system, each an instance of its own."""
+_CALLS_AT_ONCE = 4
+"""On one synchronous file system, without writes to open uploads."""
+
 _OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
 _IDLE_S = 60.0
 _IDLE_COUNT = 8
@@ -64,6 +64,13 @@ _ENDPOINT_NAMES = {
 """By scheme: the options that name an endpoint, and the variables of the environment."""
 
 
+def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
+    """Run something later, in a thread that nobody waits for."""
+    thread = threading.Timer(delay_s, run) if delay_s else threading.Thread(target=run)
+    thread.name, thread.daemon = f"ckpt-storage {name}", True
+    thread.start()
+
+
 class _DaemonThreads(ThreadPoolExecutor):
     """Runs what a loop hands over, such as look-ups of names, in threads that hold up no exit."""
 
@@ -79,18 +86,8 @@ class _DaemonThreads(ThreadPoolExecutor):
             except BaseException as error:  # noqa: BLE001  # raised where it is waited for
                 future.set_exception(error)
 
-        _start(threading.Thread(target=run, name="ckpt-storage lookup"))
+        _start(run, "lookup")
         return future
-
-
-def _start(thread: threading.Thread) -> None:
-    thread.daemon = True
-    thread.start()
-
-
-def _start_late(thread: threading.Thread) -> None:
-    with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
-        _start(thread)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -109,7 +106,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         loop.run_until_complete(cancel_all())
         loop.close()
 
-    _start(threading.Thread(target=serve, name="ckpt-storage loop"))
+    _start(serve, "loop")
     return loop
 
 
@@ -119,103 +116,70 @@ def _finalizers(fs: ForeignFs) -> list[weakref.finalize[..., Any]]:
     return [one for one in callbacks if isinstance(one, weakref.finalize)]
 
 
-@dataclass(slots=True, eq=False)
-class Instance:
-    """One instance of a file system: None until it is built. `since_s`: of the call that has it."""
-
-    fs: ForeignFs = None
-    since_s: float = math.inf
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no call has it for itself."""
-        return self.since_s == math.inf
-
-    def end(self) -> None:
-        """Close its connections; may take long."""
-        calls: list[Callable[[], object]] = [*_finalizers(self.fs)]
-        if not getattr(self.fs, "async_impl", False):
-            client = getattr(self.fs, "client", None)  # of paramiko; webdav4's has one of httpx
-            calls.append(getattr(getattr(client, "http", client), "close", object))
-        for call in calls:
-            # What it says does not matter: nobody sends a request through it any more.
-            with contextlib.suppress(Exception):
-                call()
+def _end(fs: ForeignFs) -> None:
+    """Close an instance's connections; may take long."""
+    calls: list[Callable[[], object]] = [*_finalizers(fs)]
+    if not getattr(fs, "async_impl", False):
+        client = getattr(fs, "client", None)  # of paramiko; webdav4's has one of httpx
+        calls.append(getattr(getattr(client, "http", client), "close", object))
+    for call in calls:
+        # What it says does not matter: nobody sends a request through it any more.
+        with contextlib.suppress(Exception):
+            call()
 
 
 class _Held:
-    """The instances of one file system, the options that its key refers to, and its clients."""
+    """The instances of one file system, the options that its key refers to, and its clients.
 
-    def __init__(self, options: Mapping[str, Any], *, is_async: bool, call_s: float) -> None:
+    free: those that a call may take; of an asynchronous one the first serves all. taken: those
+    that a thread has for itself, by identity, with the call. since_s: when calls under way began.
+    Calls on all three are atomic; what waits for a call's end waits for `turn`.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *, is_async: bool) -> None:
         self.options = options
         self.users: weakref.WeakSet[Client] = weakref.WeakSet()
         self.used_s = time.monotonic()
         self.loop = _new_loop() if is_async else None
-        self._call_s = call_s
-        self._instances: list[Instance] = []
-        self._changed = threading.Condition()
+        self.free: list[ForeignFs] = []
+        self.taken: dict[int, tuple[ForeignFs, object]] = {}
+        self.since_s: dict[object, float] = {}
+        self.turn = threading.Condition()
+        self.has_ended = False
 
-    def shared(self, build: Callable[[], ForeignFs]) -> Instance:
-        """Return the one instance that all threads use."""
-        known = self._instances
-        if not known:
-            made = Instance(build())
-            with self._changed:
-                known = self._instances = self._instances or [made]
-            if known[0] is not made:  # two threads built one at the same time
-                made.end()
-        return known[0]
-
-    def take(self, wanted: Instance | None) -> Instance:
-        """Wait for `wanted`, or for any instance if it is None or gone, and keep others off it."""
-        with self._changed:
+    def enter(self, call: object, limit_s: float) -> None:
+        """Wait until few calls are under way. One older than `limit_s` was given up."""
+        with self.turn:
             while True:
                 now_s = time.monotonic()
-                # A call that has had its time was given up; its instance stays with it.
-                kept = [one for one in self._instances if now_s - one.since_s < self._call_s]
-                those = [wanted] if wanted in kept else kept
-                if wanted not in kept and len(kept) < _INSTANCE_COUNT:
-                    those = [*kept, Instance()]
-                found = next((one for one in those if one.is_free), None)
-                self._instances = kept if found is None or found in kept else [*kept, found]
-                if found is not None:
-                    found.since_s = now_s
-                    return found
-                first_s = min(one.since_s for one in those)
-                self._changed.wait(max(0.001, first_s + self._call_s - now_s))
+                younger = [at_s for at_s in self.since_s.values() if now_s - at_s < limit_s]
+                if len(younger) < _CALLS_AT_ONCE:
+                    break
+                self.turn.wait(min(younger) + limit_s - now_s)
+            self.since_s[call] = now_s
 
-    def give_back(self, instance: Instance) -> None:
-        """Let others use an instance, or end it if it is kept no more."""
-        with self._changed:
-            instance.since_s = math.inf
-            is_kept = instance in self._instances
-            self._changed.notify_all()
-        if not is_kept:
-            instance.end()
-
-    def drop(self, only: Instance | None = None) -> list[Instance]:
-        """Keep `only`, or no instance any more; return those that no call has taken."""
-        with self._changed:
-            dropped = [one for one in self._instances if only in {None, one}]
-            self._instances = [one for one in self._instances if one not in dropped]
-            self._changed.notify_all()
-        return [one for one in dropped if one.is_free]
+    def leave_turn(self, call: object) -> None:
+        """Let another call in."""
+        with self.turn:
+            self.since_s.pop(call, None)
+            self.turn.notify()
 
     def end(self) -> None:
-        """Close all connections and stop the loop, in a thread that nobody waits for."""
-        instances, loop = self.drop(), self.loop
+        """Close what no thread has, and stop the loop, in a thread that nobody waits for."""
+        self.has_ended = True
 
         def end() -> None:
-            for instance in instances:
-                instance.end()
-            if loop is not None:
-                loop.call_soon_threadsafe(loop.stop)
+            while self.free:
+                _end(self.free.pop())
+            if self.loop is not None:
+                self.loop.call_soon_threadsafe(self.loop.stop)
 
-        _start_late(threading.Thread(target=end, name="ckpt-storage closing"))
+        with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
+            _start(end, "closing")
 
     def leave(self) -> None:
         """Have nothing closed, by anyone."""
-        for finalizer in [one for of in self._instances for one in _finalizers(of.fs)]:
+        for finalizer in [one for fs in self.free for one in _finalizers(fs)]:
             finalizer.detach()
 
 
@@ -234,7 +198,7 @@ class _Process:
         # A lock that came by fork may be held by a thread that is gone.
         self.lock = threading.Lock()
         self.held: dict[Hashable, _Held] = {}
-        self._timer: threading.Timer | None = None
+        self._is_timed = False
 
     def _after_fork(self) -> None:
         for held in self.held.values():
@@ -253,22 +217,22 @@ class _Process:
                     held.leave()
 
     def end_idle(self) -> None:
-        """End what no client has used for long; what stays idle has a thread that comes again."""
+        """End what no client has used for long; what stays idle is looked at again."""
         with self.lock:
             now_s = time.monotonic()
             idle = [(one.used_s, key) for key, one in self.held.items() if not one.users]
             idle.sort(key=lambda one: one[0])
             late = [*idle[:-_IDLE_COUNT], *(one for one in idle if now_s - one[0] >= _IDLE_S)]
             unused = [self.held.pop(key) for _, key in late if key in self.held]
-            if len(unused) < len(idle) and self._timer is None:
-                next_s = idle[len(unused)][0] + _IDLE_S
-                self._timer = threading.Timer(next_s - now_s, self._look_again)
-                _start_late(self._timer)
+            if len(unused) < len(idle) and not self._is_timed:
+                with contextlib.suppress(RuntimeError):  # as above
+                    _start(self._look_again, "closing", idle[len(unused)][0] + _IDLE_S - now_s)
+                    self._is_timed = True
         for held in unused:
             held.end()
 
     def _look_again(self) -> None:
-        self._timer = None
+        self._is_timed = False
         self.end_idle()
 
 
@@ -292,64 +256,20 @@ class Client:
     ) -> None:
         self._location = location
         self._options = dict(options)
-        self.request_timeout_s = request_timeout_s
+        self._timeout_s = request_timeout_s
         self.scrub = Scrubber(location.storage_options, location.target)
         authority = location.target.partition("://")[2].partition("/")[0]
         if location.protocol == "az":
             # container@account; the file system depends on the account only.
             authority = authority.partition("@")[2]
         place = "" if location.protocol in _ONE_FOR_ALL else authority
-        self._key = (location.protocol, place, frozen(self._options))
+        # With the class: another may be registered for the protocol meanwhile.
+        self._key = (location.protocol, self.family, place, frozen(self._options))
         self.endpoint = endpoint_of(location, options)
-        self._is_async = bool(getattr(self.family, "async_impl", False))
+        self.is_async = bool(getattr(self.family, "async_impl", False))
 
     def __repr__(self) -> str:
         return f"Client({self._location.url!r})"
-
-    @property
-    def fs(self) -> ForeignFs:
-        """The file system that all threads share.
-
-        Built on first use. Raises `InvalidInputError` if the backend is missing or refuses the
-        options.
-        """
-        return self._shared(self._held()).fs
-
-    @contextlib.contextmanager
-    def turn(self, wanted: Instance | None = None) -> Iterator[Instance]:
-        """Have an instance, of a synchronous file system for this thread alone.
-
-        It is `wanted` if that is still kept. Waiting does not count as time of the call.
-        """
-        held = self._held()
-        if self._is_async:
-            yield self._shared(held)
-            return
-        instance = held.take(wanted)
-        try:
-            moved()
-            if instance.fs is None:
-                instance.fs = self._build(None)
-            yield instance
-        finally:
-            held.give_back(instance)
-
-    def _shared(self, held: _Held) -> Instance:
-        return held.shared(lambda: self._build(held.loop))
-
-    def _held(self) -> _Held:
-        held = _process.held.get(self._key)
-        if held is None or self not in held.users:
-            with _process.lock:
-                held = _process.held.get(self._key)
-                if held is None:
-                    held = _process.held[self._key] = _Held(
-                        self._options, is_async=self._is_async, call_s=self.request_timeout_s
-                    )
-                held.users.add(self)
-            _process.end_idle()
-        held.used_s = time.monotonic()
-        return held
 
     @property
     def family(self) -> type:
@@ -359,13 +279,6 @@ class Client:
         found: type = self._checked(lambda: fsspec.get_filesystem_class(self._location.protocol))
         return found
 
-    def close(self) -> None:
-        """Use the file system no more, until it is asked for again."""
-        held = _process.held.get(self._key)
-        if held is not None:
-            held.users.discard(self)
-        _process.end_idle()
-
     @property
     def root(self) -> str:
         """The location's path as its file system spells it, without a slash at the end."""
@@ -373,29 +286,100 @@ class Client:
 
         return str(fsspec.core.strip_protocol(self._location.target)).rstrip("/")
 
-    def refresh(self, only: Instance | None = None) -> None:
+    @property
+    def fs(self) -> ForeignFs:
+        """The asynchronous file system that all threads share.
+
+        Built on first use. Raises `InvalidInputError` if the backend is missing or refuses the
+        options.
+        """
+        held = self._held()
+        found = held.free[:1]
+        if not found:
+            made = self._build(held.loop)
+            with _process.lock:
+                found = held.free[:1]
+                held.free = found or [made]
+            if found:  # two threads built one at the same time
+                _end(made)
+        return (found or [made])[0]
+
+    def take(self) -> tuple[ForeignFs, Callable[[], None]]:
+        """Return an instance, of a synchronous file system for this thread alone, and its return.
+
+        One that is not returned is kept from others for good; see `refresh`.
+        """
+        if self.is_async:
+            return self.fs, lambda: None
+        held, call = self._held(), object()
+        held.enter(call, self._timeout_s)
+        try:
+            try:
+                fs = held.free.pop()
+            except IndexError:
+                fs = self._build(None)
+        except BaseException:
+            held.leave_turn(call)
+            raise
+        held.taken[id(fs)] = fs, call
+
+        def give_back() -> None:
+            if held.taken.pop(id(fs), None) is not None:
+                held.free.append(fs)
+            held.leave_turn(call)
+            if held.has_ended:
+                held.end()
+
+        return fs, give_back
+
+    def keep(self, fs: ForeignFs) -> None:
+        """Let other calls in while `fs`, which an open upload needs, is not given back."""
+        held = self._held()
+        if id(fs) in held.taken:
+            held.leave_turn(held.taken[id(fs)][1])
+
+    def refresh(self, only: ForeignFs = None) -> None:
         """Build the file system, or just that instance, anew at its next use.
 
         Credentials are looked up again then, and connections made.
         """
         held = _process.held.get(self._key)
-        dropped = held.drop(only) if held is not None else []
+        dropped: list[ForeignFs] = []
+        if held is not None:
+            dropped = [fs for fs in held.free if only is None or fs is only]
+            held.free = [fs for fs in held.free if fs not in dropped]
+            taken = held.taken.pop(id(only), None)
+            if taken is not None:
+                dropped.append(only)
+                held.leave_turn(taken[1])
         # Others may still have calls under way on one that is shared.
-        wait_s = self.request_timeout_s + _GRACE_S if self._is_async else 0.0
-        for instance in dropped:
-            _start(threading.Timer(wait_s, instance.end))
+        wait_s = self._timeout_s + _GRACE_S if self.is_async else 0.0
+        for fs in dropped:
+            _start(partial(_end, fs), "closing", wait_s)
 
-    def run(self, operation: Callable[[ForeignFs], Coroutine[Any, Any, T]]) -> T:
+    def close(self) -> None:
+        """Use the file system no more, until it is asked for again."""
+        held = _process.held.get(self._key)
+        if held is not None:
+            held.users.discard(self)
+        _process.end_idle()
+
+    def run(
+        self,
+        operation: Callable[Concatenate[ForeignFs, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **more: P.kwargs,
+    ) -> T:
         """Run one request of an asynchronous file system on its loop, until the deadline.
 
         Raises what the request raised, and `TimeoutError` when time is up; the request is
         then cancelled.
         """
         fs = self.fs
-        timed = asyncio.wait_for(operation(fs), self.request_timeout_s)
+        timed = asyncio.wait_for(operation(fs, *args, **more), self._timeout_s)
         future = asyncio.run_coroutine_threadsafe(timed, fs.loop)
         try:
-            return future.result(self.request_timeout_s + _GRACE_S)
+            return future.result(self._timeout_s + _GRACE_S)
         finally:
             # After an interrupt nobody waits for it any more; without effect once it is done.
             future.cancel()
@@ -403,9 +387,7 @@ class Client:
             del future
 
     def run_all(
-        self,
-        operation: Callable[[ForeignFs, A], Coroutine[Any, Any, object]],
-        items: Sequence[A],
+        self, operation: Callable[[ForeignFs, A], Coroutine[Any, Any, object]], items: Sequence[A]
     ) -> None:
         """Run one request for each item, a few at a time; raise what the first failure raised."""
 
@@ -413,8 +395,21 @@ class Client:
             await asyncio.gather(*(operation(fs, item) for item in some))
 
         for start in range(0, len(items), _AT_ONCE):
-            self.run(partial(run_some, some=items[start : start + _AT_ONCE]))
+            self.run(run_some, items[start : start + _AT_ONCE])
             moved()
+
+    def _held(self) -> _Held:
+        held = _process.held.get(self._key)
+        if held is None or self not in held.users:
+            with _process.lock:
+                held = _process.held.get(self._key)
+                if held is None:
+                    held = _Held(self._options, is_async=self.is_async)
+                    _process.held[self._key] = held
+                held.users.add(self)
+            _process.end_idle()
+        held.used_s = time.monotonic()
+        return held
 
     def _build(self, loop: asyncio.AbstractEventLoop | None) -> ForeignFs:
         self._check_names()
@@ -469,19 +464,23 @@ class Client:
         raise failure
 
 
-def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
-    """Return host and port that requests go to, as far as options and environment tell."""
+def address_of(location: Location, options: Mapping[str, Any]) -> str:
+    """Return the URL that requests go to as options and environment tell it, or ""."""
     text = str(options.get("connection_string") or "")
     told = dict(part.partition("=")[::2] for part in text.split(";"))
     inner = options.get("client_kwargs") or {}
     names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
     found = [source.get(name) for source in (options, inner, told) for name in names]
     found += [os.environ.get(name) for name in variables]
-    value = next((value for value in found if isinstance(value, str) and value), None)
-    if value is not None:
-        return urlsplit(value if "://" in value else f"//{value}").netloc.rpartition("@")[2]
-    if location.protocol in _ENDPOINT_NAMES or location.protocol == "memory":
-        return ""
+    value = next((value for value in found if isinstance(value, str) and value), "")
+    return value if not value or "://" in value else f"//{value}"
+
+
+def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
+    """Return host and port that requests go to, as far as options and environment tell."""
+    address = address_of(location, options)
+    if address or location.protocol in {*_ENDPOINT_NAMES, "memory"}:
+        return urlsplit(address).netloc.rpartition("@")[2]
     return location.path.partition("/")[0]
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from glob import has_magic
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
 from ckpt_storage.store.backend import (
+    Backend,
     Buffers,
     Capabilities,
     Content,
@@ -31,9 +33,9 @@ from ckpt_storage.store.backend import (
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.timed import moved
 
-from .clients import ForeignFs, Instance
+from .clients import Client, ForeignFs
 from .drafts import draft_name, is_draft_name, target_path
-from .remote import RemoteBackend
+from .refusals import stuck
 
 _ANSWERS = (
     CheckpointError,
@@ -49,21 +51,30 @@ _ANSWERS = (
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Writing:
-    """An open temporary file, the instance that it belongs to, and the bytes that it surely has.
+    """An open temporary file; its file system serves nobody else until that is given back.
 
-    problem: why nothing more can be written to it; "" if it can.
+    end: the bytes that it surely has. problem: why nothing more can be written to it; "" if it
+    can. using: held by the call that uses it.
     """
 
-    instance: Instance
     stream: ForeignFs
+    give_back: Callable[[], None]
     end: int = 0
     problem: str = ""
     is_closed: bool = False
+    using: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Discard what was not sent, and let others have the file system."""
+        if not self.is_closed:
+            self.is_closed = True
+            _discard(self.stream)
+            self.give_back()
 
 
-class FsspecBackend(RemoteBackend):
+class FsspecBackend(Backend):
     """One root on a file system that fsspec knows. One process writes an object, part after part.
 
     A token is the path of a temporary file.
@@ -72,14 +83,24 @@ class FsspecBackend(RemoteBackend):
     capabilities = Capabilities(kind="generic")
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        limit_s = settings.request_timeout_s
-        super().__init__(location, location.storage_options, request_timeout_s=limit_s)
+        self._client = Client(
+            location, location.storage_options, request_timeout_s=settings.request_timeout_s
+        )
+        self.endpoint = self._client.endpoint
         self._root = self._client.root
         family: Any = self._client.family
-        name = "_cat_file" if getattr(family, "async_impl", False) else "cat_file"
+        name = "_cat_file" if self._client.is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
         self._takes_ranges = "start" in inspect.signature(getattr(family, name)).parameters
         self._writings: dict[str, _Writing] = {}
+
+    def close(self) -> None:
+        """Use the file system no more; the last that does ends its connections."""
+        self._client.close()
+
+    def refresh(self) -> None:
+        """Build the file system anew, so that credentials are looked up again."""
+        self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
         """Ask for size and time; a folder is no object."""
@@ -117,7 +138,7 @@ class FsspecBackend(RemoteBackend):
     ) -> None:
         """Write a temporary file and move it to its name, in place of what is there."""
         del write_id
-        _check_unconditional(path, if_absent=if_absent, if_match=if_match)
+        _check_unconditional(path, if_absent=if_absent or if_match is not None)
         temporary, content = self._full(_temporary(path)), b"".join(data)
         with self._turn() as fs:
             try:
@@ -169,9 +190,12 @@ class FsspecBackend(RemoteBackend):
         del write_id, size_hint, copies
         _check_unconditional(path, if_absent=if_absent)
         token = _temporary(path)
-        with self._client.turn() as instance, self._kept(instance) as fs:
+        with contextlib.ExitStack() as turn:
+            fs = turn.enter_context(self._turn())
             _make_parent(fs, self._full(token))
-            self._writings[token] = _Writing(instance, fs.open(self._full(token), "wb"))
+            stream = fs.open(self._full(token), "wb")
+            self._writings[token] = _Writing(stream=stream, give_back=turn.pop_all().close)
+            self._client.keep(fs)
         return token
 
     def put_part(
@@ -181,13 +205,13 @@ class FsspecBackend(RemoteBackend):
         del last
         writing = self._writings.get(token)
         if writing is None:
-            raise _stuck(path, "is over, or another process began it")
+            raise stuck(path, "is over, or another process began it")
         if not writing.problem and offset != writing.end:
             writing.problem = f"got part {number} out of its turn"
         if writing.problem:
-            raise _stuck(path, writing.problem)
+            raise stuck(path, writing.problem)
         writing.problem = f"was cut off within part {number}"
-        with self._turn(writing.instance):
+        with writing.using:
             try:
                 for view in data:
                     writing.stream.write(bytes(view))
@@ -197,7 +221,7 @@ class FsspecBackend(RemoteBackend):
                 raise
             finally:
                 if token not in self._writings:  # it was aborted meanwhile
-                    _discard(writing.stream)
+                    writing.close()
         writing.problem = ""
         return ""
 
@@ -213,12 +237,12 @@ class FsspecBackend(RemoteBackend):
             if not writing.problem and writing.end != total_bytes:
                 writing.problem = f"holds {writing.end} bytes instead of {total_bytes}"
             if writing.problem:
-                raise _stuck(path, writing.problem)
+                raise stuck(path, writing.problem)
             # Some clients lose what they buffered.
             writing.problem = "was cut off at its end"
-            with self._turn(writing.instance):
+            with writing.using:
                 writing.stream.close()
-            writing.is_closed = True
+                writing.close()
         with self._turn() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
         self._writings.pop(token, None)
@@ -226,13 +250,13 @@ class FsspecBackend(RemoteBackend):
     def abort_upload(self, path: str, token: str) -> None:
         """Close and remove the temporary file."""
         if not _is_draft(token):
-            raise _stuck(path, "has another token")
+            raise stuck(path, "has another token")
         writing = self._writings.pop(token, None)
-        # A call that hangs keeps its instance; the file is removed all the same.
-        is_free = writing is not None and writing.instance.is_free
-        with self._turn(writing.instance if writing is not None and is_free else None) as fs:
-            if writing is not None and is_free:
-                _discard(writing.stream)
+        # A call that hangs keeps its file system; the file is removed all the same.
+        if writing is not None and writing.using.acquire(blocking=False):
+            writing.close()
+            writing.using.release()
+        with self._turn() as fs:
             _remove(fs, self._full(token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -247,22 +271,19 @@ class FsspecBackend(RemoteBackend):
                     yield OpenUpload(path=prefix, token=path)
 
     @contextlib.contextmanager
-    def _turn(self, wanted: Instance | None = None) -> Iterator[ForeignFs]:
-        """Have a file system for this thread, without what it remembers of listings."""
-        with self._client.turn(wanted) as instance, self._kept(instance) as fs:
-            yield fs
+    def _turn(self) -> Iterator[ForeignFs]:
+        """Have a file system for this thread, without what it remembers of listings.
 
-    @contextlib.contextmanager
-    def _kept(self, instance: Instance) -> Iterator[ForeignFs]:
-        """Keep an instance for later calls unless its connection may be gone."""
-        instance.fs.invalidate_cache()
+        It is kept for later calls unless its connection may be gone.
+        """
+        fs, give_back = self._client.take()
+        fs.invalidate_cache()
         try:
-            yield instance.fs
-        except _ANSWERS:
+            yield fs
+        except BaseException as error:
+            give_back() if isinstance(error, _ANSWERS) else self._client.refresh(fs)
             raise
-        except Exception:
-            self._client.refresh(instance)
-            raise
+        give_back()
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -331,7 +352,7 @@ class FsspecBackend(RemoteBackend):
             _move(fs, temporary, self._full(path))
             found_bytes = self._info(fs, path).size_bytes
         if found_bytes != total_bytes:
-            raise _stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
+            raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
 
 
 def _temporary(path: str) -> str:
@@ -446,17 +467,13 @@ def _discard(stream: ForeignFs) -> None:
                 end()
 
 
-def _check_unconditional(path: str, *, if_absent: bool, if_match: str | None = None) -> None:
-    if if_absent or if_match is not None:
+def _check_unconditional(path: str, *, if_absent: bool) -> None:
+    if if_absent:
         raise UnsupportedByStoreError(
             f"This file system cannot write {path} on a condition.",
             kind="unsupported",
             next_step="Let one job at a time save here.",
         )
-
-
-def _stuck(path: str, problem: str) -> StorageError:
-    return StorageError(f"The upload of {path} {problem}.", path=path, next_step="Save again.")
 
 
 def _told(path: str, info: Mapping[str, Any]) -> ObjectInfo:

@@ -11,7 +11,6 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Backend,
@@ -28,7 +27,7 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.location import Location
 
-_SCOPE = "memory"
+from .refusals import changed, check_source
 
 # All memory:// file systems of a process share one dict, so they share one lock.
 _LOCK = threading.RLock()
@@ -60,26 +59,23 @@ class MemoryBackend(Backend):
 
     def __init__(self, location: Location, settings: Settings | None = None) -> None:
         del settings
+        self._root = str(MemoryFileSystem._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
         self._fs: Any = MemoryFileSystem()
-        self._root = str(self._fs._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
 
     def stat(self, path: str) -> ObjectInfo:
         """Look at the object's buffer."""
         with _LOCK:
-            return self._info(self._full(path), self._file(path))
+            return self._info(self._full(path), self._file(self._full(path)))
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Copy the object out."""
-        with _LOCK:
-            data = self._file(path).getvalue()
-        return Content(
-            data=data if max_bytes is None else data[: max_bytes + 1], version=_version(data)
-        )
+        data = self._data(self._full(path))
+        told = data if max_bytes is None else data[: max_bytes + 1]
+        return Content(data=told, version=_version(data))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
-        """Copy from the object's own buffer."""
-        with _LOCK:
-            data = self._file(path).getvalue()
+        """Copy from the object as it was first."""
+        data = self._data(self._full(path))
         for start, view in ranges:
             piece = data[start : start + view.nbytes]
             view[: len(piece)] = piece
@@ -101,10 +97,8 @@ class MemoryBackend(Backend):
         with _LOCK:
             if if_absent and full in self._fs.store:
                 raise FileExistsError(path)
-            if if_match is not None and _version(self._file(path).getvalue()) != if_match:
-                raise StorageError(
-                    f"{path} is no longer of the version that was read.", kind="precondition"
-                )
+            if if_match is not None and _version(self._data(full)) != if_match:
+                raise changed(path)
             self._fs.pipe_file(full, content)
             self._fs.store[full].write_id = write_id
 
@@ -133,11 +127,9 @@ class MemoryBackend(Backend):
     def delete_version(self, path: str, version: str) -> None:
         """Compare and drop the name, under the lock."""
         with _LOCK:
-            file = self._fs.store.get(self._full(path))
-            if file is not None and _version(file.getvalue()) != version:
-                raise StorageError(
-                    f"{path} is no longer of the version that was read.", kind="precondition"
-                )
+            full = self._full(path)
+            if full in self._fs.store and _version(self._data(full)) != version:
+                raise changed(path)
             self.delete([path])
 
     def begin_upload(
@@ -146,8 +138,7 @@ class MemoryBackend(Backend):
         """Begin a dict of parts, found by a random id."""
         del path, write_id, if_absent, size_hint, copies
         token = os.urandom(16).hex()
-        with _LOCK:
-            _OPEN[token] = {}
+        _OPEN[token] = {}
         return token
 
     def put_part(
@@ -155,33 +146,17 @@ class MemoryBackend(Backend):
     ) -> str:
         """Copy the part."""
         del offset, last
-        content = b"".join(data)
-        with _LOCK:
-            _pieces(path, token)[number] = content
+        _pieces(path, token)[number] = b"".join(data)
         return ""
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """Copy from the other object."""
-        with _LOCK:
-            file = self._fs.store.get(copy.source.address)
-            if file is None:
-                raise FileNotFoundError(copy.source.path)
-            whole = file.getvalue()
-            data = whole[copy.start : copy.start + copy.length]
-            if len(data) < copy.length or copy.source_bytes not in {None, len(whole)}:
-                raise IntegrityError(
-                    f"{copy.source.path} has {len(whole)} bytes; [{copy.start}, "
-                    f"{copy.start + copy.length}) was to be copied.",
-                    path=copy.source.path,
-                    offset=len(whole),
-                    next_step="The object is damaged or not the one that was saved.",
-                )
-            _pieces(path, token)[copy.number] = data
+        whole = self._data(copy.source.address)
+        check_source(copy, len(whole))
+        data = whole[copy.start : copy.start + copy.length]
+        _pieces(path, token)[copy.number] = data
         return Part(
-            number=copy.number,
-            offset=copy.offset,
-            size_bytes=len(data),
-            crc32c=crc32c_of(data),
+            number=copy.number, offset=copy.offset, size_bytes=len(data), crc32c=crc32c_of(data)
         )
 
     def complete_upload(
@@ -197,13 +172,12 @@ class MemoryBackend(Backend):
     def abort_upload(self, path: str, token: str) -> None:
         """Forget the parts."""
         del path
-        with _LOCK:
-            _OPEN.pop(token, None)
+        _OPEN.pop(token, None)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object's name."""
         full = self._full(path)
-        return CopySource(scope=_SCOPE, address=full, path=f"memory:/{full}")
+        return CopySource(scope="memory", address=full, path=f"memory:/{full}")
 
     def server_time(self, probe_path: str) -> float:
         """Return the clock of this process; nothing is written."""
@@ -213,11 +187,16 @@ class MemoryBackend(Backend):
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
 
-    def _file(self, path: str) -> Any:  # noqa: ANN401  # of fsspec, which ships no types
+    def _file(self, full: str) -> Any:  # noqa: ANN401  # of fsspec, which ships no types
         try:
-            return self._fs.store[self._full(path)]
+            return self._fs.store[full]
         except KeyError:
-            raise FileNotFoundError(path) from None
+            raise FileNotFoundError(full) from None
+
+    def _data(self, full: str) -> bytes:
+        with _LOCK:
+            data: bytes = self._file(full).getvalue()
+            return data
 
     def _info(self, full: str, file: Any) -> ObjectInfo:  # noqa: ANN401  # of fsspec
         return ObjectInfo(

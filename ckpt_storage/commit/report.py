@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,18 @@ from ckpt_storage.format.rank_manifest import BoxKey, BoxTable, RankManifest
 
 Words = NDArray[np.int32]
 
-Tied = tuple[str, BoxKey, int]
-"""A chunk of a tensor that may be tied: FQN, box, checksum."""
-
 PlannerPath = tuple[str | int, ...]
 
-_NO_NUMBERS: Counts = np.zeros(0, dtype=np.int64)
-_NO_WORDS: Words = np.zeros(0, dtype=np.int32)
 _LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the global plan promises: tensors by FQN with their shapes, and blobs."""
+
+    tensors: Mapping[str, tuple[int, ...]]
+    blobs: frozenset[str]
+    planner_data: Mapping[str, PlannerPath] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,8 @@ class RankReport:
 
     `vocabulary` and `pattern` (columns FQN, dtype, box of all items) are alike on ranks that hold
     the same tensors. `places` (file number, start, bytes of all items) is there if the coordinator
-    asked for it. `tied` has the chunks with elements of tensors that may be tied.
+    asked for it. `ties` maps alias to target: what is the same memory in the state of this rank;
+    `tied` has the chunks with elements of such tensors: FQN, box, checksum.
     """
 
     save_id: str
@@ -57,7 +62,7 @@ class RankReport:
     boxes: bytes
     places: bytes | None
     ties: Mapping[str, str]
-    tied: Sequence[Tied]
+    tied: Sequence[tuple[str, BoxKey, int]]
 
     @classmethod
     def of(
@@ -68,18 +73,17 @@ class RankReport:
         with_places: bool,
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> RankReport:
-        """Return the report on `manifest`, which is stored as `ref` says.
-
-        `ties` maps alias to target: what is the same memory in the state of this rank.
-        """
+        """Return the report on `manifest`, which is stored as `ref` says."""
         table = BoxTable()
-        columns = [
-            np.array(
-                [*file.items.fqn, *file.items.dtype, *table.refer(file.items)], dtype=np.int32
-            ).reshape(3, -1)
-            for file in manifest.files
-        ]
-        pattern = np.concatenate([np.empty((3, 0), dtype=np.int32), *columns], axis=1)
+        pattern, places = [], []
+        for number, file in enumerate(manifest.files):
+            items = file.items
+            pattern.append([items.fqn, items.dtype, table.refer(items)])
+            places.append([[number] * len(items), items.item_start, items.item_bytes])
+        boxes = [len(table.boxes), *(len(offsets) for offsets, _ in table.boxes)]
+        for offsets, sizes in table.boxes:
+            boxes += (*offsets, *sizes)
+        names = json.dumps([list(manifest.fqns), list(manifest.dtypes)])
         return cls(
             save_id=manifest.save_id,
             rank=manifest.rank,
@@ -87,15 +91,13 @@ class RankReport:
             host=manifest.host,
             ref=ref,
             files=[file.ref() for file in manifest.files],
-            item_count=pattern.shape[1],
-            vocabulary=_deflate(
-                json.dumps([list(manifest.fqns), list(manifest.dtypes)]).encode("ascii")
-            ),
-            pattern=_deflate(pattern.tobytes()),
-            boxes=_deflate(_flat(table.boxes)),
-            places=_deflate(_places(manifest)) if with_places else None,
+            item_count=sum(len(file.items) for file in manifest.files),
+            vocabulary=zlib.compress(names.encode("ascii"), _LEVEL),
+            pattern=_packed(np.int32, pattern),
+            boxes=_packed(np.int64, [[boxes]]),
+            places=_packed(np.int64, places) if with_places else None,
             ties=dict(ties),
-            tied=_tied(manifest, ties),
+            tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
         )
 
     def read_vocabulary(self) -> tuple[list[str], list[str]]:
@@ -105,76 +107,39 @@ class RankReport:
 
     def read_pattern(self) -> tuple[Words, Words, Words]:
         """Return the columns FQN, dtype (-1: blob) and box (-1: blob) of all items."""
-        words = np.frombuffer(zlib.decompress(self.pattern), dtype=np.int32)
-        fqn, dtype, box = words.reshape(3, -1)
+        fqn, dtype, box = _unpacked(np.int32, self.pattern).reshape(3, -1)
         return fqn, dtype, box
 
     def read_boxes(self) -> tuple[Counts, Counts]:
         """Return the number of dimensions of each box; and offsets, then sizes, of each in turn."""
-        words = np.frombuffer(zlib.decompress(self.boxes), dtype=np.int64)
-        count = int(words[0])
-        return words[1 : 1 + count], words[1 + count :]
+        words = _unpacked(np.int64, self.boxes)
+        return words[1 : 1 + words[0]], words[1 + words[0] :]
 
     def read_places(self) -> Counts | None:
         """Return the columns file number, start and bytes of all items, if they were sent."""
-        if self.places is None:
-            return None
-        return np.frombuffer(zlib.decompress(self.places), dtype=np.int64).reshape(3, -1)
+        return None if self.places is None else _unpacked(np.int64, self.places).reshape(3, -1)
 
 
-def _deflate(data: bytes) -> bytes:
-    return zlib.compress(data, _LEVEL)
+def _packed(kind: type, tables: Sequence[Sequence[Sequence[int]]]) -> bytes:
+    """Return the rows of tables, each continued by that of the next."""
+    found: list[Any] = [np.array(table, dtype=kind) for table in tables]
+    return zlib.compress(np.concatenate(found, axis=1).tobytes() if found else b"", _LEVEL)
 
 
-def _flat(boxes: Sequence[BoxKey]) -> bytes:
-    words = [len(boxes), *(len(offsets) for offsets, _ in boxes)]
-    for offsets, sizes in boxes:
-        words += offsets
-        words += sizes
-    return np.array(words, dtype=np.int64).tobytes()
+def _unpacked(kind: type, data: bytes) -> NDArray:  # type: ignore[type-arg]  # of that kind
+    return np.frombuffer(zlib.decompress(data), dtype=kind)
 
 
-def _places(manifest: RankManifest) -> bytes:
-    columns = [
-        np.array(
-            [[number] * len(file.items), list(file.items.item_start), list(file.items.item_bytes)],
-            dtype=np.int64,
-        )
-        for number, file in enumerate(manifest.files)
-    ]
-    return np.concatenate([np.empty((3, 0), dtype=np.int64), *columns], axis=1).tobytes()
-
-
-def _tied(manifest: RankManifest, ties: Mapping[str, str]) -> list[Tied]:
-    """Return the chunks with elements of what this rank ties."""
-    wanted = {*ties, *ties.values()}
-    at = {i: fqn for i, fqn in enumerate(manifest.fqns) if fqn in wanted} if wanted else {}
-    found: list[Tied] = []
-    for file in manifest.files if at else ():
-        items = file.items
-        places = [item for item, number in enumerate(items.fqn) if number in at]
+def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, BoxKey, int]]:
+    found: list[tuple[str, BoxKey, int]] = []
+    for file in manifest.files:
+        items, fqns = file.items, manifest.fqns
+        places = [item for item, number in enumerate(items.fqn) if fqns[number] in wanted]
         for item, crc in zip(places, file.payload_crcs(places), strict=True):
             offsets, sizes = items.offsets[item], items.sizes[item]
             if offsets is not None and sizes is not None and all(sizes):
-                found.append((at[items.fqn[item]], (tuple(offsets), tuple(sizes)), crc))
+                found.append((fqns[items.fqn[item]], (tuple(offsets), tuple(sizes)), crc))
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What the global plan promises: tensors by FQN with their shapes, and blobs."""
-
-    tensors: Mapping[str, tuple[int, ...]]
-    blobs: frozenset[str]
-    planner_data: Mapping[str, PlannerPath] | None
-
-
-class _Pattern(NamedTuple):
-    """The items of ranks that hold the same, with FQNs as numbers of tensors of the plan."""
-
-    tensor: Words
-    box: Words
-    blobs: list[str]
 
 
 class ReportTable:
@@ -192,24 +157,24 @@ class ReportTable:
         self._codes: dict[str, int] = {}
         self._dtypes: Words = np.full(len(self._fqns), -1, dtype=np.int32)
         self._vocabularies: dict[bytes, tuple[list[str], Words, Words]] = {}
-        patterns: dict[tuple[bytes, bytes], _Pattern] = {}
-        tensors, rows, ndims, words = [_NO_WORDS], [_NO_WORDS], [_NO_NUMBERS], [_NO_NUMBERS]
+        patterns: dict[tuple[bytes, bytes], tuple[Words, Words, list[str]]] = {}
+        tensors: list[Words] = []
+        rows: list[Words] = []
+        boxes: list[tuple[Counts, Counts]] = []
         first_box = [0]
         for report in reports:
             key = (report.vocabulary, report.pattern)
             if key not in patterns:
                 patterns[key] = self._decoded(report)
-            pattern = patterns[key]
-            for fqn in pattern.blobs:
+            tensor, box, blobs = patterns[key]
+            for fqn in blobs:
                 self.blobs.setdefault(fqn, report.rank)
-            ndim, flat = report.read_boxes()
-            ndims.append(ndim)
-            words.append(flat)
-            tensors.append(pattern.tensor)
-            rows.append(pattern.box + np.int32(first_box[-1]))
-            first_box.append(first_box[-1] + len(ndim))
+            tensors.append(tensor)
+            rows.append(box + np.int32(first_box[-1]))
+            boxes.append(report.read_boxes())
+            first_box.append(first_box[-1] + len(boxes[-1][0]))
         self._first_box = np.array(first_box, dtype=np.int64)
-        self._ndim, self._words = np.concatenate(ndims), np.concatenate(words)
+        self._ndim, self._words = (np.concatenate(column) for column in zip(*boxes, strict=True))
         self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
         tensor = np.concatenate(tensors)
         # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
@@ -218,7 +183,8 @@ class ReportTable:
         self._rows = np.concatenate(rows)[order]
         self._ends = np.cumsum(np.bincount(tensor, minlength=len(self._fqns))).tolist()
 
-    def _decoded(self, report: RankReport) -> _Pattern:
+    def _decoded(self, report: RankReport) -> tuple[Words, Words, list[str]]:
+        """Return the numbers of the tensors that a rank wrote, their boxes, and its blobs."""
         if report.vocabulary not in self._vocabularies:
             fqns, dtypes = report.read_vocabulary()
             known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
@@ -247,7 +213,7 @@ class ReportTable:
                 f"as {self.dtype(int(numbers[at]))}.",
                 name,
             )
-        return _Pattern(numbers, box[~is_blob], blobs)
+        return numbers, box[~is_blob], blobs
 
     def dtype(self, number: int) -> str | None:
         """Return the dtype of a tensor, None if no rank wrote a chunk of it."""
@@ -261,36 +227,19 @@ class ReportTable:
         """Return what is equal for tensors of which every rank wrote equal boxes."""
         return hashlib.blake2b(self._boxes_of(number).data, digest_size=16).digest()
 
-    def chunks(self, number: int) -> tuple[Counts, Counts | None]:
+    def chunks(self, number: int) -> tuple[Counts, Counts]:
         """Return the owners of a tensor's chunks, and of each a row of offsets, then sizes.
 
-        In order of rank. None for the rows if not all have the tensor's number of dimensions.
+        In order of rank. Raises `IntegrityError` for one of another number of dimensions.
         """
-        rows = self._boxes_of(number)
+        rows, fqn = self._boxes_of(number), self._fqns[number]
         owners = np.searchsorted(self._first_box, rows, side="right") - 1
-        ndim = len(self._planned.tensors[self._fqns[number]])
-        if (self._ndim[rows] != ndim).any():
-            return owners, None
-        return owners, self._words[self._at[rows][:, None] + np.arange(2 * ndim)]
-
-    def boxes(self, number: int) -> Iterator[tuple[Box, int]]:
-        """Yield the chunks of a tensor as boxes with their owners, in order of rank."""
-        rows, owners = self._boxes_of(number), self.chunks(number)[0].tolist()
-        places = zip(self._at[rows].tolist(), self._ndim[rows].tolist(), owners, strict=True)
-        for at, ndim, owner in places:
-            words = self._words[at : at + 2 * ndim].tolist()
-            yield Box(tuple(words[:ndim]), tuple(words[ndim:])), owner
-
-
-def boxes_of(report: RankReport) -> list[Box]:
-    """Return the different boxes of one rank."""
-    ndim, words = report.read_boxes()
-    flat = words.tolist()
-    boxes, at = [], 0
-    for count in ndim.tolist():
-        boxes.append(Box(tuple(flat[at : at + count]), tuple(flat[at + count : at + 2 * count])))
-        at += 2 * count
-    return boxes
+        shape = self._planned.tensors[fqn]
+        for at in np.flatnonzero(self._ndim[rows] != len(shape))[:1]:
+            box, count = self._at[rows[at]], self._ndim[rows[at]]
+            words = self._words[box : box + 2 * count].tolist()
+            raise outside(fqn, shape, Box(tuple(words[:count]), tuple(words[count:])), owners[at])
+        return owners, self._words[self._at[rows][:, None] + np.arange(2 * len(shape))]
 
 
 def incomplete(what: str, fqn: str) -> IntegrityError:
@@ -301,3 +250,8 @@ def incomplete(what: str, fqn: str) -> IntegrityError:
         phase="commit",
         next_step="Nothing was committed. Check the save planner and the sharding of this value.",
     )
+
+
+def outside(fqn: str, shape: tuple[int, ...], box: Box, rank: int) -> IntegrityError:
+    """Return the error that a rank wrote a chunk that is no part of the tensor."""
+    return incomplete(f"Rank {rank} wrote {box} of {fqn}, whose shape is {list(shape)}.", fqn)

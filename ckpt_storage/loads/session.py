@@ -6,12 +6,11 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -78,41 +77,13 @@ class LoadSettings:
     retry: RetryPolicy
     progress: Progress
 
-    @classmethod
-    def of(  # as `CheckpointStorageReader`
-        cls,
-        url: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None,
-        verify: bool,
-        thread_count: int | None,
-        memory_limit_bytes: int | None,
-        shared_reads: Literal["auto", "never"],
-        unsafe_pickle: bool,
-        allow_lossy: bool,
-        timeout: float | timedelta | Timeouts | None,
-        retry: RetryPolicy | None,
-        progress: Progress,
-    ) -> LoadSettings:
-        """Return the settings that these arguments mean. Raises `InvalidInputError`."""
-        if shared_reads not in {"auto", "never"}:
+    def __post_init__(self) -> None:
+        """Raise `InvalidInputError` for settings that cannot be."""
+        if self.shared_reads not in {"auto", "never"}:
             raise InvalidInputError(
-                f"shared_reads is {shared_reads!r}.", next_step="Give 'auto' or 'never'."
+                f"shared_reads is {self.shared_reads!r}.", next_step="Give 'auto' or 'never'."
             )
-        settings = cls(
-            base=Location.of(url, storage_options),
-            verify=verify,
-            thread_count=thread_count,
-            memory_limit_bytes=memory_limit_bytes,
-            shared_reads=shared_reads,
-            unsafe_pickle=unsafe_pickle,
-            allow_lossy=allow_lossy,
-            timeouts=Timeouts.of(timeout),
-            retry=retry or RetryPolicy(),
-            progress=progress,
-        )
-        settings.transfer_options(is_remote=True)  # refuses what cannot be
-        return settings
+        self.transfer_options(is_remote=True)
 
     def transfer_options(self, *, is_remote: bool) -> TransferOptions:
         """Return how bytes are read. Raises `InvalidInputError`."""
@@ -120,9 +91,7 @@ class LoadSettings:
             is_remote=is_remote,
             local_threads=_LOCAL_THREADS,
             local_part_bytes=LOCAL_READ_BYTES,
-            thread_count=_REMOTE_THREADS
-            if is_remote and self.thread_count is None
-            else self.thread_count,
+            thread_count=self.thread_count or (_REMOTE_THREADS if is_remote else None),
             part_bytes=None,
             memory_limit_bytes=self.memory_limit_bytes,
         )
@@ -133,7 +102,7 @@ class LoadSettings:
         return dataclasses.replace(options, part_bytes=min(share, REMOTE_READ_BYTES))
 
 
-class Loader:
+class LoadSession:
     """One load as this rank sees it, step by step; belongs to one thread.
 
     `begin` starts the phases of the load; a front door's know of other ranks' failures. Errors of
@@ -154,7 +123,7 @@ class Loader:
         self._begin = begin
         self._rank = 0
         self._is_coordinator = False
-        self._store: Store | None = None
+        self._opened: Store
         self._source: Source | None = None
         self._marks: FileMarks | None = None
         self._catching_up: threading.Thread | None = None
@@ -179,7 +148,7 @@ class Loader:
             settings = self._settings
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
             deadline = self._begin("load")
-            self._store = store
+            self._opened = store
             self._source, self._marks = open_marked(
                 store.bounded(deadline),
                 deadline=deadline,
@@ -199,21 +168,22 @@ class Loader:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
         self._is_coordinator = is_coordinator
         self._rank = rank
-        source = self.open()
-        if is_coordinator and source.save_id is not None and self._store is not None:
-            # No step of the load: its phases and their time are left alone.
-            store, limit_s = self._store, min(_PUBLISH_S, self._settings.timeouts.load / 2)
-            narrowed = store.bounded(Deadline("load", limit_s))
-            catch_up = partial(self._roll_forward, narrowed, source.save_id)
-            if store.capabilities.is_remote:
-                # Two round trips at least, which no byte of the load has to wait for.
-                self._catching_up = threading.Thread(
-                    target=catch_up, name=f"publish {store.url}", daemon=True
-                )
-                self._catching_up.start()
-            else:
-                catch_up()
-                self._check_newest()
+        source, store = self.open(), self._opened
+        if not is_coordinator or source.save_id is None:
+            return
+        # No step of the load: its phases and their time are left alone.
+        limit_s = min(_PUBLISH_S, self._settings.timeouts.load / 2)
+        catch_up = partial(
+            self._roll_forward, store.bounded(Deadline("load", limit_s)), source.save_id
+        )
+        if not store.capabilities.is_remote:
+            catch_up()
+            return
+        # Two round trips at least, which no byte of the load has to wait for.
+        self._catching_up = threading.Thread(
+            target=catch_up, name=f"publish {store.url}", daemon=True
+        )
+        self._catching_up.start()
 
     def propose(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
@@ -239,13 +209,12 @@ class Loader:
 
     def share_policy(self, world_size: int) -> SharePolicy | None:
         """Return when sharing pays among so many ranks; None: never, and plans need not travel."""
-        source, store = self.open(), self._store
+        source = self.open()
         if (
             self._settings.shared_reads == "never"
             or world_size == 1
-            or store is None
             # From the page cache every rank has the bytes.
-            or not store.capabilities.is_remote
+            or not self._opened.capabilities.is_remote
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
@@ -275,11 +244,9 @@ class Loader:
         `CheckpointGoneError` (also if another writer has saved over its files since they were
         opened), `UnsafeContentError`, `StorageError`, `PhaseTimeoutError`.
         """
-        source, settings, opened = self.open(), self._settings, self._store
-        if opened is None:  # pragma: no cover  # open() sets it
-            raise InvalidInputError("The checkpoint is not open.")
+        source, settings = self.open(), self._settings
         deadline = self._begin("load")
-        store = opened.bounded(deadline)
+        store = self._opened.bounded(deadline)
         options = settings.transfer_options(is_remote=store.capabilities.is_remote)
         ranges = RangeReader(store, options, deadline)
         share = options.memory_limit_bytes // (2 * options.part_bytes)
@@ -370,15 +337,12 @@ class Loader:
             log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
 
     def _join_catching_up(self, deadline: Deadline) -> None:
+        """Wait for what `set_up` began; raise what it found of a newer save."""
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:
             catching_up.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
             if catching_up.is_alive():
                 log.warning("%s: .metadata may not be up to date: no answer in time.", self.url)
-            self._check_newest()
-
-    def _check_newest(self) -> None:
-        """Raise what `_roll_forward` found of a newer save."""
         newer, self._newer = self._newer, None
         if newer is not None:
             raise newer
@@ -387,8 +351,8 @@ class Loader:
     def _unchanged(self, store: Store) -> Iterator[set[str]]:
         """Raise `CheckpointGoneError` if another save touched another writer's files meanwhile.
 
-        Gives a set for the paths that are read.
-        Ours are written once, and have checksums: nothing is asked of the storage then.
+        Gives a set for the paths that are read. Ours are written once, and have checksums: nothing
+        is asked of the storage then.
         """
         marks, paths = self._marks, set[str]()
         if marks is None:

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
 from ckpt_storage.coordination.plans import exchange_plans, is_stateful, plain_state
-from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.store import Location
 
 from .exchange import Links
-from .loader import Loader, LoadSettings
 from .loadplanner import OwnChunksLoadPlanner
+from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder
 
 _MOST_LOOKS = 8
@@ -87,7 +88,7 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
-    coordinator = Ranks.of(process_group)
+    coordinator = RankGroup.of(process_group)
     try:
         timeouts, refusal = Timeouts.of(timeout), None
     except CheckpointError as error:
@@ -108,24 +109,23 @@ def load(  # the public surface, all keyword-only
             operations.append(operation)
             if refusal is not None:
                 raise refusal
-            settings = LoadSettings.of(
-                url,
-                storage_options=storage_options,
+            settings = LoadSettings(
+                base=Location.of(url, storage_options),
                 verify=verify,
                 thread_count=thread_count,
                 memory_limit_bytes=memory_limit_bytes,
                 shared_reads=shared_reads,
                 unsafe_pickle=unsafe_pickle,
                 allow_lossy=allow_lossy,
-                timeout=timeouts,
-                retry=retry,
+                timeouts=timeouts,
+                retry=retry or RetryPolicy(),
                 progress=progress,
             )
-            loader = Loader(settings, begin=operation.phase)
-            operation.what = f"the load from {loader.url}"
+            session = LoadSession(settings, begin=operation.phase)
+            operation.what = f"the load from {session.url}"
             plain = plain_state(dict(sorted(state.items())))
             chosen = planner or OwnChunksLoadPlanner()
-            _run(operation, peers_of(coordinator), loader, chosen, plain)
+            _run(operation, peers_of(coordinator), session, chosen, plain)
             operation.all_gather(pickle.dumps(None))
             has_read = True
             for key, value in plain.items():
@@ -170,7 +170,7 @@ class _Answer:
 def _run(
     operation: Operation,
     peers: Peers,
-    loader: Loader,
+    session: LoadSession,
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> None:
@@ -180,17 +180,17 @@ def _run(
     still agree on what they read, but their plans travel only where reads may be shared. Where some
     ranks give a planner and others none, all send their plans in full, once that is known.
     """
-    operation.meet(loader.terms())
+    operation.meet(session.terms())
     operation.phase("load")
     is_own = type(planner) is OwnChunksLoadPlanner
-    metadata = loader.metadata(lazy=is_own)
+    metadata = session.metadata(lazy=is_own)
     planner.set_up_planner(state, metadata, operation.is_coordinator)
-    loader.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
+    session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     told = plan
-    if is_own and loader.share_policy(operation.world_size) is None:
+    if is_own and session.share_policy(operation.world_size) is None:
         told = replace(plan, items=[])
-    proposal = _Proposal(plan=loader.propose(told), is_own=is_own)
+    proposal = _Proposal(plan=session.propose(told), is_own=is_own)
 
     def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
         plans = [proposal.plan for proposal in proposals]
@@ -198,21 +198,21 @@ def _run(
             return [None] * len(plans)
         if not is_own:
             return decide_in_full(plans)
-        loader.check()
-        return [_Answer(plan=None, order=order) for order in loader.share_orders(plans)]
+        session.check()
+        return [_Answer(plan=None, order=order) for order in session.share_orders(plans)]
 
     def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
         plans = planner.create_global_plan(plans)
-        loader.check()
-        orders = loader.share_orders(plans)
+        session.check()
+        orders = session.share_orders(plans)
         return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
 
     answer = exchange_plans(operation, proposal, decide)
     if answer is None:
-        answer = exchange_plans(operation, loader.propose(plan), decide_in_full)
+        answer = exchange_plans(operation, session.propose(plan), decide_in_full)
     if answer.plan is not None:
         plan = planner.finish_plan(answer.plan)
     links = None
     if answer.order is not None:
         links = Links(order=answer.order, operation=operation, peers=peers)
-    loader.read(plan, planner, links)
+    session.read(plan, planner, links)

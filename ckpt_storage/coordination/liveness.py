@@ -1,4 +1,4 @@
-"""Signs of life: what each rank was last heard to do, and the thread that tells and hears them."""
+"""Which ranks are alive: processes of this host, heartbeats, and the thread that watches both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +18,11 @@ from ckpt_storage.errors import CheckpointError, RankFailedError
 from ckpt_storage.options import Phase
 from ckpt_storage.store.deadline import Deadline
 
-from .board import Board, BoardError
-from .failures import COORDINATOR, Report, lost_board, name_ranks
+from .failures import Report, name_ranks
+from .keyvalue import COORDINATOR, LostStoreError
 
 if TYPE_CHECKING:
-    from .boardoperation import BoardOperation
+    from .operation import Operation
 
 log = logging.getLogger("ckpt_storage")
 
@@ -43,23 +43,23 @@ class RankProcess:
     pid: int
 
     @classmethod
-    def of(cls, pid: int) -> RankProcess | None:
-        """Return a process of this host; None where hosts cannot be told apart."""
+    def own(cls) -> RankProcess | None:
+        """Return this process; None where hosts cannot be told apart."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            return cls(
-                host=(socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino), pid=pid
-            )
+            namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:
             return None
+        return cls(host=(socket.gethostname(), boot, namespace), pid=os.getpid())
 
 
 class Siblings:
-    """The other ranks whose processes run on this host, watched until `close`."""
+    """The processes of other ranks of this host, watched until `close`."""
 
-    def __init__(self, own: RankProcess | None, ranks: Mapping[int, RankProcess]) -> None:
+    def __init__(self, ranks: Mapping[int, RankProcess]) -> None:
         self._ranks: dict[int, int] = {}
         self._gone: list[int] = []
+        own = RankProcess.own()
         for rank, process in ranks.items():
             if own is None or process.host != own.host or process.pid == own.pid:
                 continue
@@ -91,7 +91,7 @@ class Siblings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class RankProgress:
     """What a rank said last: its phase, what is done and planned in it, seconds without progress.
 
     `heard_s` is the instant at which it was heard, on this process's monotonic clock.
@@ -113,20 +113,22 @@ class Sign:
         return self.total_bytes - self.done_bytes
 
 
-class Signs:
-    """Own progress, and what was heard of others; safe in any thread."""
+class Heartbeats:
+    """Own progress, and what was heard of other ranks; safe in any thread."""
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._own = Sign(rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid())
+        self._own = RankProgress(
+            rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid()
+        )
         self._moved_s = self._start_s = clock()
         self._count = 0
         self._raw: dict[int, bytes] = {}
-        self._signs: dict[int, Sign] = {}
-        # Second-hand word of the slowest. It must not count as a sign of life: two ranks that
-        # pass on what each heard of the other would keep a dead one alive.
-        self._told: Sign | None = None
+        self._heard: dict[int, RankProgress] = {}
+        # Second-hand word of the slowest. It must not count as a heartbeat: two ranks that pass on
+        # what each heard of the other would keep a dead one alive.
+        self._told: RankProgress | None = None
 
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
@@ -142,7 +144,7 @@ class Signs:
             self._own = replace(self._own, total_bytes=total_bytes)
 
     def advanced(self, byte_count: int) -> None:
-        """Note progress of this rank."""
+        """Note bytes that this rank has done."""
         with self._lock:
             self._own = replace(self._own, done_bytes=self._own.done_bytes + byte_count)
             self._moved_s = self._clock()
@@ -153,136 +155,104 @@ class Signs:
             self._own = replace(self._own, done_files=self._own.done_files + 1)
             self._moved_s = self._clock()
 
-    def start_listening(self) -> None:
-        """Count silence of all others from now on."""
+    def start(self) -> None:
+        """Count the silence of all others from now on."""
+        self._start_s = self._clock()
+
+    def own(self) -> RankProgress:
+        """Return how far this rank is."""
         with self._lock:
-            self._start_s = self._clock()
+            now_s, own = self._clock(), self._own
+            total_bytes = max(own.total_bytes, own.done_bytes)
+            return replace(
+                own, total_bytes=total_bytes, idle_s=now_s - self._moved_s, heard_s=now_s
+            )
 
     def pack(self) -> bytes:
-        """Return this rank's sign for the board; no two are equal."""
-        heard = self._heard()
+        """Return this rank's next heartbeat; no two are equal."""
+        own = self.own()
+        with self._lock:
+            slowest = max(
+                [own, *self._heard.values()], key=lambda one: (one.left_bytes, one.idle_s)
+            )
         self._count += 1
-        return pickle.dumps((self._count, heard[self._own.rank], _slowest(heard.values())))
+        return pickle.dumps((self._count, own, slowest))
 
-    def heard(self, rank: int, packed: bytes | None) -> None:
-        """Take in what lies on the board for `rank`; the same as last time is no sign of life."""
+    def hear(self, rank: int, packed: bytes | None) -> None:
+        """Take in the last heartbeat of `rank`; the same as last time is no new one."""
         with self._lock:
             if packed is None or self._raw.get(rank) == packed:
                 return
             self._raw[rank] = packed
-            _, sign, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
+            _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
             now_s = self._clock()
-            self._signs[rank] = replace(sign, heard_s=now_s)
+            self._heard[rank] = replace(progress, heard_s=now_s)
             is_news = slowest.rank not in {rank, self._own.rank}
             self._told = replace(slowest, heard_s=now_s) if is_news else None
 
-    def known(self) -> Mapping[int, Sign]:
-        """Return the last sign of every rank heard of, this one's included."""
-        told, heard = self._told, self._heard()
-        return heard if told is None else {told.rank: told, **heard}
-
-    def _heard(self) -> dict[int, Sign]:
-        """Return this rank's sign and those that it heard from their ranks themselves."""
+    def known(self) -> Mapping[int, RankProgress]:
+        """Return how far every rank is that was heard of, this one included."""
+        own = self.own()
         with self._lock:
-            now_s, own = self._clock(), self._own
-            total_bytes = max(own.total_bytes, own.done_bytes)
-            own = replace(own, total_bytes=total_bytes, idle_s=now_s - self._moved_s, heard_s=now_s)
-            return {**self._signs, own.rank: own}
+            told = {} if self._told is None else {self._told.rank: self._told}
+            return {**told, **self._heard, own.rank: own}
 
     def silent(self, ranks: Sequence[int], limit_s: float) -> list[int]:
         """Return those of `ranks` that were not heard for `limit_s` seconds."""
         with self._lock:
-            now_s = self._clock()
-            heard_s = {rank: sign.heard_s for rank, sign in self._signs.items()}
-            return [
-                rank
-                for rank in ranks
-                if now_s - max(heard_s.get(rank, 0.0), self._start_s) > limit_s
-            ]
+            since_s = self._clock() - limit_s
+            heard_s = {rank: progress.heard_s for rank, progress in self._heard.items()}
+            return [r for r in ranks if max(heard_s.get(r, 0.0), self._start_s) < since_s]
 
     def describe(self, rank: int) -> str:
         """Return one phrase on what is known of a rank, for an error."""
         with self._lock:
-            sign, now_s = self._signs.get(rank), self._clock()
-        if sign is None:
+            heard, now_s = self._heard.get(rank), self._clock()
+        if heard is None:
             return f"rank {rank} (no sign of life in {now_s - self._start_s:.1f} s)"
         return (
-            f"rank {rank} (process {sign.pid} on {sign.host}; last heard "
-            f"{now_s - sign.heard_s:.1f} s ago in the {sign.phase} phase with {sign.done_bytes} of "
-            f"{sign.total_bytes} bytes done, without progress for {sign.idle_s:.1f} s then)"
+            f"rank {rank} (process {heard.pid} on {heard.host}; last heard "
+            f"{now_s - heard.heard_s:.1f} s ago in the {heard.phase} phase with {heard.done_bytes} "
+            f"of {heard.total_bytes} bytes done, without progress for {heard.idle_s:.1f} s then)"
         )
 
 
-def _slowest(signs: Iterable[Sign]) -> Sign:
-    return max(signs, key=lambda sign: (sign.left_bytes, sign.idle_s))
+class FailureDetector:
+    """The thread of one rank that watches the others in one operation.
 
-
-class Watch:
-    """The thread of one rank that watches over one operation; the coordinator watches all others.
-
-    It looks for failure reports and for ends of processes on this host, tells and hears signs of
-    life, and removes what earlier operations left on the board. The others watch the coordinator.
-
-    `board` is a twin of the operation's that nobody else uses; `stop` gives it back. `look_s` is
-    the longest pause between two looks. `debris` are keys to remove.
+    It looks for failure reports and for ends of processes of this host. It sends and hears
+    heartbeats: the coordinator hears all ranks, the others the coordinator. It removes what
+    earlier operations left in the shared store. Raises `RuntimeError` where no thread is to be had.
     """
 
-    def __init__(
-        self,
-        operation: BoardOperation,
-        board: Board,
-        siblings: Siblings,
-        *,
-        look_s: float,
-        debris: list[str],
-    ) -> None:
+    def __init__(self, operation: Operation, siblings: Siblings) -> None:
         self._operation = operation
-        self._board = board
         self._siblings = siblings
-        self._look_s = look_s
-        self._debris = debris
-        self._prefix = f"op/{operation.id}"
+        self._keys = operation.group.keys
         self._silence_s = operation.timeouts.silence
-        self._is_sound = True
         self._has_ended = threading.Event()
         self._has_news = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def keys(self) -> list[str]:
-        """What this rank's watch may have left on the board."""
-        return [f"{self._prefix}/life/{self._operation.rank}", f"{self._prefix}/failed"]
-
-    def start(self) -> None:
-        """Begin to watch. Raises `RuntimeError` where no thread is to be had."""
-        self._operation.life.start_listening()
-        name = f"ckpt-storage watch: {self._operation.what}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        thread.start()
-        self._thread = thread
+        operation.heartbeats.start()
+        name = f"ckpt-storage watch: {operation.what}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            siblings.close()
+            raise
 
     def nudge(self) -> None:
-        """Have it told soon what this rank is about: it has begun a phase; from any thread."""
+        """Have it told soon that this rank has begun a phase; from any thread."""
         self._has_news.set()
 
-    def stop(self) -> Board | None:
-        """Let the thread end, which it does at once unless the board hangs; return the board.
+    def stop(self) -> None:
+        """Let the thread end, which it does at once unless the store hangs.
 
-        None where a call failed on it or is under way. The thread should not be inside a call of
-        torch's when the interpreter ends: that aborts.
+        It should not be inside a call of torch's when the interpreter ends: that aborts.
         """
         self._has_ended.set()
         self._has_news.set()
-        if self._thread is None:
-            self._siblings.close()
-            return self._board
         self._thread.join(_STOP_S)
-        if self._thread.is_alive():
-            return None
-        if self._is_sound:
-            return self._board
-        self._board.close()
-        return None
 
     def _run(self) -> None:
         operation = self._operation
@@ -291,14 +261,11 @@ class Watch:
             self._watch()
             # What is left was left by operations that all ranks have gone on from.
             end_s = time.monotonic() + _STOP_S / 2
-            while self._debris and time.monotonic() < end_s:
+            while operation.group.debris and time.monotonic() < end_s:
                 self._tidy()
-        except BoardError as error:
-            self._is_sound = False
-            if not self._has_ended.is_set():
-                failure = lost_board(error, operation.deadline, operation.what)
+        except LostStoreError as error:
+            failure = None if self._has_ended.is_set() else error
         except Exception as error:  # nobody else would notice that this thread ended
-            self._is_sound = False
             log.exception("The watch over %s failed.", operation.what)
             failure = CheckpointError(f"{type(error).__name__}: {error}")
         finally:
@@ -307,17 +274,17 @@ class Watch:
             operation.take_report(Report(rank=operation.rank, error=failure))
 
     def _watch(self) -> None:
-        board, operation, limit_s = self._board, self._operation, self._silence_s
-        life, world_size = operation.life, operation.world_size
+        operation, limit_s = self._operation, self._silence_s
+        beats, world_size = operation.heartbeats, operation.world_size
         watched = list(range(1, world_size)) if operation.is_coordinator else [COORDINATOR]
-        # The coordinator reads every rank's sign: thousands of them need longer for a round.
+        # The coordinator hears every rank: thousands of them need longer for a round.
         beat_s = min(max(1.0, world_size / 2_000), limit_s / 4)
         next_beat_s = 0.0
         told: Deadline | None = None
         while not self._pause():
             # Before the look for reports: who reports and then ends has told its reason.
             ended = self._siblings.ended()
-            data = board.get(f"{self._prefix}/failed", limit_s)
+            data = self._keys.get(operation.key("failed"), limit_s)
             if data is not None:
                 report: Report = pickle.loads(data)  # noqa: S301  # our own ranks
                 if report.rank != operation.rank:
@@ -331,17 +298,15 @@ class Watch:
             if phase is told and time.monotonic() < next_beat_s:
                 continue
             told, next_beat_s = phase, time.monotonic() + beat_s
-            board.set(f"{self._prefix}/life/{operation.rank}", life.pack(), limit_s)
+            self._keys.set(operation.key("life", operation.rank), beats.pack(), limit_s)
             for rank in watched:
-                life.heard(rank, board.get(f"{self._prefix}/life/{rank}", limit_s))
-            silent = life.silent(watched, limit_s)
+                self._hear(rank)
+            silent = beats.silent(watched, limit_s)
             if silent:
-                phase_name = operation.current_phase
                 self._report(
                     silent,
-                    phase_name,
-                    f"gave no sign of life for {limit_s:g} s in the {phase_name} phase of "
-                    f"{operation.what}",
+                    phase.phase,
+                    f"gave no sign of life for {limit_s:g} s",
                     "See whether those processes were killed or stopped (out of memory?); if they "
                     "only had no time for it, raise Timeouts.silence.",
                 )
@@ -349,32 +314,37 @@ class Watch:
 
     def _pause(self) -> bool:
         """Wait until the next look; return whether there is none."""
-        first_s = min(_NEWS_S, self._look_s)
+        look_s = self._operation.group.look_s
+        first_s = min(_NEWS_S, look_s)
         if not self._has_ended.wait(first_s):
-            self._has_news.wait(self._look_s - first_s)
+            self._has_news.wait(look_s - first_s)
             self._has_news.clear()
         return self._has_ended.is_set()
 
     def _tidy(self) -> None:
-        for key in self._debris[:_TIDY_KEYS]:
-            self._board.delete(key, self._silence_s)
-            self._debris.remove(key)
+        debris = self._operation.group.debris
+        for _ in range(min(_TIDY_KEYS, len(debris))):
+            self._keys.delete(debris.pop(0), self._silence_s)
+
+    def _hear(self, rank: int) -> None:
+        key = self._operation.key("life", rank)
+        self._operation.heartbeats.hear(rank, self._keys.get(key, self._silence_s))
 
     def _gave_up_on(self, rank: int) -> bool:
         """Report a rank of this host whose process has ended, unless its part was done."""
-        board, operation, limit_s = self._board, self._operation, self._silence_s
-        if board.has_all([f"{self._prefix}/left/{rank}"], limit_s):
+        operation = self._operation
+        if self._keys.has_all([operation.key("left", rank)], self._silence_s):
             return False
-        operation.life.heard(rank, board.get(f"{self._prefix}/life/{rank}", limit_s))
-        sign = operation.life.known().get(rank)
-        phase = operation.current_phase if sign is None else sign.phase
+        self._hear(rank)
+        last = operation.heartbeats.known().get(rank)
+        phase = operation.deadline.phase if last is None else last.phase
         if rank != COORDINATOR and phase == "commit":
             # The commit needs it no more; whether it takes place is rank 0's to tell.
             return False
         self._report(
             [rank],
             phase,
-            f"died in the {phase} phase of {operation.what}: its process has ended without a word",
+            "died",
             "See what ended that process (a crash, a signal, out of memory).",
         )
         return True
@@ -382,9 +352,11 @@ class Watch:
     def _report(self, ranks: list[int], phase: Phase, how: str, next_step: str) -> None:
         """Tell all ranks that some were lost."""
         operation = self._operation
-        known = {rank: operation.life.describe(rank) for rank in ranks}
+        known = {rank: operation.heartbeats.describe(rank) for rank in ranks}
+        end = ": its process has ended without a word" if how == "died" else ""
         error = RankFailedError(
-            f"{name_ranks(ranks)} of {operation.world_size} {how}: {'; '.join(known.values())}.",
+            f"{name_ranks(ranks)} of {operation.world_size} {how} in the {phase} phase of "
+            f"{operation.what}{end}: {'; '.join(known.values())}.",
             failures=known,
             is_silent=True,
             rank=ranks[0],
@@ -392,5 +364,5 @@ class Watch:
             next_step=next_step,
         )
         report = Report(rank=operation.rank, error=error)
-        self._board.set_first(f"{self._prefix}/failed", pickle.dumps(report), self._silence_s)
+        self._keys.set_first(operation.key("failed"), pickle.dumps(report), self._silence_s)
         operation.take_report(report)

@@ -1,0 +1,334 @@
+"""The coordinator's last part of a save: is it complete (I8), then commit it and clean up.
+
+Work grows with reports, tensors and different ways of cutting them; what grows with items is done
+on arrays. The order of the documents is that of `docs/guarantees.md`, I1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import platform
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from ckpt_storage._version import __version__
+from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
+from ckpt_storage.format import names
+from ckpt_storage.format.boxes import Box, Grid, compact
+from ckpt_storage.format.commit_record import SlotRecord, with_footer
+from ckpt_storage.format.coverage import find_flaw
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.manifest import Manifest, TensorRecord
+from ckpt_storage.format.rank_manifest import BoxKey
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import side_by_side
+
+from . import cleaning, publishing
+from .attempt import Grant, commit
+from .report import Planned, RankReport, ReportTable, incomplete, outside
+from .stock import planned_of, stock_metadata, stock_note
+
+log = logging.getLogger("ckpt_storage")
+
+_MOST_ELEMENTS = (1 << 62) - 1
+
+Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
+"""How a tensor is cut: a grid, or boxes with their owners."""
+
+
+def commit_save(
+    store: Store,
+    grant: Grant,
+    *,
+    world_size: int,
+    metadata: Metadata,
+    reports: Sequence[RankReport | None],
+    storage_meta: StorageMeta,
+    user: Mapping[str, Any],
+    must_publish: bool = True,
+) -> SlotRecord:
+    """Check that all ranks wrote all of it, put down the documents, commit; return the record.
+
+    `reports[i]` is rank i's, None if there is none; `user` as for `commit`.
+    Raises `IntegrityError`, `RankFailedError`, `StorageError`,
+    `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless `must_publish` is
+    False `NotPublishedError` (committed). If superseded files cannot be deleted that is logged; the
+    next save deletes them.
+    """
+    save_id = grant.save_id
+    found = check_reports(reports, save_id=save_id, world_size=world_size)
+    manifest = assemble(found, planned_of(metadata))
+    check_files(store, manifest)
+    entry_count = sum(report.item_count for report in found)
+    if all(report.places is not None for report in found):
+        # 0 would say that it is a note.
+        stock_entries = entry_count or None
+        pickled = stock_metadata(metadata, found, manifest, storage_meta)
+    else:
+        stock_entries, pickled = 0, stock_note(entry_count)
+        log.info(
+            "save %s to %s: .metadata for torch's own readers is left out; it would hold %d "
+            "entries (stock_metadata='always' writes it)",
+            save_id,
+            store.url,
+            entry_count,
+        )
+    stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
+    stock = _reference(names.stock_copy_path(save_id), stock_bytes)
+    body = replace(
+        manifest,
+        stock=stock,
+        stock_entries=stock_entries,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        writer={
+            "ckpt_storage": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "host": socket.gethostname(),
+        },
+    ).to_body()
+    path = names.manifest_path(save_id)
+    _check_readable(body, path)
+    document = seal(body)
+    # Nothing leads to them before the commit, which comes when both are durable.
+    calls: list[Callable[[], None]] = [
+        partial(store.put, stock.path, stock_bytes),
+        partial(store.put, path, document),
+    ]
+    side_by_side(store, calls)
+    record = commit(
+        store,
+        grant,
+        manifest=_reference(path, document),
+        stock=stock,
+        stock_entries=stock_entries,
+        user=user,
+    )
+    log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
+    try:
+        publishing.publish(store, own=record, own_stock=stock_bytes)
+    except Exception as error:
+        if must_publish:
+            raise publishing.not_published(store, record, error) from error
+        log.warning("save %s is committed; its note in .metadata is not: %s", save_id, error)
+        return record
+    try:
+        if grant.previous is not None:
+            cleaning.free_superseded(store, known=record)
+        # Looking for what crashed savers left takes a listing: free on a local disk only.
+        if grant.previous is not None or not store.capabilities.is_remote:
+            cleaning.free_leftovers(store, known=record)
+    except Exception as error:  # the save is committed, whatever this is
+        log.warning(
+            "save %s is committed; freeing what it superseded failed and will be repeated: %s",
+            save_id,
+            error,
+            exc_info=not isinstance(error, CheckpointError),
+        )
+    return record
+
+
+def _reference(path: str, data: bytes) -> FileRef:
+    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c_of(data))
+
+
+def _check_readable(body: Mapping[str, Any], path: str) -> None:
+    """Raise `IntegrityError` if readers would refuse the manifest, before it counts.
+
+    Its `planner_data` was looked at when it was spelt, and takes most of a reader's time.
+    """
+    try:
+        Manifest.from_body({**body, "planner_data": None}, where=path)
+    except CheckpointError as error:
+        raise IntegrityError(
+            f"No reader would take the manifest of this save: {error}",
+            path=path,
+            phase="commit",
+            next_step="Nothing was committed. Check the save planner and the names and sharding "
+            "of all values; if they are sound, report this as a bug of ckpt_storage.",
+        ) from error
+
+
+def check_reports(
+    reports: Sequence[RankReport | None], *, save_id: str, world_size: int
+) -> list[RankReport]:
+    """Return the reports, which are of all ranks and of this save.
+
+    Raises `RankFailedError` naming every rank that did not report, and `CheckpointError` for a
+    report of another save or world.
+    """
+    missing = [rank for rank, report in enumerate(reports) if report is None]
+    missing += range(len(reports), world_size)
+    if missing or len(reports) != world_size:
+        raise RankFailedError(
+            f"Ranks {missing} of {world_size} did not report what they wrote.",
+            failures=dict.fromkeys(missing, "no report"),
+            phase="commit",
+            next_step="Look at those ranks' logs; nothing was committed; save again.",
+        )
+    whole = [report for report in reports if report is not None]
+    for rank, report in enumerate(whole):
+        if (report.save_id, report.rank, report.world_size) != (save_id, rank, world_size):
+            raise CheckpointError(
+                f"Rank {rank} reports rank {report.rank} of {report.world_size} and save "
+                f"{report.save_id}; this is save {save_id} of {world_size} ranks.",
+                rank=rank,
+                phase="commit",
+                next_step="Nothing was committed; make sure one job saves to this id.",
+            )
+    return whole
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
+    """Raise `IntegrityError` naming rank and file if the coordinator does not see what was written.
+
+    Asked only where a look costs no request: it finds ranks that wrote to a disk of their own.
+    """
+    documents = zip(manifest.ranks, itertools.count(), strict=False)
+    for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
+        try:
+            seen = store.stat(ref.path).size_bytes
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            seen = -1
+        if seen != ref.size_bytes:
+            raise IntegrityError(
+                f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "
+                + ("does not see it." if seen < 0 else f"sees {seen} bytes."),
+                rank=rank,
+                path=ref.path,
+                phase="commit",
+                next_step=f"Nothing was committed. {store.url} must be on a file system that all "
+                "ranks share.",
+            )
+
+
+def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
+    """Return the manifest of the whole checkpoint, without `stock`.
+
+    Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
+    planned tensor exactly, a planned blob is not there, or something is that was not planned. A
+    box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
+    the lowest rank.
+    """
+    table = ReportTable(reports, planned)
+    for fqn in planned.blobs - table.blobs.keys():
+        raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
+    known: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for number, (fqn, shape) in enumerate(planned.tensors.items()):
+        dtype = table.dtype(number)
+        if dtype is None:
+            raise incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
+        key = (shape, table.key(number))
+        if key not in known:
+            owners, rows = table.chunks(number)
+            grid = _grid(shape, owners, rows)
+            known[key] = (grid, None) if grid else (None, _boxes(fqn, shape, owners, rows))
+        grid, chunks = known[key]
+        tensors[fqn] = TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+    first = reports[0]
+    return Manifest(
+        save_id=first.save_id,
+        world_size=first.world_size,
+        tensors=tensors,
+        blobs=table.blobs,
+        planner_data=planned.planner_data,
+        files=[(ref, report.rank) for report in reports for ref in report.files],
+        ranks=[report.ref for report in reports],
+        stock=None,
+        hosts=[report.host for report in reports],
+        ties=_agreed_ties(reports, tensors),
+    )
+
+
+def _grid(shape: tuple[int, ...], owners: Any, rows: Any) -> Grid | None:  # noqa: ANN401  # arrays
+    """Return the grid that chunks make, None if there may be none."""
+    if 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
+        return None
+    offsets, sizes = np.hsplit(rows, 2)
+    solid = (sizes != 0).all(axis=1)
+    offsets, sizes, owners = offsets[solid], sizes[solid], owners[solid]
+    places = np.zeros(len(owners), dtype=np.int64)
+    cell_count = 1
+    cuts: list[Sequence[int]] = []
+    for dim, size in enumerate(shape):
+        starts, at = np.unique(offsets[:, dim], return_inverse=True)
+        cell_count *= len(starts)
+        if not cell_count or cell_count > len(offsets) or starts[0] != 0 or starts[-1] >= size:
+            return None
+        if not np.array_equal(np.diff(starts, append=size)[at], sizes[:, dim]):
+            return None
+        places = places * len(starts) + at
+        cuts.append(compact(starts))
+    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
+    found, kept = np.unique(places, return_index=True)
+    return Grid(tuple(cuts), compact(owners[kept])) if len(found) == cell_count else None
+
+
+def _boxes(
+    fqn: str,
+    shape: tuple[int, ...],
+    owners: Any,  # noqa: ANN401  # arrays
+    rows: Any,  # noqa: ANN401  # as above
+) -> list[tuple[Box, int]]:
+    """Return chunks of any form that make up a tensor; says exactly what is wrong if not."""
+    first: dict[Box, int] = {}
+    for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
+        box = Box(tuple(row[: len(shape)]), tuple(row[len(shape) :]))
+        if 0 in shape or not box.is_empty:
+            first.setdefault(box, owner)
+    held = list(first)
+    flaw = find_flaw(shape, held)
+    if flaw is None:
+        return list(first.items())
+    if flaw.outside is not None:
+        box = held[flaw.outside]
+        raise outside(fqn, shape, box, first[box])
+    if flaw.holders:
+        overlap = " and ".join(f"{held[at]} of rank {first[held[at]]}" for at in flaw.holders[:2])
+        what = f"Chunks of {fqn} overlap: {overlap}."
+    else:
+        ranks = f"ranks {sorted(set(first.values()))} wrote chunks of it"
+        what = f"The chunks of {fqn} leave a gap at {flaw.at}; {ranks}."
+    raise incomplete(f"{what} Its shape is {list(shape)}.", fqn)
+
+
+def _agreed_ties(
+    reports: Iterable[RankReport], tensors: Mapping[str, TensorRecord]
+) -> dict[str, str]:
+    """Return alias -> target of what is the same memory on all ranks; no target is an alias.
+
+    A rank reports the chunks of names that it ties itself. So a tensor of which chunks are missing
+    is one that a rank, which wrote them, does not tie. Besides, dtype, shape, boxes and checksums
+    must be equal: then it does not matter by which chain of claims two names came together.
+    """
+    joined: dict[str, list[str]] = {}  # each name's group, in the order in which names came
+    chunks: dict[str, dict[BoxKey, int]] = {}
+    for report in reports:
+        for alias, target in report.ties.items():
+            kept, gone = (joined.setdefault(name, [name]) for name in (target, alias))
+            if kept is not gone:
+                kept += gone
+                joined.update(dict.fromkeys(gone, kept))
+        for name, box, crc in report.tied:
+            chunks.setdefault(name, {}).setdefault(box, crc)
+    groups: dict[object, list[str]] = {}
+    for name, group in joined.items():
+        tensor, held = tensors.get(name), chunks.get(name, {})
+        if tensor is not None and held and len(held) == tensor.chunk_count:
+            same = (id(group), tensor.dtype, tensor.shape, frozenset(held.items()))
+            groups.setdefault(same, []).append(name)
+    return {alias: group[0] for group in groups.values() for alias in group[1:]}

@@ -1,0 +1,106 @@
+"""Work in the background: on a thread of its own, never waited for without a limit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store.deadline import Deadline
+
+log = logging.getLogger("ckpt_storage")
+
+_STOP_S = 10.0
+"""How long a job that was told to stop may take; a request that hangs is then left behind."""
+
+
+class Job:
+    """Runs `work(deadline)` in a named daemon thread, once for any number of wishes meanwhile.
+
+    What it raises is logged and kept as `error`: nobody waits for it. The thread starts with the
+    first wish and ends with `close`.
+    """
+
+    def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
+        self._work = work
+        self._name = name
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._wish_count = 0
+        self._done_count = 0
+        self._is_closing = False
+        self._stop = _Stop()
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def wake(self) -> None:
+        """Ask for a run that begins from now on; without effect after `close`."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._wish_count += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all that was asked for so far has been done, within `timeout_s`."""
+        with self._changed:
+            wished = self._wish_count
+            return self._changed.wait_for(lambda: self._done_count >= wished, timeout_s)
+
+    def close(self, timeout_s: float, *, stop_s: float = _STOP_S) -> None:
+        """Let what was asked for end, at most `timeout_s` seconds; then stop it. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._stop.error = CheckpointError(f"{self._name} was stopped; the next one goes on.")
+            self._thread.join(stop_s)
+        if self._thread.is_alive():
+            log.warning("%s hangs and is left behind.", self._name)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._done_count < self._wish_count or self._is_closing
+                )
+                if self._done_count >= self._wish_count or self._stop.error is not None:
+                    self._done_count = self._wish_count
+                    self._changed.notify_all()
+                    return
+                wished = self._wish_count
+            self.error = None
+            try:
+                self._work(Deadline("commit", self._timeout_s, watch=self._stop))
+            except CheckpointError as failure:
+                self.error = failure
+                if self._stop.error is None:
+                    log.warning("%s failed and is tried again later: %s", self._name, failure)
+            except Exception as failure:  # the next run may do better, and training goes on
+                self.error = failure
+                log.exception("%s failed.", self._name)
+            with self._changed:
+                self._done_count = wished
+                self._changed.notify_all()
+
+
+class _Stop:
+    """A `Watch` that ends a job's requests once it was told to stop."""
+
+    error: CheckpointError | None = None
+
+    def failure(self) -> CheckpointError | None:
+        """Return why the job cannot go on."""
+        return self.error
+
+    def _ignore(self, *_: object) -> None:
+        """Take no note."""
+
+    advanced = expect = failed = ended_file = _ignore

@@ -1,0 +1,298 @@
+"""What object stores do alike, over one request a call through an asynchronous client.
+
+The clients' own retries are off: `Store` is the one layer that repeats.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
+from ckpt_storage.options import MIB
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Content,
+    ObjectInfo,
+    Range,
+    Settings,
+    ShortReadError,
+)
+from ckpt_storage.store.location import Location
+from ckpt_storage.store.problems import Call, explain
+from ckpt_storage.store.timed import moved
+
+from .clients import Client, ForeignFs
+
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 60.0
+
+_WASTE_FACTOR = 4
+"""A server that ignores ranges is put up with while it sends at most this many times the range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """An object's bytes on their way, from `start` on.
+
+    total_bytes: length of the whole object, None if it is not told.
+    """
+
+    pieces: AsyncIterator[bytes]
+    start: int = 0
+    total_bytes: int | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One answer to a listing, with paths below the root; `more` asks for the next, if any.
+
+    markers: paths of folders that are objects themselves, and cannot go before what is in them.
+    """
+
+    objects: Sequence[ObjectInfo]
+    folders: Sequence[str] = ()
+    markers: Sequence[str] = ()
+    more: Any = None
+
+
+class CloudBackend(Backend):
+    """A prefix in a bucket or container. Each cloud has six requests of its own, and its uploads.
+
+    What is asked of a server has the deadline of one call.
+    """
+
+    def __init__(
+        self, location: Location, settings: Settings, *, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._timeout_s = settings.request_timeout_s
+        self._client = Client(
+            location,
+            location.storage_options if options is None else options,
+            request_timeout_s=self._timeout_s,
+        )
+        self.endpoint = self._client.endpoint
+
+    @abc.abstractmethod
+    async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
+        """Ask what is known of an object."""
+
+    @abc.abstractmethod
+    def _body(
+        self, fs: ForeignFs, path: str, start: int | None, length: int
+    ) -> contextlib.AbstractAsyncContextManager[Body]:
+        """Ask for an object, or with `start` for a range of it."""
+
+    @abc.abstractmethod
+    async def _put(
+        self,
+        fs: ForeignFs,
+        path: str,
+        data: Buffers,
+        write_id: str | None,
+        condition: Mapping[str, Any],
+    ) -> None:
+        """Put a whole object."""
+
+    @abc.abstractmethod
+    async def _delete(self, fs: ForeignFs, path: str, condition: Mapping[str, Any]) -> None:
+        """Delete an object; one that is not there may be an error."""
+
+    @abc.abstractmethod
+    async def _page(
+        self,
+        fs: ForeignFs,
+        below: str,
+        more: Any,  # noqa: ANN401  # the cloud's own
+        *,
+        recursive: bool,
+    ) -> Page:
+        """List names that begin with `below`; not recursively, up to the next slash."""
+
+    @abc.abstractmethod
+    def _condition(
+        self, *, if_absent: bool = False, if_match: str | None = None
+    ) -> Mapping[str, Any]:
+        """Return how a request says that nothing, or a version, is to be there."""
+
+    def close(self) -> None:
+        """Use the client no more; the last that does ends its connections."""
+        self._client.close()
+
+    def refresh(self) -> None:
+        """Build the client anew, so that credentials are looked up again."""
+        self._client.refresh()
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Ask for size, time and version."""
+        return self._client.run(self._head, path)
+
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Ask for the object, and take no more of it than is wanted."""
+
+        async def get(fs: ForeignFs) -> Content:
+            data = bytearray()
+            async with self._body(fs, path, None, 0) as body:
+                async for piece in body.pieces:
+                    data += piece
+                    if max_bytes is not None and len(data) > max_bytes:
+                        break
+            return Content(data=bytes(data), version=body.version)
+
+        return self._client.run(get)
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+        """Send a request for each range; its bytes are copied once, to where they belong."""
+        total_bytes = None
+        for start, view in ranges:
+            try:
+                count, total_bytes = self._client.run(self._fill, path, start, view)
+            except Exception as error:
+                if self.kind_of(error) != "range":
+                    raise
+                count = 0
+            if count < len(view):
+                raise ShortReadError(start + count)
+        return total_bytes
+
+    async def _fill(
+        self, fs: ForeignFs, path: str, start: int, view: memoryview
+    ) -> tuple[int, int | None]:
+        """Return how many bytes came, and how long the object is.
+
+        Where the answer is the whole object its first bytes are skipped, unless that would be many
+        times what was asked for.
+        """
+        async with self._body(fs, path, start, len(view)) as body:
+            skip, count = start - body.start, 0
+            if skip and start + len(view) > _WASTE_FACTOR * len(view) + MIB:
+                raise UnsupportedByStoreError(
+                    f"The server answers a read of {len(view)} bytes with the whole object of "
+                    f"{body.total_bytes} bytes.",
+                    kind="unsupported",
+                    next_step="Use a server that honours the Range header, and store the object "
+                    "without Content-Encoding.",
+                )
+            async for piece in body.pieces:
+                taken = memoryview(piece)[skip : skip + len(view) - count]
+                skip = max(0, skip - len(piece))
+                view[count : count + len(taken)] = taken
+                count += len(taken)
+                if count == len(view):
+                    break
+        return count, body.total_bytes
+
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Send the object in one request, of any size: some ignore a condition on parts."""
+        condition = self._condition(if_absent=if_absent, if_match=if_match)
+        with self.taken(path, if_absent=if_absent):
+            self._client.run(self._put, path, data, write_id, condition)
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """List names, up to the next slash for direct children only."""
+        for page in self._pages(prefix, recursive=recursive):
+            # Consoles make folders as empty objects with a slash at the end.
+            yield from (info for info in page.objects if not info.path.endswith("/"))
+            for folder in page.folders:
+                yield ObjectInfo(path=folder, size_bytes=0)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Send a request for each, several at a time."""
+
+        async def delete(fs: ForeignFs, path: str) -> None:
+            try:
+                await self._delete(fs, path, {})
+            except Exception as error:
+                if self.kind_of(error) != "not-found":
+                    raise
+
+        self._client.run_all(delete, paths)
+
+    def delete_version(self, path: str, version: str) -> None:
+        """Delete on condition; whether an object is gone is looked up where the answer is both."""
+        try:
+            self._client.run(self._delete, path, self._condition(if_match=version))
+        except Exception as error:
+            kind = self.kind_of(error)
+            if kind != "not-found" and (kind != "precondition" or self._is_there(path)):
+                raise
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.stat(path)
+        except Exception as error:
+            if self.kind_of(error) != "not-found":
+                raise
+            return False
+        return True
+
+    def delete_folder(self, path: str) -> bool:
+        """Delete what is below, page by page, then folders, deepest first."""
+        folders: list[str] = []
+        for page in self._pages(path, recursive=True):
+            self.delete([info.path for info in page.objects])
+            folders += page.markers
+        for folder in sorted([*folders, path] if folders else (), key=len, reverse=True):
+            self.delete([folder])
+        return True
+
+    def _pages(self, folder: str, *, recursive: bool) -> Iterator[Page]:
+        below, more = self._name(f"{folder}/" if folder else ""), None
+        while True:
+            page = self._client.run(self._page, below, more, recursive=recursive)
+            moved()
+            yield page
+            more = page.more
+            if not more:
+                return
+
+    @functools.cached_property
+    def _place(self) -> tuple[str, str]:
+        """The bucket, and what all names begin with: "" or a text that ends in a slash."""
+        bucket, _, prefix = self._client.root.partition("/")
+        return bucket, f"{prefix}/" if prefix else ""
+
+    def _name(self, path: str) -> str:
+        """Return the object name of a path below the root."""
+        return f"{self._place[1]}{path}"
+
+    def _path(self, name: str) -> str:
+        """Return the path below the root of an object name."""
+        return name[len(self._place[1]) :]
+
+    @staticmethod
+    def kind_of(error: Exception) -> str:
+        """Return what kind of `StorageError` an error will become."""
+        if isinstance(error, CheckpointError):
+            return str(getattr(error, "kind", ""))
+        return explain(error, Call(name="request", path="")).kind
+
+    @contextlib.contextmanager
+    def taken(self, path: str, *, if_absent: bool) -> Iterator[None]:
+        """Raise `FileExistsError` for a refusal that says so: some servers do not tell more."""
+        try:
+            yield
+        except Exception as error:
+            if not if_absent or self.kind_of(error) not in {"exists", "precondition"}:
+                raise
+            raise FileExistsError(f"{path} is there already") from None
+
+
+def total_of(content_range: object) -> int | None:
+    """Return the length of the object that a Content-Range header tells, if it does."""
+    total = str(content_range or "").rpartition("/")[2]
+    return int(total) if total.isdigit() else None
