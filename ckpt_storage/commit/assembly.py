@@ -226,19 +226,25 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
     table = ReportTable(reports, planned)
     for fqn in planned.blobs - table.blobs.keys():
         raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
-    known: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    layouts: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    records: dict[tuple[str, tuple[int, ...], bytes], TensorRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     for number, (fqn, shape) in enumerate(planned.tensors.items()):
         dtype = table.dtype(number)
         if dtype is None:
             raise incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
-        key = (shape, table.key(number))
-        if key not in known:
-            owners, rows = table.chunks(number)
-            grid = _grid(shape, owners, rows)
-            known[key] = (grid, None) if grid else (None, _boxes(fqn, shape, owners, rows))
-        grid, chunks = known[key]
-        tensors[fqn] = TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+        layout_key = (shape, table.key(number))
+        record = records.get((dtype, *layout_key))
+        if record is None:
+            if layout_key not in layouts:
+                owners, rows = table.chunks(number)
+                grid = _grid(shape, owners, rows)
+                boxes = None if grid else _boxes(fqn, shape, owners, rows)
+                layouts[layout_key] = grid, boxes
+            grid, chunks = layouts[layout_key]
+            record = TensorRecord(dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+            records[dtype, *layout_key] = record
+        tensors[fqn] = record
     first = reports[0]
     return Manifest(
         save_id=first.save_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,12 +38,11 @@ PlannerData = dict[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """A whole tensor: dtype, shape, and which rank owns which box.
+    """What tensors that are alike have in common: dtype, shape, and which rank owns which box.
 
     Exactly one of `grid` (owners in C order) and `chunks` is set.
     """
 
-    fqn: str
     dtype: str
     shape: tuple[int, ...]
     grid: Grid | None = None
@@ -96,7 +95,7 @@ class Manifest:
             "world_size": self.world_size,
             "created_at": self.created_at,
             "writer": dict(self.writer),
-            **encode_tensors(self.tensors.values()),
+            **encode_tensors(self.tensors),
             "blobs": {
                 "fqns": pack_names(list(self.blobs)),
                 "rank": pack_column(list(self.blobs.values())),
@@ -133,7 +132,7 @@ class Manifest:
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
         records = decode_tensors(get, world_size)
-        tensors = {record.fqn: record for record in records}
+        tensors = dict(records)
         blobs = get.object("blobs")
         blob_fqns = blobs.names("fqns")
         blob_ranks = blobs.column("rank", count=len(blob_fqns), below=world_size)
@@ -204,17 +203,15 @@ def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[File
     return LazyList(len(ranks), lambda at: (refs[at], int(ranks[at])))
 
 
-def encode_tensors(tensors: Iterable[TensorRecord]) -> dict[str, Any]:
+def encode_tensors(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """Return the keys `tensors`, `dtypes`, `shapes` and `layouts` of a manifest."""
     dtypes: dict[str, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
     layouts: dict[object, int] = {}
     known: dict[int, int] = {}
     bodies: list[dict[str, Any]] = []
-    fqns: list[str] = []
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for tensor in tensors:
-        fqns.append(tensor.fqn)
+    for tensor in tensors.values():
         columns[0].append(dtypes.setdefault(tensor.dtype, len(dtypes)))
         columns[1].append(shapes.setdefault(tensor.shape, len(shapes)))
         cut = tensor.chunks if tensor.grid is None else tensor.grid
@@ -227,7 +224,7 @@ def encode_tensors(tensors: Iterable[TensorRecord]) -> dict[str, Any]:
         columns[2].append(at)
     return {
         "tensors": {
-            "fqns": pack_names(fqns),
+            "fqns": pack_names(list(tensors)),
             **{
                 key: pack_column(column)
                 for key, column in zip(("dtype", "shape", "layout"), columns, strict=True)
@@ -254,8 +251,8 @@ def _layout_to_json(cut: Grid | Chunks | None) -> dict[str, Any]:
     return {**boxes_to_json(boxes), "ranks": pack_column([rank for _, rank in cut or ()])}
 
 
-def decode_tensors(get: Fields, world_size: int) -> list[TensorRecord]:
-    """Return the tensors of a manifest. Raises `FormatError`."""
+def decode_tensors(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
+    """Return the tensors of a manifest, by name. Raises `FormatError`."""
     dtypes, sizes = dtypes_of(get), list(map(tuple, get.lists_of_counts("shapes")))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
     table = get.object("tensors")
@@ -264,23 +261,21 @@ def decode_tensors(get: Fields, world_size: int) -> list[TensorRecord]:
         table.column(key, count=len(fqns), below=len(those)).tolist()
         for key, those in (("dtype", dtypes), ("shape", sizes), ("layout", layouts))
     )
-    pairs = list(zip(forms, cuts, strict=True))
-    for form, cut in set(pairs):
-        if not _makes_up(sizes[form], layouts[cut]):
-            fqn = fqns[pairs.index((form, cut))]
+    keys = list(zip(kinds, forms, cuts, strict=True))
+    records: dict[tuple[int, int, int], TensorRecord] = {}
+    for key in set(keys):
+        kind, form, at = key
+        cut = layouts[at]
+        if not _makes_up(sizes[form], cut):
+            fqn = fqns[keys.index(key)]
             get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
-    return [
-        TensorRecord(
-            fqn=fqn,
+        records[key] = TensorRecord(
             dtype=dtypes[kind],
             shape=sizes[form],
             grid=cut if isinstance(cut, Grid) else None,
             chunks=None if isinstance(cut, Grid) else cut,
         )
-        for fqn, kind, form, cut in zip(
-            fqns, kinds, forms, map(layouts.__getitem__, cuts), strict=True
-        )
-    ]
+    return list(zip(fqns, map(records.__getitem__, keys), strict=True))
 
 
 def _layout_of(get: Fields, world_size: int) -> Grid | Chunks:

@@ -322,10 +322,10 @@ class _Verification:
         ranks = [_Rank(number, {}, []) for number in range(len(manifest.ranks))]
         for ref, owner in manifest.files:
             ranks[owner].files[ref.path] = ref
-        for tensor in manifest.tensors.values():
+        for fqn, tensor in manifest.tensors.items():
             for box, owner in tensor.boxes():
                 if not box.is_empty:
-                    ranks[owner].keys.append((tensor.fqn, box.offsets))
+                    ranks[owner].keys.append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
             ranks[owner].keys.append((fqn, None))
         for rank in ranks:

@@ -57,8 +57,8 @@ class LoadItems:
         self.shared: dict[Key, list[ChunkRead]] = {}
         places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
         self._places = places
-        owners: dict[tuple[torch.device, int], tuple[ReadItem, ChunkPlace]] = {}
-        for item, place in zip(plan.items, places, strict=True):
+        owners: dict[torch.device, dict[int, int]] = {}
+        for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
             found = place if verify else place.unchecked()
             if item.type is LoadItemType.BYTE_IO:
                 buffer = bytearray(found.size_bytes)
@@ -69,7 +69,9 @@ class LoadItems:
             info = source.tensors[item.storage_index.fqn]
             target = self._target(item, info.dtype)
             if not allow_lossy and place.crcs is not None and target.numel():
-                _check_memory(owners, item, target, place)
+                known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
+                if known != number:
+                    _check_memory((plan.items[known], places[known]), (item, place))
             self._items.append(item)
             self._targets.append(target)
             read = self._read(item, info, target, found)
@@ -224,16 +226,11 @@ def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
     return item.storage_index.offset or ()
 
 
-def _check_memory(
-    owners: dict[tuple[torch.device, int], tuple[ReadItem, ChunkPlace]],
-    item: ReadItem,
-    target: torch.Tensor,
-    place: ChunkPlace,
-) -> None:
+def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, ChunkPlace]) -> None:
     """Refuse targets that begin at one address and would get values of other checksums."""
-    other, held = owners.setdefault((target.device, target.data_ptr()), (item, place))
-    if other is item or _value(other, held) == _value(item, place):
+    if _value(*known) == _value(*new):
         return
+    held, place = known[1], new[1]
     if held.fqn == place.fqn:
         raise _unfit(
             f"Several elements of the target of {place.fqn} are a single memory location.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.names import slot_path
-from ckpt_storage.format.rank_manifest import ItemTable, RankManifest
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -110,7 +111,7 @@ class _Tensors(Mapping[str, TensorInfo]):
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         self._records = records
-        self._boxes: dict[tuple[int, tuple[int, ...]], Sequence[Box]] = {}
+        self._boxes: dict[int, Sequence[Box]] = {}
 
     def __getitem__(self, fqn: str) -> TensorInfo:
         record = self._records[fqn]
@@ -119,11 +120,10 @@ class _Tensors(Mapping[str, TensorInfo]):
         )
 
     def _boxes_of(self, record: TensorRecord) -> Sequence[Box]:
-        # Tensors that are cut alike share one layout, which lives as long as the records.
-        key = (id(record.chunks if record.grid is None else record.grid), record.shape)
-        found = self._boxes.get(key)
+        # Tensors that are alike share one record.
+        found = self._boxes.get(id(record))
         if found is None:
-            found = self._boxes[key] = (
+            found = self._boxes[id(record)] = (
                 [box for box, _ in record.chunks or ()]
                 if record.grid is None
                 else GridBoxes(record.grid, record.shape)
@@ -142,10 +142,14 @@ class _Tensors(Mapping[str, TensorInfo]):
 
 @dataclass(frozen=True, slots=True)
 class _RankIndex:
-    """The rank manifest of one rank, and where its items are in it."""
+    """The rank manifest of one rank, and where its items are in it.
+
+    `items` numbers them through all files; `item_starts` are the files' first numbers.
+    """
 
     manifest: RankManifest
-    items: Mapping[Key, tuple[int, int]]
+    items: Mapping[Key, int]
+    item_starts: Sequence[int]
     blocks: Sequence[memoryview]
     block_starts: Sequence[Sequence[int]]
 
@@ -153,26 +157,29 @@ class _RankIndex:
     def of(cls, manifest: RankManifest) -> _RankIndex:
         """Return the index; of chunks at one place the first counts that has elements."""
         fqns = manifest.fqns
-        items: dict[Key, tuple[int, int]] = {}
-        for number, file in enumerate(manifest.files):
-            for item, (name, at) in enumerate(zip(file.items.fqn, file.items.offsets, strict=True)):
+        items: dict[Key, int] = {}
+        sizes: list[Sequence[int] | None] = []
+        item_starts = []
+        for file in manifest.files:
+            item_starts.append(len(sizes))
+            columns = zip(file.items.fqn, file.items.offsets, file.items.sizes, strict=True)
+            for number, (name, at, size) in enumerate(columns, len(sizes)):
+                sizes.append(size)
                 key = (fqns[name], None if at is None else tuple(at))
-                if key not in items or _is_first_solid(manifest, items[key], file.items, item):
-                    items[key] = number, item
+                known = items.setdefault(key, number)
+                if known != number and _is_first_solid(sizes[known], size):
+                    items[key] = number
         return cls(
             manifest,
             items,
+            item_starts,
             [memoryview(array("I", file.items.block_crcs)) for file in manifest.files],
             [file.block_starts() for file in manifest.files],
         )
 
 
-def _is_first_solid(
-    manifest: RankManifest, known: tuple[int, int], items: ItemTable, item: int
-) -> bool:
+def _is_first_solid(before: Sequence[int] | None, sizes: Sequence[int] | None) -> bool:
     """Return whether an item has elements and the one that is known at its place has none."""
-    number, at = known
-    before, sizes = manifest.files[number].items.sizes[at], items.sizes[item]
     return before is not None and sizes is not None and 0 in before and 0 not in sizes
 
 
@@ -198,9 +205,7 @@ class CommittedSource:
     _tensors: _Tensors | None = None
     _ranks: dict[int, RankManifest] = field(default_factory=dict)
     _indexes: dict[int, _RankIndex] = field(default_factory=dict)
-    _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Box, int]] = field(
-        default_factory=dict
-    )
+    _found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = field(default_factory=dict)
     _listed: dict[int, dict[tuple[int, ...], tuple[Box, int]]] = field(default_factory=dict)
 
     @property
@@ -272,15 +277,14 @@ class CommittedSource:
         if offsets is None:
             return None, self.manifest.blobs[fqn]
         tensor = self.manifest.tensors[fqn]
-        cut: object = tensor.chunks if tensor.grid is None else tensor.grid
-        # Tensors that are cut alike share one layout, and so what was found of it.
-        key = (id(cut), tensor.shape, offsets)
+        # Tensors that are alike share one record, and so what was found of it.
+        key = (id(tensor), offsets)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._find(tensor, offsets)
+            found = self._found[key] = self._find(fqn, tensor, offsets)
         return found
 
-    def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
+    def _find(self, fqn: str, tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
         grid = tensor.grid
         found: tuple[Box, int] | None = None
         if grid is None:
@@ -296,7 +300,7 @@ class CommittedSource:
                 found = grid.box(cell, tensor.shape), grid.owners[cell]
         if found is None:
             raise FormatError(
-                f"{tensor.fqn} has no chunk at {offsets}.",
+                f"{fqn} has no chunk at {offsets}.",
                 next_step="Load with the metadata that belongs to this checkpoint.",
             )
         return found
@@ -327,7 +331,8 @@ class CommittedSource:
                 rank=rank,
                 next_step=_RESTORE,
             )
-        number, item = at
+        number = bisect_right(index.item_starts, at) - 1
+        item = at - index.item_starts[number]
         file = index.manifest.files[number]
         items = file.items
         if box is not None:

@@ -31,7 +31,7 @@ def test_the_first_with_elements_counts(items: list[Written], start: int) -> Non
     """Whatever of it that is empty was written before."""
     ref = FileRef(path=f"saves/{SAVE_ID}/ranks/rank-00000.json", size_bytes=1, crc32c=0)
     document = manifest_of(0, 1, items)
-    tensor = TensorRecord(fqn="w", dtype="float32", shape=(4, 4), grid=Grid(((0,), (0,)), (0,)))
+    tensor = TensorRecord(dtype="float32", shape=(4, 4), grid=Grid(((0,), (0,)), (0,)))
     manifest = Manifest(
         save_id=SAVE_ID,
         world_size=1,
