@@ -83,28 +83,13 @@ class FaultPosix(Posix):
         Posix.pwritev,
         lambda inner, fd, buffers, offset: inner.pwritev(fd, _halved(buffers), offset),
     )
-    pwritev_uncached = _played(
-        Posix.pwritev_uncached,
-        lambda inner, fd, buffers, offset: inner.pwritev_uncached(fd, _halved(buffers), offset),
-    )
     preadv = _played(
         Posix.preadv,
         lambda inner, fd, buffers, offset: inner.preadv(fd, _halved(buffers), offset),
     )
-    copy_file_range = _played(
-        Posix.copy_file_range,
-        lambda inner, source_fd, start, fd, offset, length: inner.copy_file_range(
-            source_fd, start, fd, offset, max(1, length // 2)
-        ),
-        target=2,
-    )
     rename = _played(Posix.rename, target=1)
     rename_new = _played(Posix.rename_new, target=1)
     link = _played(Posix.link, target=1)
-
-    def shares_blocks(self, path: str) -> bool:
-        """Return what the inner one finds; it is asked once and can do no harm."""
-        return self.inner.shares_blocks(path)
 
     def close(self, fd: int) -> None:
         """Release a descriptor, whatever the rules say, as Linux does."""

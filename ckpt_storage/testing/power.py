@@ -61,18 +61,6 @@ class PowerCutPosix(Posix):
         self._soil(fd)
         return super().pwritev(fd, buffers, offset)
 
-    def pwritev_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write content that is not durable, though nothing keeps a copy of it."""
-        self._soil(fd)
-        return super().pwritev_uncached(fd, buffers, offset)
-
-    def copy_file_range(
-        self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
-    ) -> int:
-        """Copy content, which is not durable then."""
-        self._soil(fd)
-        return super().copy_file_range(source_fd, source_offset, fd, offset, length)
-
     def truncate(self, fd: int, length: int) -> None:
         """Set a length that is not durable."""
         self._soil(fd)

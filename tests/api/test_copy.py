@@ -393,19 +393,6 @@ def test_from_bucket_to_bucket_bytes_are_sent(source: Path, s3: S3Server) -> Non
     }
 
 
-def test_on_a_disk_the_kernel_may_copy(source: Path, tmp_path: Path) -> None:
-    """With `copies="always"` the bytes are copied by the system and read for checking."""
-    save({"a": torch.arange(MIB, dtype=torch.float32)}, source, overwrite=True)
-    report = copy(source, tmp_path / "dst", copies="always")
-    assert report.copied_bytes == report.total_bytes
-    assert report.sent_bytes == 0
-    assert report.read_bytes == report.total_bytes
-    _flip(max(source.rglob("*.distcp"), key=lambda path: path.stat().st_size), 2 * MIB)
-    with pytest.raises(IntegrityError) as caught:
-        copy(source, tmp_path / "other", copies="always")
-    assert caught.value.fqn == "a"
-
-
 def test_a_wrong_copy_is_no_damage_of_the_source(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,21 +28,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-class Told(FaultPosix):
-    """Calls on a file system that is said not to compress, and maybe to be full."""
-
-    free: int | None = None
-
-    def free_bytes(self, path: str) -> int:
-        """Return what is said to be free."""
-        return super().free_bytes(path) if self.free is None else self.free
-
-    def may_compress(self, path: str) -> bool:
-        """Return what is said of the file system."""
-        del path
-        return False
-
-
 def blocks_of(root: Path, posix: Posix, *, hint: int | None) -> tuple[int, int]:
     """Upload the content; return length and blocks of the file."""
     upload = local_store(root, posix=posix).upload(f"x-{hint}", size_hint=hint)
@@ -56,7 +41,7 @@ def blocks_of(root: Path, posix: Posix, *, hint: int | None) -> tuple[int, int]:
 
 def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None:
     """The finished file has the blocks of its content, as one that was not reserved has."""
-    posix = Told()
+    posix = FaultPosix()
     plain = blocks_of(root, Posix(), hint=None)
     assert blocks_of(root, posix, hint=MORE_BYTES) == plain
     assert "allocate" in [call.operation for call in posix.script.calls]
@@ -65,8 +50,7 @@ def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> None:
     """Beginning fails with kind "no-space", says how much was wanted, and leaves nothing."""
-    posix = Told([Rule(action="error", operation="allocate", errno=number, hit_count=None)])
-    posix.free = 100 if number == errno.ENOSPC else None
+    posix = FaultPosix([Rule(action="error", operation="allocate", errno=number, hit_count=None)])
     with pytest.raises(StorageError, match=f"{MORE_BYTES} bytes are to be written") as caught:
         blocks_of(root, posix, hint=MORE_BYTES)
     assert (caught.value.kind, caught.value.retryable) == ("no-space", False)

@@ -6,7 +6,6 @@ import base64
 import errno
 import itertools
 import multiprocessing
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,17 +124,13 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     """A member syncs its own writes, as the owner's host may not have them in its cache."""
     posix = PowerCutPosix(tmp_path / "graveyard")
     store = local(tmp_path)
-    store.put("source", b"copied")
     owner = store.upload(PATH, if_absent=True, copies=True)
     member = local(tmp_path, posix).join(PATH, owner.token())
-    member.write_part(0, 0, view(b"data"), last=False)
-    source = store.copy_source("source")
-    assert source is not None
-    member.copy_part(4, 4, source, 0, 6, last=True)
+    member.write_part(0, 0, view(b"data"), last=True)
     receipts = member.receipts()
     posix.power_cut("data")
-    owner.complete(10, receipts=receipts)
-    assert store.get(PATH).data == b"datacopied"
+    owner.complete(4, receipts=receipts)
+    assert store.get(PATH).data == b"data"
 
 
 def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
@@ -213,22 +208,6 @@ def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_bytes() == b"safe"
 
 
-@pytest.mark.parametrize("action", ["error", "short", "lost_answer"])
-def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any) -> None:
-    """A copy that was cut short is finished, one that failed is repeated."""
-    posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
-    store = local(tmp_path, posix, POLICY)
-    data = os.urandom(100_000)
-    store.put("source", data)
-    upload = store.upload(PATH, if_absent=True, copies=True)
-    source = store.copy_source("source")
-    assert source is not None
-    upload.write_part(0, 0, view(b"12345678"), last=False)
-    assert upload.copy_part(8, 8, source, 8, 99_992, source_bytes=100_000, last=True) is None
-    upload.complete(100_000)
-    assert store.get(PATH).data == b"12345678" + data[8:]
-
-
 # Behind deadlines.
 
 
@@ -241,10 +220,7 @@ def faulty(tmp_path: Path, rule: Rule, **bounds: Any) -> tuple[FaultBackend, Sto
 
 @pytest.mark.parametrize(
     "operation",
-    [
-        *("begin_upload", "put_part", "copy_part", "flush_parts", "complete_upload"),
-        "abort_upload",
-    ],
+    ["begin_upload", "put_part", "flush_parts", "complete_upload", "abort_upload"],
 )
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
 def test_every_step_is_repeated_after_a_passing_fault(
@@ -252,13 +228,10 @@ def test_every_step_is_repeated_after_a_passing_fault(
 ) -> None:
     """One error, or one lost answer, of any step of a shared upload changes nothing."""
     _, store = faulty(tmp_path, Rule(action=action, operation=operation))
-    store.put("source", b"source")
-    source = store.copy_source("source")
-    assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)
     member = store.join(PATH, upload.token())
     member.write_part(0, 0, view(b"data"), last=False)
-    upload.copy_part(4, 4, source, 0, 6, last=True)
+    upload.write_part(4, 4, view(b"source"), last=True)
     upload.complete(10, receipts=member.receipts())
     assert store.get(PATH).data == b"datasource"
     other = store.upload("hf/other", if_absent=True, copies=True)

@@ -7,19 +7,18 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.options import PageCache
-from ckpt_storage.store.problems import Call, explain
 
-from .folders import sync_folder
-from .posix import BLOCK_BYTES, Posix, is_known
+from .posix import NO_CALL, Posix, is_known, sync_folder
 
 _DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
-# What is written in one go and is shorter is left to the kernel: a call costs more than it brings.
+# A block of which more will be written is not sent to the disk twice, and what is shorter than
+# this is left to the kernel: a call costs more than it brings.
+_BLOCK_BYTES = 4096
 _WRITE_BACK_BYTES = 1 << 20
 
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
@@ -27,10 +26,7 @@ _WRITE_BACK_BYTES = 1 << 20
 _KEPT_NAME_CHARS = 50
 _UNTOLD = "~"
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
-_NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-
-_STAT_BLOCK_BYTES = 512
+_NO_LINKS = NO_CALL | {errno.EPERM, errno.EMLINK}
 
 
 def is_draft_name(name: str) -> bool:
@@ -52,23 +48,11 @@ def target_path(path: str) -> str | None:
     return f"{folder}/{found[1]}" if folder else found[1]
 
 
-@contextlib.contextmanager
-def noting_space(posix: Posix, folder: str) -> Iterator[None]:
-    """Add to an error of a full disk how much is free there."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            with contextlib.suppress(OSError):
-                error.add_note(f"{posix.free_bytes(folder)} bytes are free there")
-        raise
-
-
 class Draft:
-    """An open temporary file beside its target, which may be written to by several threads.
+    """A temporary file beside its target, which may be written to by several threads.
 
-    Who made it ends it with `complete`, or with `seal` and `publish`, or with `discard`; who
-    joined it by its `name` with `flush` and `leave`. Methods raise `OSError`, and what they say.
+    Who made it ends it with `seal` and `publish`, or with `discard`; who joined it by its `name`
+    with `flush` and `leave`. Methods raise `OSError`, and what they say.
     """
 
     def __init__(
@@ -77,17 +61,18 @@ class Draft:
         target: str,
         *,
         sync: bool,
-        page_cache: PageCache = "keep",
+        drops_cache: bool = False,
         name: str | None = None,
     ) -> None:
         """Create the temporary file, or open the one called `name` that another process made.
 
-        With `page_cache="drop"` the kernel is to keep no copy of what is on the disk.
-        The target's folder must exist.
+        drops_cache: the kernel is to keep no copy of what is on the disk.
         """
         self._posix = posix
         self._target = target
         self._sync = sync
+        self._writes_back = sync
+        self._drops_cache = drops_cache
         self._folder, target_name = os.path.split(target)
         self.is_own = name is None
         self.name = name or draft_name(target_name)
@@ -95,17 +80,12 @@ class Draft:
         # Of the descriptor; the last of its users closes it once the file has ended.
         self._lock = threading.Lock()
         self._user_count = 0
-        self._use_count = 0
         self._has_ended = False
         # One ending at a time: a repeated one waits for the one before it.
         self._ending = threading.Lock()
         self._state: Literal["open", "failed", "sealed", "complete"] = "open"
         self._identity: tuple[int, int] | None = None
         self._reserved_bytes = 0
-        self._writes_back = sync
-        self._page_cache: PageCache = page_cache
-        # What the kernel caches all the same, once it is on the disk.
-        self._forgets = False
         if name is not None:
             self._fd: int | None = posix.open_write(self._path)
             return
@@ -122,31 +102,15 @@ class Draft:
 
         A file of many extents that grow is slower to write, and one that does not fit is better
         refused before hours than after. What is not used is given back by `seal`.
-
-        Raises `OSError` only if the bytes will not fit: with EDQUOT, or with ENOSPC where the file
-        system says the same of what is free.
         """
-        # Blocks that are set aside would be more than compressed content takes.
-        if not total_bytes or self._posix.may_compress(self._folder):
-            return
-        with self._using() as fd:
-            self._reserved_bytes = total_bytes
-            try:
-                self._posix.allocate(fd, total_bytes)
-            except OSError as error:
-                is_full = error.errno == errno.ENOSPC and not self._fits(fd, total_bytes)
-                if error.errno == errno.EDQUOT or is_full:
-                    error.add_note(f"{total_bytes} bytes are to be written")
-                    raise
-
-    def _fits(self, fd: int, total_bytes: int) -> bool:
-        """Return whether a file of `total_bytes` may fit, with the blocks that it has."""
+        self._reserved_bytes = total_bytes
         try:
-            own_bytes = self._posix.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
-            return self._posix.free_bytes(self._folder) + own_bytes >= total_bytes
-        except OSError:
-            # Nobody knows; a write will tell.
-            return True
+            with self._using() as fd:
+                self._posix.allocate(fd, total_bytes)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                error.add_note(f"{total_bytes} bytes are to be written")
+                raise
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write buffers one after the other from `offset` (bytes) on, without copying them.
@@ -154,79 +118,32 @@ class Draft:
         After an error the same may be written again.
         """
         with self._using() as fd:
-            if self._page_cache == "drop":
-                if is_known(
-                    lambda: self._posix.pwritev_all(fd, buffers, offset, page_cache="drop")
-                ):
-                    return
-                self._page_cache, self._forgets = "keep", True
             self._posix.pwritev_all(fd, buffers, offset)
-            if self._writes_back:
-                self._write_back(fd, offset, offset + sum(view.nbytes for view in buffers))
-
-    def _write_back(self, fd: int, start: int, end: int) -> None:
-        """Begin to write a range to the disk, so that the `fsync` to come has less to wait for."""
-        # Not O_DIRECT: through aligned buffers it was no faster on a virtual machine's disk, 1.3
-        # times as slow with one write of 1 MiB at a time; and `pwritev_uncached` spares the page
-        # cache as well.
-        # A block of which more will be written is not sent twice.
-        start, end = start - start % BLOCK_BYTES, end - end % BLOCK_BYTES
-        if end - start < _WRITE_BACK_BYTES:
-            return
-        with contextlib.suppress(InterruptedError):
-            call = self._posix.start_write_back
-            self._writes_back = is_known(lambda: call(fd, start, end - start))
-
-    def copy(
-        self, source_path: str, source_start: int, length: int, offset: int
-    ) -> tuple[int, int]:
-        """Copy a range of another file to `offset` within the kernel; all in bytes.
-
-        Return how many bytes were copied, fewer than `length` only at the source's end, and how
-        long the source is. After an error the same range may be copied again.
-        """
-        source_fd = self._posix.open_read(source_path)
-        try:
-            found_bytes = self._posix.fstat(source_fd).st_size
-            with self._using() as fd:
-                count = self._posix.copy_all(source_fd, source_start, fd, offset, length)
-                if self._page_cache == "drop":
-                    # Unless files share blocks, the kernel copies through its cache.
-                    self._forgets = True
-            return count, found_bytes
-        finally:
-            self._posix.close(source_fd)
+            end = offset + sum(view.nbytes for view in buffers)
+            start, end = offset - offset % _BLOCK_BYTES, end - end % _BLOCK_BYTES
+            if self._writes_back and end - start >= _WRITE_BACK_BYTES:
+                # So that the fsync to come has less to wait for.
+                call = self._posix.start_write_back
+                self._writes_back = is_known(lambda: call(fd, start, end - start))
 
     def flush(self) -> None:
         """Make what this process wrote durable, and known to other hosts.
 
         The file is closed then, and opened again if it is written to again. A failure is
-        final, and `StorageError`: nothing vouches for the content after it.
+        final: nothing vouches for the content after it.
         """
         with self._ending:
             self._check_state("open")
             self._state = "failed"
-            with self._final("sync"):
-                with self._using() as fd:
-                    use_count = self._use_count
-                    if self._sync:
-                        self._sync_content(fd)
-                    else:
-                        self._posix.write_out(fd)
-                # From here on whoever has the receipts may complete it. What was written since then
-                # is synced through the same descriptor.
-                self.is_own = False
-                self._close_if(lambda: self._use_count == use_count)
+            with self._using() as fd:
+                if self._sync:
+                    self._sync_content(fd)
+                else:
+                    self._posix.write_out(fd)
+            # From here on whoever has the receipts may complete it.
+            self.is_own = False
+            self._close_unused()
             self._state = "open"
-
-    def _close_if(self, is_right: Callable[[], bool]) -> None:
-        """Close the descriptor if nobody uses it and `is_right`."""
-        with self._lock:
-            fd = None
-            if not self._user_count and is_right():
-                fd, self._fd = self._fd, None
-        if fd is not None:
-            self._posix.close(fd)
 
     def leave(self) -> None:
         """Write no more, and leave the file to its owner; idempotent.
@@ -235,10 +152,9 @@ class Draft:
         because its number could otherwise be given to another file under that thread's hands;
         the last writer closes it.
         """
-        with self._lock:
-            self._has_ended = True
+        self._has_ended = True
         with contextlib.suppress(OSError):
-            self._close_if(lambda: True)
+            self._close_unused()
 
     def discard(self) -> None:
         """Remove the temporary file; idempotent; changes nothing once it is complete."""
@@ -247,26 +163,8 @@ class Draft:
             self._state = "failed"
             self._unlink()
 
-    def complete(self, total_bytes: int, *, if_absent: bool, by_several: bool) -> None:
-        """`seal` and `publish`; goes on at the naming if that failed, and does nothing twice.
-
-        A failure of anything else is final, and `StorageError`.
-        """
-        with self._ending:
-            if self._state == "open":
-                self._state = "failed"
-                with self._final("completion"):
-                    self.seal(total_bytes, by_several=by_several)
-                self._state = "sealed"
-            if self._state == "sealed":
-                self._name_it(if_absent=if_absent)
-                self._state = "failed"
-                self._sync_names()
-                self._state = "complete"
-            self._check_state("complete")
-
     def seal(self, total_bytes: int, *, by_several: bool = False) -> None:
-        """Check the length, make the content durable and close the file.
+        """Check the length, make the content durable and close the file; once.
 
         `by_several`: other processes wrote to it too. A network file system may not have told
         this one how long it is now, until it is opened again.
@@ -277,35 +175,46 @@ class Draft:
         network file systems report failed writes as late as close(2).
         Raises `StorageError` if the file has another length or is still written to.
         """
-        try:
-            with self._using(ends=True, alone=True) as fd:
-                if by_several:
-                    self._posix.close(self._posix.open_read(self._path))
-                self._check_length(fd, total_bytes)
-                if self._reserved_bytes > total_bytes:
-                    self._posix.truncate(fd, total_bytes)
-                if self._sync:
-                    self._sync_content(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._unlink()
-            raise
+        with self._ending:
+            if self._state in {"sealed", "complete"}:
+                return
+            self._check_state("open")
+            self._state = "failed"
+            try:
+                with self._using(alone=True) as fd:
+                    if by_several:
+                        self._posix.close(self._posix.open_read(self._path))
+                    self._check_length(fd, total_bytes)
+                    if self._reserved_bytes > total_bytes:
+                        self._posix.truncate(fd, total_bytes)
+                    if self._sync:
+                        self._sync_content(fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._unlink()
+                raise
+            self._state = "sealed"
 
     def publish(self, *, if_absent: bool) -> None:
-        """Give the sealed file its name, and make that durable.
+        """Give the sealed file its name, and make that durable; may be called again.
 
         if_absent: only if nothing bears the name, decided by the file system. Raises `OSError`
         with EEXIST if something does, and `UnsupportedByStoreError` if the file system can
-        decide that in no way. Raises `StorageError` if only the sync of the name failed.
+        decide that in no way. Raises `StorageError` if only the sync of the name failed, for good.
         """
-        self._name_it(if_absent=if_absent)
-        self._sync_names()
+        with self._ending:
+            if self._state == "complete":
+                return
+            self._check_state("sealed")
+            if if_absent:
+                self._create()
+            else:
+                self._rename()
+            self._state = "failed"
+            self._sync_name()
+            self._state = "complete"
 
-    def _name_it(self, *, if_absent: bool) -> None:
-        """Rename or link; may be called again after an error."""
-        if not if_absent:
-            self._renamed(self._posix.rename)
-            return
+    def _create(self) -> None:
         try:
             self._posix.link(self._path, self._target)
         except OSError as error:
@@ -319,9 +228,9 @@ class Draft:
         with contextlib.suppress(OSError):
             self._posix.unlink(self._path)
 
-    def _renamed(self, rename: Callable[[str, str], None]) -> None:
+    def _rename(self, *, is_new: bool = False) -> None:
         try:
-            rename(self._path, self._target)
+            (self._posix.rename_new if is_new else self._posix.rename)(self._path, self._target)
         except OSError:
             # A network file system may have renamed and lost the answer; a retransmitted
             # call then finds no source.
@@ -330,9 +239,9 @@ class Draft:
 
     def _rename_new(self) -> None:
         try:
-            self._renamed(self._posix.rename_new)
+            self._rename(is_new=True)
         except OSError as error:
-            if error.errno not in _NO_EXCLUSIVE_RENAME:
+            if error.errno not in NO_CALL:
                 raise
             raise UnsupportedByStoreError(
                 f"{self._target} cannot be created exclusively: this file system has neither "
@@ -351,7 +260,7 @@ class Draft:
             return False
         return (found.st_dev, found.st_ino) == self._identity
 
-    def _sync_names(self) -> None:
+    def _sync_name(self) -> None:
         if not self._sync:
             return
         try:
@@ -365,7 +274,7 @@ class Draft:
 
     def _sync_content(self, fd: int) -> None:
         self._posix.fsync(fd)
-        if self._forgets:
+        if self._drops_cache:
             is_known(lambda: self._posix.forget(fd))
 
     def _check_length(self, fd: int, total_bytes: int) -> None:
@@ -389,24 +298,10 @@ class Draft:
             self._posix.unlink(self._path)
 
     @contextlib.contextmanager
-    def _final(self, name: str) -> Iterator[None]:
-        """Mark what fails inside as never to be tried again: a failed fsync must not be."""
-        try:
-            with noting_space(self._posix, self._folder):
-                yield
-        except StorageError as error:
-            error.retryable = False
-            raise
-        except OSError as error:
-            failure = explain(error, Call(name=name, path=f"file://{self._target}"))
-            failure.retryable = False
-            raise failure from error
-
-    @contextlib.contextmanager
-    def _using(self, *, ends: bool = False, alone: bool = False) -> Iterator[int]:
+    def _using(self, *, alone: bool = False) -> Iterator[int]:
         """Give the descriptor, which lives as long as anyone uses it.
 
-        With `ends` nobody else gets it any more; with `alone` it is refused while anyone has it.
+        alone: refused while anyone has it, and nobody gets it after that.
         """
         with self._lock:
             if alone and self._user_count:
@@ -421,8 +316,8 @@ class Draft:
                 raise OSError(errno.EBADF, "the file is no longer open for writing")
             fd = self._fd
             self._user_count += 1
-            self._use_count += 1
-            self._has_ended = ends
+            if alone:
+                self._has_ended = True
         try:
             yield fd
         except BaseException:
@@ -432,7 +327,16 @@ class Draft:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Count a user of the descriptor out; the last one, once the file has ended, closes it."""
         with self._lock:
             self._user_count -= 1
-        self._close_if(lambda: self._has_ended)
+        if self._has_ended:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the descriptor unless a thread has it."""
+        with self._lock:
+            fd = None
+            if not self._user_count:
+                fd, self._fd = self._fd, None
+        if fd is not None:
+            self._posix.close(fd)

@@ -10,34 +10,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_storage.errors import (
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-    UnsupportedByStoreError,
-)
+from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.names import SAVES
-from ckpt_storage.options import PageCache
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
     Capabilities,
     Content,
-    CopySource,
     ObjectInfo,
     OpenUpload,
     Part,
-    PartCopy,
     Range,
     Settings,
     ShortReadError,
     TooLongError,
 )
 from ckpt_storage.store.location import Location
+from ckpt_storage.store.problems import Call, explain
 
-from .drafts import Draft, is_draft_name, noting_space, target_path
-from .folders import ABSENT, folder_of, is_remains, make_folder, remove_folder, sync_folder
-from .posix import BLOCK_BYTES, Posix, is_known, is_unsupported
+from .drafts import Draft, is_draft_name, target_path
+from .posix import (
+    ABSENT,
+    NO_CALL,
+    Posix,
+    folder_of,
+    is_known,
+    is_remains,
+    make_folder,
+    remove_folder,
+    sync_folder,
+)
 
 T = TypeVar("T")
 
@@ -64,8 +66,6 @@ class LocalBackend(Backend):
         part_alignment_bytes=64 * 1024,
         tokens_travel=True,
         lists_uploads=True,
-        copy_min_bytes=1,
-        copy_align_bytes=BLOCK_BYTES,
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class LocalBackend(Backend):
         self.folder = str(Path(root).absolute())
         self._posix = posix or Posix()
         self._sync = settings.sync_files
-        self._page_cache = settings.page_cache
+        self._drops_cache = settings.page_cache == "drop"
         self._receipt = os.urandom(8).hex()
         # Of uploads, by token; calls on a dict are atomic.
         self._drafts: dict[str, Draft] = {}
@@ -177,24 +177,7 @@ class LocalBackend(Backend):
         cannot tell a file that is replaced meanwhile, so it is for write-once names.
         """
         full = self._full(path)
-        try:
-            with self._locked(folder_of(full)):
-                if _version_of(self._posix.stat(full)) != version:
-                    raise StorageError(
-                        f"{full} is no longer the file that was read.", kind="precondition"
-                    )
-                self._posix.unlink(full)
-                if self._sync:
-                    sync_folder(self._posix, folder_of(full))
-                for folder in dict.fromkeys((folder_of(full), self._full(SAVES), self.folder)):
-                    with contextlib.suppress(OSError):
-                        self._posix.rmdir(folder)
-        except OSError as error:
-            if error.errno not in ABSENT:
-                raise
-
-    @contextlib.contextmanager
-    def _locked(self, folder: str) -> Iterator[None]:
+        folder = folder_of(full)
         try:
             lock = self._posix.lock_folder(folder)
         except BlockingIOError as error:
@@ -202,13 +185,27 @@ class LocalBackend(Backend):
                 f"Somebody else is deleting in {folder}.", kind="precondition"
             ) from error
         except OSError as error:
-            if not is_unsupported(error) and error.errno not in {errno.EBADF, errno.ENOLCK}:
+            if error.errno in ABSENT:
+                return
+            if error.errno not in NO_CALL | {errno.EBADF, errno.ENOLCK, errno.EPERM}:
                 raise
             raise UnsupportedByStoreError(
                 f"The folder {folder} cannot be locked.", kind="unsupported"
             ) from error
         try:
-            yield
+            if _version_of(self._posix.stat(full)) != version:
+                raise StorageError(
+                    f"{full} is no longer the file that was read.", kind="precondition"
+                )
+            self._posix.unlink(full)
+            if self._sync:
+                sync_folder(self._posix, folder)
+            for empty in dict.fromkeys((folder, self._full(SAVES), self.folder)):
+                with contextlib.suppress(OSError):
+                    self._posix.rmdir(empty)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
         finally:
             self._posix.close(lock)
 
@@ -217,8 +214,9 @@ class LocalBackend(Backend):
     ) -> str:
         """Create the temporary file and take space for it; the token is its path."""
         del write_id, if_absent, copies
-        with self._begun(path, page_cache=self._page_cache) as draft:
-            draft.reserve(size_hint or 0)
+        with self._begun(path, drops_cache=self._drops_cache) as draft:
+            if size_hint:
+                draft.reserve(size_hint)
         token = _below(folder_of(path), draft.name)
         self._drafts[token] = draft
         return token
@@ -228,35 +226,16 @@ class LocalBackend(Backend):
     ) -> str:
         """Write one part straight from the caller's buffers; the receipt names this backend."""
         del number, last
-        with noting_space(self._posix, self.folder):
+        with self._noting_space():
             self._draft(path, token).write(data, offset)
         return self._receipt
-
-    def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
-        """Copy within the kernel, which shares blocks where it can; no checksum is told."""
-        source, start, length = copy.source, copy.start, copy.length
-        with noting_space(self._posix, self.folder):
-            count, found_bytes = self._draft(path, token).copy(
-                source.address, start, length, copy.offset
-            )
-        if count < length or copy.source_bytes not in {None, found_bytes}:
-            wanted = "" if copy.source_bytes is None else f" instead of {copy.source_bytes}"
-            raise IntegrityError(
-                f"{source.path} has {found_bytes} bytes{wanted}; [{start}, {start + length}) was "
-                "to be copied.",
-                path=source.path,
-                offset=min(found_bytes, start + count),
-                next_step="The file is damaged or not the one that was saved.",
-            )
-        return Part(
-            number=copy.number, offset=copy.offset, size_bytes=length, receipt=self._receipt
-        )
 
     def flush_parts(self, path: str, token: str) -> None:
         """Sync the file, and close it if another process began it."""
         draft = self._draft(path, token)
         try:
-            draft.flush()
+            with self._final(path):
+                draft.flush()
         except BaseException:
             # Known as failed from now on.
             draft.leave()
@@ -270,11 +249,13 @@ class LocalBackend(Backend):
         A failure of anything else is final.
         """
         del write_id
-        self._draft(path, token).complete(
-            sum(part.size_bytes for part in parts),
-            if_absent=if_absent,
-            by_several=any(part.receipt != self._receipt for part in parts),
-        )
+        draft = self._draft(path, token)
+        with self._final(path):
+            draft.seal(
+                sum(part.size_bytes for part in parts),
+                by_several=any(part.receipt != self._receipt for part in parts),
+            )
+        draft.publish(if_absent=if_absent)
 
     def abort_upload(self, path: str, token: str) -> None:
         """Remove the temporary file, whoever made it."""
@@ -316,7 +297,7 @@ class LocalBackend(Backend):
         doing it.
         """
         made: set[str] = set()
-        with noting_space(self._posix, self.folder):
+        with self._noting_space():
             for folder in ("", *folders):
                 full = self._full(folder.strip("/"))
                 make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
@@ -330,22 +311,6 @@ class LocalBackend(Backend):
         if remove_folder(self._posix, full) and self._sync:
             sync_folder(self._posix, folder_of(full))
         return True
-
-    def copy_source(self, path: str) -> CopySource | None:
-        """Return the full path; copies pay where blocks can be shared.
-
-        Elsewhere a read, a check and a write are as fast.
-        """
-        try:
-            device = self._posix.stat(self.folder).st_dev
-        except FileNotFoundError:
-            return None
-        return CopySource(
-            scope=f"posix {device}",
-            address=self._full(path),
-            path=f"file://{self._full(path)}",
-            pays=self._posix.shares_blocks(self.folder),
-        )
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
@@ -393,18 +358,40 @@ class LocalBackend(Backend):
             self._posix.close(fd)
 
     @contextlib.contextmanager
-    def _begun(self, path: str, *, page_cache: PageCache = "keep") -> Iterator[Draft]:
+    def _noting_space(self) -> Iterator[None]:
+        """Add to an error of a full disk how much is free there."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                with contextlib.suppress(OSError):
+                    error.add_note(f"{self._posix.free_bytes(self.folder)} bytes are free there")
+            raise
+
+    @contextlib.contextmanager
+    def _final(self, path: str) -> Iterator[None]:
+        """Mark what fails inside as never to be tried again: a failed fsync must not be."""
+        try:
+            with self._noting_space():
+                yield
+        except StorageError as error:
+            error.retryable = False
+            raise
+        except OSError as error:
+            failure = explain(error, Call(name="completion", path=f"file://{self._full(path)}"))
+            failure.retryable = False
+            raise failure from error
+
+    @contextlib.contextmanager
+    def _begun(self, path: str, *, drops_cache: bool = False) -> Iterator[Draft]:
         """Give a new temporary file, which is removed if the block raises."""
-        full = self._full(path)
-        with noting_space(self._posix, self.folder):
+        with self._noting_space():
             try:
-                draft = self._twice(
-                    full, lambda: Draft(self._posix, full, sync=self._sync, page_cache=page_cache)
-                )
+                draft = self._opened_draft(path, drops_cache=drops_cache)
             except FileNotFoundError as error:
                 raise StorageError(
-                    f"The folder {folder_of(full)} is not visible on this host; the coordinator "
-                    "makes it before any rank writes.",
+                    f"The folder {folder_of(self._full(path))} is not visible on this host; the "
+                    "coordinator makes it before any rank writes.",
                     kind="not-found",
                     next_step="Is the path on a file system that all hosts share?",
                 ) from error
@@ -415,17 +402,19 @@ class LocalBackend(Backend):
                     draft.discard()
                 raise
 
+    def _opened_draft(self, path: str, *, drops_cache: bool, name: str | None = None) -> Draft:
+        full = self._full(path)
+        return self._twice(
+            full,
+            lambda: Draft(self._posix, full, sync=self._sync, drops_cache=drops_cache, name=name),
+        )
+
     def _draft(self, path: str, token: str) -> Draft:
         """Return the open file of an upload; one that another process began is joined."""
         draft = self._drafts.get(token)
         if draft is None:
-            full, name = self._full(path), os.path.split(self._draft_path(path, token))[1]
-            joined = self._twice(
-                full,
-                lambda: Draft(
-                    self._posix, full, sync=self._sync, page_cache=self._page_cache, name=name
-                ),
-            )
+            name = os.path.split(self._draft_path(path, token))[1]
+            joined = self._opened_draft(path, drops_cache=self._drops_cache, name=name)
             # Of two threads that open it at once, both go on with one.
             draft = self._drafts.setdefault(token, joined)
             if draft is not joined:
