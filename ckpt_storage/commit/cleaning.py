@@ -13,14 +13,7 @@ from dataclasses import replace
 
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
-from ckpt_storage.format.names import (
-    begun_path,
-    is_publishing_path,
-    probe_path,
-    published_path,
-    save_folder,
-    slot_path,
-)
+from ckpt_storage.format.names import begun_path, probe_path, save_folder
 from ckpt_storage.store.store import Store
 
 from .delete import attempts_there, delete_attempt, log_to_extend
@@ -59,42 +52,18 @@ def free_superseded(
 def _free_commits(
     store: Store, head: SlotRecord | None, records: Sequence[SlotRecord]
 ) -> list[str]:
-    """Delete commits that `head` superseded and nobody can publish any more, in this order."""
+    """Delete commits that `head` superseded, in this order, but the one that `.metadata` names."""
     if head is None or not records:
         return []
     named = read_footer(store)
-    is_shown = named is not None and named.slot >= head.slot
-    # Once it is, every conditional replacement that was prepared before fails.
-    is_settled = (is_shown or publish(store)) and store.capabilities.if_match
-    freed = []
-    for record in records:
-        save_id = record.save_id or ""
-        if not is_settled:
-            if not _cannot_publish(store, record):
-                continue
-            # Looked at only now: what was published late was published before that was ruled out.
-            named = read_footer(store)
-        if named is None or named.save_id != save_id:
-            delete_attempt(store, save_id)
-            freed.append(save_id)
+    if named is None or named.slot < head.slot:
+        publish(store)
+        named = read_footer(store)
+    kept = named.save_id if named else None
+    freed = [record.save_id for record in records if record.save_id and record.save_id != kept]
+    for save_id in freed:
+        delete_attempt(store, save_id)
     return freed
-
-
-def _cannot_publish(store: Store, record: SlotRecord) -> bool:
-    """Whether nobody can put a superseded commit into `.metadata` any more.
-
-    Its saver leaves a marker when it is done; others leave a note while they are at it. Without
-    the marker, or with a note, only time tells.
-    """
-    save_id = record.save_id or ""
-    entries = store.list(save_folder(save_id), recursive=False)
-    times_s = [entry.modified_s for entry in entries if is_publishing_path(entry.path)]
-    if not is_there(store, published_path(save_id)):
-        times_s.append(store.stat(slot_path(record.slot)).modified_s)
-    known_s = [time_s for time_s in times_s if time_s is not None]
-    if not known_s or len(known_s) < len(times_s):
-        return not times_s
-    return store.server_time(probe_path()) - max(known_s) > LEFTOVER_AGE_S
 
 
 def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:

@@ -17,10 +17,8 @@ from ckpt_storage.format.documents import MOST_SLOT_BYTES
 from ckpt_storage.format.names import (
     SAVES,
     STOCK_METADATA,
-    is_publishing_path,
     is_save_id,
     manifest_path,
-    markers_of,
     probe_path,
     save_folder,
     slot_path,
@@ -49,17 +47,13 @@ TOMBSTONE_AGE_S = 7 * 24 * 3600.0
 def delete_attempt(store: Store, save_id: str) -> None:
     """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
 
-    The caller has made sure that nobody can need it. Idempotent. The markers by which that was
-    made sure go with the folder, so that it still can be when this was cut half-way.
+    The caller has made sure that nobody can need it. Idempotent.
     """
-    folder = save_folder(save_id)
+    folder, manifest = save_folder(save_id), manifest_path(save_id)
     abort_uploads(store, folder)
     paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
-    manifest = manifest_path(save_id)
-    kept = {manifest, *markers_of(save_id), *filter(is_publishing_path, paths)}
-    shards = [path for path in paths if path.endswith(".distcp")]
-    store.delete(shards)
-    store.delete([path for path in paths if path not in kept.union(shards)])
+    store.delete([path for path in paths if path.endswith(".distcp")])
+    store.delete([p for p in paths if not p.endswith(".distcp") and p != manifest])
     store.delete([manifest])
     store.delete_folder(folder)
 

@@ -12,12 +12,8 @@ from datetime import UTC, datetime
 from ckpt_storage.errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
-
-
 INDEX_NAME = "model.safetensors.index.json"
 """What Hugging Face calls the map from tensors to weight files."""
-
-
 BLOCKER = (
     b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
     b'"still-being-written.safetensors"}}\n'
@@ -26,23 +22,10 @@ BLOCKER = (
 
 Readers that follow an index refuse it. A file that is there already would be loaded by some.
 """
-
-
 COMMITS = "commits"
-
-
 SAVES = "saves"
-
-
 PROBE_PREFIX = ".ckpt-storage-probe-"
-
-
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
-
-
-_PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
-
-
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -93,29 +76,9 @@ def stock_copy_path(save_id: str) -> str:
     return f"{SAVES}/{save_id}/stock.metadata"
 
 
-def published_path(save_id: str) -> str:
-    """Return the path of the marker that says `.metadata` of this attempt was published."""
-    return f"{SAVES}/{save_id}/published.json"
-
-
 def begun_path(save_id: str) -> str:
     """Return the path of the file that shows that an attempt began, and when."""
     return f"{save_folder(save_id)}/begun.json"
-
-
-def publishing_path(save_id: str) -> str:
-    """Return a new path for the note of one who publishes the attempt of another."""
-    return f"{save_folder(save_id)}/publishing-{os.urandom(8).hex()}.json"
-
-
-def is_publishing_path(path: str) -> bool:
-    """Return whether `path` is that of such a note."""
-    return _PUBLISHING.fullmatch(path) is not None
-
-
-def markers_of(save_id: str) -> list[str]:
-    """Return the paths of the sealed documents that an attempt has and no document names."""
-    return [begun_path(save_id), published_path(save_id)]
 
 
 def ranks_folder(save_id: str) -> str:

@@ -23,7 +23,7 @@ from ckpt_storage.format.exports import (
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import STOCK_METADATA, is_blocker, markers_of
+from ckpt_storage.format.names import STOCK_METADATA, begun_path, is_blocker
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source
@@ -125,14 +125,14 @@ class Findings:
             self.add(error, path=path, rank=rank)
 
 
-def check_markers(store: Store, save_id: str, findings: Findings) -> None:
-    """Check that the markers of a save, where there are any, are sealed as they were written."""
-    for path in markers_of(save_id):
-        with findings.noting(path):
-            found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
-            if found is not None:
-                findings.file_count += 1
-                unseal(found.data, path=path)
+def check_marker(store: Store, save_id: str, findings: Findings) -> None:
+    """Check that the marker of a save, if it is there, is sealed as it was written."""
+    path = begun_path(save_id)
+    with findings.noting(path):
+        found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+        if found is not None:
+            findings.file_count += 1
+            unseal(found.data, path=path)
 
 
 def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Findings) -> None:

@@ -43,7 +43,7 @@ from .checks import (
     Findings,
     Problem,
     check_foreign,
-    check_markers,
+    check_marker,
     check_stock,
 )
 
@@ -280,7 +280,7 @@ class _Verification:
         findings, manifest = self.findings, read_manifest(self._store, head)
         findings.file_count += 1
         if not findings.is_strict:
-            check_markers(self._store, manifest.save_id, findings)
+            check_marker(self._store, manifest.save_id, findings)
         files = [(ref.path, ref.size_bytes) for ref, _ in manifest.files]
         stretches = self._part.stretches(files)
         total_bytes = sum(map(len, stretches.values()))

@@ -23,7 +23,6 @@ from commit_tools import (
     interrupt,
     is_whole,
     just_committed,
-    published,
     saved,
     seen,
 )
@@ -102,41 +101,6 @@ def test_a_paused_publisher_cannot_bring_back_what_was_freed() -> None:
     assert now.stock != slow.save_id
 
 
-def blind() -> DictStore:
-    """Return a store without conditional replacement."""
-    return DictStore(Disk(), BLIND)
-
-
-def test_without_conditions_an_unpublished_commit_is_kept_for_a_day() -> None:
-    """Its saver may still be about to publish it, until 24 hours by the storage's clock."""
-    store = blind()
-    unpublished = just_committed(store)[0].save_id
-    saved(store)
-    saved(store)
-    assert cleaning.free_superseded(store) == []
-    store.disk.clock_s += DAY_S - 1
-    assert cleaning.free_superseded(store) == []
-    store.disk.clock_s += 2
-    assert cleaning.free_superseded(store) == [unpublished]
-
-
-def test_what_had_to_be_kept_is_freed_later_though_newer_ones_went_first() -> None:
-    """An unpublished commit outlives its successors and is still found after its day."""
-    store = blind()
-    unpublished = just_committed(store)[0].save_id
-    for _ in range(6):
-        saved(store)
-        cleaning.free_superseded(store)
-        cleaned(store, min_age_s=DAY_S)
-    assert is_whole(store.disk.files, unpublished)
-    assert len({path.split("/")[1] for path in store.disk.files if "saves/" in path}) == 3
-    store.disk.clock_s += DAY_S + 1
-    saved(store)
-    cleaning.free_superseded(store)
-    assert cleaned(store, min_age_s=DAY_S) == [unpublished]
-    assert not [path for path in store.disk.files if unpublished in path]
-
-
 def test_a_sweep_keeps_head_and_previous_however_old() -> None:
     """Age alone frees nothing that is committed and wanted."""
     for capabilities in (CAS, BLIND):
@@ -154,47 +118,6 @@ def test_a_sweep_keeps_as_many_as_it_is_told() -> None:
     assert cleaned(store, keep_previous=3) == ids[:1]
     assert cleaned(store, keep_previous=0) == ids[1:3]
     assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
-
-
-def test_an_opener_that_publishes_keeps_the_files_it_publishes() -> None:
-    """Without conditions: its note holds off whoever would free them, until it is done."""
-    disk = Disk()
-    dead, dead_record = just_committed(DictStore(disk, BLIND))
-    opener = DictStore(disk, BLIND)
-    whole: list[bool] = []
-
-    def meanwhile() -> None:
-        store = DictStore(disk, BLIND)
-        published(store, dead, dead_record)  # its saver was only slow
-        for _ in range(4):
-            saved(store)
-            cleaning.free_superseded(store)
-            cleaned(store)
-        whole.append(is_whole(disk.files, dead.save_id))
-
-    interrupt(opener, "put", ".metadata", meanwhile)
-    assert publishing.roll_forward(opener, dead.save_id)
-    assert whole == [True]
-    now = seen(disk.files)
-    assert now.stock == now.head
-    assert dead.save_id in cleaned(DictStore(disk, BLIND))
-
-
-def test_an_opener_that_dies_leaves_its_note_for_a_day() -> None:
-    """Nobody can tell that it is dead, so what it was publishing stays until its day is over."""
-    disk = Disk()
-    slow, slow_record = just_committed(DictStore(disk, BLIND))
-    rule = Rule(action="crash_before", operation="put", path="metadata")
-    with pytest.raises(SimulatedCrash):
-        publishing.roll_forward(DictStore(disk, BLIND, rules=[rule]), slow.save_id)
-    store = DictStore(disk, BLIND)
-    published(store, slow, slow_record)
-    for _ in range(3):
-        saved(store)
-        assert slow.save_id not in cleaning.free_superseded(store)
-    disk.clock_s += DAY_S + 1
-    saved(store)
-    assert slow.save_id in cleaned(store, min_age_s=DAY_S)
 
 
 @BOTH

@@ -107,7 +107,7 @@ def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -
     elif what == ".metadata":
         (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:-9])
     elif what == "no marker":
-        for path in newest.rglob("published.json"):
+        for path in newest.rglob("begun.json"):
             path.write_bytes(b"{")
     else:
         (weights,) = newest.glob("hf/*.safetensors")

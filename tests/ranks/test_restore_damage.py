@@ -13,7 +13,7 @@ from ckpt_storage.testing.ranks import RankPool
 
 NEWEST, OLDER = "step-00000003", "step-00000002"
 WAYS = ("first", "middle", "cut", "longer", "removed")
-MARKERS = ("begun.json", "published.json")
+MARKERS = ("begun.json",)
 """What no reader needs: they tell who clears up how far a save came."""
 
 

@@ -98,12 +98,11 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def save_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return what belongs to save attempts, but the markers that each root has of its own."""
-    markers = ("begun.json", "published.json")
+    """Return what belongs to save attempts, but the marker that each root has of its own."""
     return {
         path: data
         for path, data in files.items()
-        if path.startswith("saves/") and not path.endswith(markers)
+        if path.startswith("saves/") and not path.endswith("begun.json")
     }
 
 
