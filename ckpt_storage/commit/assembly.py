@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import platform
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +16,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.format import names
-from ckpt_storage.format.boxes import Box, Grid, compact
+from ckpt_storage.format.boxes import Box, Grid, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
-from ckpt_storage.format.coverage import find_flaw
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
@@ -40,8 +37,6 @@ from .report import Planned, RankReport, ReportTable, incomplete, outside
 from .stock import planned_of, stock_metadata, stock_note
 
 log = logging.getLogger("ckpt_storage")
-
-_MOST_ELEMENTS = (1 << 62) - 1
 
 Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
 """How a tensor is cut: a grid, or boxes with their owners."""
@@ -238,7 +233,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         if record is None:
             if layout_key not in layouts:
                 owners, rows = table.chunks(number)
-                grid = _grid(shape, owners, rows)
+                grid = grid_of_rows(shape, rows, owners)
                 boxes = None if grid else _boxes(fqn, shape, owners, rows)
                 layouts[layout_key] = grid, boxes
             grid, chunks = layouts[layout_key]
@@ -258,30 +253,6 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         hosts=[report.host for report in reports],
         ties=_agreed_ties(reports, tensors),
     )
-
-
-def _grid(shape: tuple[int, ...], owners: Any, rows: Any) -> Grid | None:  # noqa: ANN401  # arrays
-    """Return the grid that chunks make, None if there may be none."""
-    if 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
-        return None
-    offsets, sizes = np.hsplit(rows, 2)
-    solid = (sizes != 0).all(axis=1)
-    offsets, sizes, owners = offsets[solid], sizes[solid], owners[solid]
-    places = np.zeros(len(owners), dtype=np.int64)
-    cell_count = 1
-    cuts: list[Sequence[int]] = []
-    for dim, size in enumerate(shape):
-        starts, at = np.unique(offsets[:, dim], return_inverse=True)
-        cell_count *= len(starts)
-        if not cell_count or cell_count > len(offsets) or starts[0] != 0 or starts[-1] >= size:
-            return None
-        if not np.array_equal(np.diff(starts, append=size)[at], sizes[:, dim]):
-            return None
-        places = places * len(starts) + at
-        cuts.append(compact(starts))
-    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
-    found, kept = np.unique(places, return_index=True)
-    return Grid(tuple(cuts), compact(owners[kept])) if len(found) == cell_count else None
 
 
 def _boxes(

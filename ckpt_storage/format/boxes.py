@@ -10,16 +10,22 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, sub
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 
-from .documents import Counts
+from .documents import Counts, LazyList
+
+_MOST_ELEMENTS = (1 << 62) - 1
+_MOST_PAIRS = 1 << 26
+_PAIRS_AT_ONCE = 1 << 20
 
 
 class Box(NamedTuple):
@@ -153,70 +159,167 @@ class Grid:
         return cells
 
 
-def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
-    """Return the grid whose cells are exactly `boxes`, in any order; None if they are none.
-
-    Owners are positions in `boxes`. The boxes of a grid cover `shape` exactly. An empty box
-    belongs to a grid only where a dimension of the shape is 0; a caller that has others drops
-    them first. Costs one sort of the distinct offsets per dimension and a few look-ups per box.
-    """
-    ndim = len(shape)
-    if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
-        return None
-    cuts: list[tuple[int, ...]] = []
-    cell_count = 1
-    for dim, size in enumerate(shape):
-        cut = tuple(sorted({box.offsets[dim] for box in boxes}))
-        cell_count *= len(cut)
-        if not cut or cut[0] != 0 or cut[-1] >= max(size, 1) or cell_count > len(boxes):
-            return None
-        expected = dict(zip(cut, _cell_sizes(cut, size), strict=True))
-        if any(expected[box.offsets[dim]] != box.sizes[dim] for box in boxes):
-            return None
-        cuts.append(cut)
-    # As many boxes as cells, and no two in one cell: then no cell is without one.
-    at = {box.offsets: index for index, box in enumerate(boxes)}
-    if not len(boxes) == len(at) == cell_count:
-        return None
-    return Grid(tuple(cuts), tuple(at[offsets] for offsets in itertools.product(*cuts)))
-
-
 def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(map(sub, (*cuts[1:], size), cuts))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GridBoxes(Sequence[Box]):
+def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
+    """Return the grid that `boxes` make, as `grid_of_rows` does; owners are positions in them."""
+    ndim = len(shape)
+    if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
+        return None
+    rows = np.array([(*box.offsets, *box.sizes) for box in boxes], dtype=np.int64)
+    return grid_of_rows(shape, rows.reshape(len(boxes), 2 * ndim), np.arange(len(boxes)))
+
+
+def grid_of_rows(shape: Sequence[int], rows: Counts, owners: Counts) -> Grid | None:
+    """Return the grid whose cells are exactly some boxes, in any order; None if they make none.
+
+    A row has the offsets, then the sizes of a box. A grid covers the shape exactly. Boxes without
+    elements are left out; of equal ones the first counts.
+    """
+    if 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
+        return None
+    offsets, sizes = np.hsplit(rows, 2)
+    solid = (sizes != 0).all(axis=1)
+    offsets, sizes, owners = offsets[solid], sizes[solid], owners[solid]
+    places = np.zeros(len(owners), dtype=np.int64)
+    cell_count = 1
+    cuts: list[Sequence[int]] = []
+    for dim, size in enumerate(shape):
+        starts, at = np.unique(offsets[:, dim], return_inverse=True)
+        cell_count *= len(starts)
+        if not cell_count or cell_count > len(offsets) or starts[0] != 0 or starts[-1] >= size:
+            return None
+        if not np.array_equal(np.diff(starts, append=size)[at], sizes[:, dim]):
+            return None
+        places = places * len(starts) + at
+        cuts.append(compact(starts))
+    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
+    found, kept = np.unique(places, return_index=True)
+    return Grid(tuple(cuts), compact(owners[kept])) if len(found) == cell_count else None
+
+
+class GridBoxes(LazyList[Box]):
     """The cells of a grid in C order, each made when it is asked for."""
 
-    grid: Grid
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.grid.owners)
-
-    @overload
-    def __getitem__(self, index: int) -> Box: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Box]: ...
-
-    def __getitem__(self, index: int | slice) -> Box | list[Box]:
-        if isinstance(index, slice):
-            return [self.grid.box(at, self.shape) for at in range(*index.indices(len(self)))]
-        return self.grid.box(index + len(self) if index < 0 else index, self.shape)
+    def __init__(self, grid: Grid, shape: tuple[int, ...]) -> None:
+        self.grid = grid
+        self.shape = shape
+        super().__init__(len(grid.owners), lambda cell: grid.box(cell, shape))
 
     def __iter__(self) -> Iterator[Box]:
         return iter(self.grid.boxes(self.shape))
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, GridBoxes) and self.shape == other.shape:
-            return self.grid == other.grid or list(self) == list(other)
-        if isinstance(other, Sequence):
-            return len(self) == len(other) and all(map(Box.__eq__, self, other))
-        return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a list
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaw:
+    """How chunks do not make up their tensor.
+
+    `outside` is the position of the first chunk that does not lie in the shape. Otherwise `at` is
+    an element that not exactly one chunk holds, and `holders` has the positions of those that do;
+    `at` is None where too many chunks lie side by side to hold each against each.
+    """
+
+    outside: int | None = None
+    at: tuple[int, ...] | None = None
+    holders: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.outside is not None:
+            return f"chunk {self.outside} leaves it"
+        if self.at is None:
+            return "they are cut in more ways than can be checked"
+        held = f"{len(self.holders)} different ones hold" if self.holders else "none holds"
+        return f"{held} the element {list(self.at)}"
+
+
+def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
+    """Return where `boxes` hold an element of a tensor of `shape` never or twice; None if nowhere.
+
+    Boxes without elements must only lie in the shape. Others are in order if no two overlap and
+    their volumes make up that of the shape.
+    """
+    for number, box in enumerate(boxes):
+        if not _lies_in(shape, box):
+            return Flaw(outside=number)
+    solid = [box for box in boxes if not box.is_empty]
+    volume = math.prod(shape)
+    # Unsigned, because a stop may be as large as 2**63.
+    starts = np.array([box.offsets for box in solid], dtype=np.uint64).reshape(len(solid), -1)
+    stops = np.array([box.stops for box in solid], dtype=np.uint64).reshape(len(solid), -1)
+    try:
+        pair = _overlapping(starts, stops)
+    except _TooManyPairsError:
+        return Flaw()
+    if pair is not None:
+        at = tuple(map(max, solid[pair[0]].offsets, solid[pair[1]].offsets))
+    elif sum(box.volume for box in solid) == volume:
+        return None
+    else:
+        at = _first_gap(shape, solid)
+    one = Box(at, (1,) * len(shape))
+    return Flaw(
+        at=at,
+        holders=tuple(n for n, box in enumerate(boxes) if not box.is_empty and box.intersect(one)),
+    )
+
+
+def _lies_in(shape: tuple[int, ...], box: Box) -> bool:
+    return (
+        len(box.offsets) == len(box.sizes) == len(shape)
+        and min((*box.offsets, *box.sizes), default=0) >= 0
+        and all(stop <= size for stop, size in zip(box.stops, shape, strict=True))
+    )
+
+
+class _TooManyPairsError(Exception):
+    """More boxes lie side by side than may be compared."""
+
+
+def _overlapping(starts: NDArray[np.uint64], stops: NDArray[np.uint64]) -> tuple[int, int] | None:
+    """Return two boxes that share elements; None if there are none.
+
+    Sorted along the dimension with the most starts, a box can meet only those that begin before it
+    ends: few, where they are cut along it.
+    """
+    count, ndim = starts.shape
+    if count < 2 or not ndim:  # noqa: PLR2004  # a pair
+        return None if count < 2 else (0, 1)  # noqa: PLR2004  # as above
+    dim = max(range(ndim), key=lambda dim: len(np.unique(starts[:, dim])))
+    order = np.argsort(starts[:, dim], kind="stable")
+    starts, stops = starts[order], stops[order]
+    places = np.arange(count)
+    meets = np.searchsorted(starts[:, dim], stops[:, dim]) - places - 1
+    ends = np.cumsum(meets)
+    if ends[-1] > _MOST_PAIRS:
+        raise _TooManyPairsError
+    for part in np.split(places, np.flatnonzero(np.diff(ends // _PAIRS_AT_ONCE)) + 1):
+        left = np.repeat(part, meets[part])
+        firsts = np.cumsum(meets[part]) - meets[part]
+        right = left + 1 + np.arange(len(left)) - np.repeat(firsts, meets[part])
+        low, high = np.maximum(starts[left], starts[right]), np.minimum(stops[left], stops[right])
+        for at in np.flatnonzero((low < high).all(axis=1))[:1]:
+            return int(order[left[at]]), int(order[right[at]])
+    return None
+
+
+def _first_gap(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the first element, in C order, that no box holds; they do not overlap."""
+    if not shape:
+        return ()
+    inner = [Box(box.offsets[1:], box.sizes[1:]) for box in boxes]
+    change = Counter({0: 0})
+    for box, rest in zip(boxes, inner, strict=True):
+        change[box.offsets[0]] += rest.volume
+        change[box.stops[0]] -= rest.volume
+    held = itertools.accumulate(more for _, more in sorted(change.items()))
+    whole = math.prod(shape[1:])
+    at = next(at for at, volume in zip(sorted(change), held, strict=True) if volume != whole)
+    met = [
+        rest for box, rest in zip(boxes, inner, strict=True) if box.offsets[0] <= at < box.stops[0]
+    ]
+    return (at, *_first_gap(shape[1:], met))
 
 
 def compact(numbers: Counts) -> Sequence[int]:

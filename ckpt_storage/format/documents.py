@@ -24,17 +24,12 @@ from .crc import crc32c_of
 from .names import checked_path
 
 MOST_RANKS = 1 << 20
-"""Of one save."""
-
 MOST_NAMES = 1 << 24
 """In one list of a document."""
-
 MOST_SLOT_BYTES = 4 << 20
 """Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
-
 MOST_DOCUMENT_BYTES = 1 << 30
 """Of every other document of ours, and of an index of others."""
-
 MOST_INFLATED_BYTES = 256 << 20
 """What all columns and names of one document may take together, inflated."""
 
@@ -53,6 +48,7 @@ _BODY_START = _DIGITS.stop + len(_MIDDLE)
 
 _MAJOR = 1
 _FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
+_CRC = re.compile("[0-9a-f]{8}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # What tensor libraries and file systems count with; a larger number only overflows in them.
@@ -92,42 +88,48 @@ def seal(body: Mapping[str, object]) -> bytes:
 def unseal(data: bytes, *, path: str) -> dict[str, Any]:
     """Return the body of a sealed document after checking every byte of it.
 
-    Raises `IntegrityError` for a sealed document that was cut, extended or changed, with `path`
-    and the `offset` before which it is sound; `FormatError` for a file that never was one, and
-    for a body that is sound but no JSON object or that has a key twice.
+    Raises `IntegrityError` for a sealed document that was cut, extended or changed; `FormatError`
+    for a file that never was one, and for a body that is sound but no JSON object or that has a key
+    twice.
     """
     name = f"{path} ({len(data)} bytes)"
-    damage = _envelope_damage(data)
-    if damage is not None:
-        offset, what = damage
-        raise IntegrityError(
-            f"{name} is damaged at or after byte {offset}: {what}.",
+    text = data[_BODY_START : -len(_TAIL)]
+    actual, recorded = b"%08x" % crc32c_of(text), data[_DIGITS]
+    begins = _HEAD.startswith(data[: len(_HEAD)])
+    if not begins and _MIDDLE not in data[: _BODY_START + 1]:
+        raise FormatError(
+            f"{name} is not a document of a checkpoint: it begins with {data[:16]!r}.",
             path=path,
-            offset=offset,
+            next_step=_WRONG_FILE,
+        )
+    if data != b"".join((_HEAD, actual, _MIDDLE, text, _TAIL)):
+        raise IntegrityError(
+            f"{name} is damaged: its body has CRC-32C {actual.decode()}, and {recorded!r} is "
+            "recorded.",
+            path=path,
+            offset=0,
             next_step=DAMAGED,
         )
-    what, cause = "", None
-    if data[: len(_HEAD)] != _HEAD:
-        what = f"{name} is not a document of a checkpoint: it begins with {data[:16]!r}."
-    else:
-        try:
-            body = _strict_json(data[_BODY_START : -len(_TAIL)])
-        except (RecursionError, ValueError) as error:
-            what = f"{path} was written with a body that is not valid JSON: {error}."
-            cause = error
-        else:
-            if isinstance(body, dict):
-                return body
-            what = f"{path} was written with a body that is no JSON object."
-    raise FormatError(what, path=path, next_step=_WRONG_FILE) from cause
+    try:
+        return _strict_json(text, dict)
+    except (RecursionError, ValueError) as error:
+        raise FormatError(
+            f"{path} was written with a body that is not valid JSON: {error}.",
+            path=path,
+            next_step=_WRONG_FILE,
+        ) from error
 
 
-def _strict_json(text: bytes) -> object:
+def _strict_json(text: bytes, kind: type[_T]) -> _T:
     """Return what JSON says. Raises `ValueError`, also for what only lenient readers take."""
-    value = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    value: object = json.loads(
+        text.decode(), object_pairs_hook=_unique_keys, parse_constant=no_constant
+    )
     if b"\\ud" in text or b"\\uD" in text:
         # Half of a surrogate pair, which only an escape can spell, is no text.
         json.dumps(value, ensure_ascii=False).encode()
+    if not isinstance(value, kind):
+        raise ValueError(f"it is no {kind.__name__}")  # noqa: TRY004  # as all that is wrong
     return value
 
 
@@ -138,37 +140,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(name: str) -> float:
+def no_constant(name: str) -> float:
+    """Refuse NaN and the infinities, which Python's `json` reads."""
     raise ValueError(f"{name} is no JSON")
-
-
-def _envelope_damage(data: bytes) -> tuple[int, str] | None:
-    """Return where a sealed document may be damaged first, and how; None if it is sound.
-
-    None also for a file that shows neither the beginning nor the middle of an envelope, which no
-    single fault does to a sealed document. Behind the head nothing vouches for one byte rather
-    than another, so the offset is then that of the checksum's digits.
-    """
-    head = data[: len(_HEAD)]
-    if not _HEAD.startswith(head):
-        if _MIDDLE not in data[: _BODY_START + 1]:
-            return None
-        offset = next(at for at, byte in enumerate(_HEAD) if data[at : at + 1] != bytes([byte]))
-        return offset, "its first bytes are not those of a sealed document"
-    if len(data) < _BODY_START + len(_TAIL):
-        return min(len(data), _DIGITS.start), "it is cut short"
-    digits = data[_DIGITS]
-    actual = b"%08x" % crc32c_of(memoryview(data)[_BODY_START : -len(_TAIL)])
-    if data[_DIGITS.stop : _BODY_START] != _MIDDLE:
-        what = "its body does not begin where it should"
-    elif not data.endswith(_TAIL):
-        what = "it does not end as a sealed document does; it was cut or extended"
-    elif digits != actual:
-        recorded = digits.decode("ascii", "backslashreplace")
-        what = f"its body has CRC-32C {actual.decode()}, and {recorded} is recorded"
-    else:
-        return None
-    return _DIGITS.start, what
 
 
 def format_of(kind: str) -> str:
@@ -319,14 +293,7 @@ class Fields:
 
     def crc(self, key: str) -> int:
         """Return a checksum that is spelt as 8 hexadecimal digits."""
-        text = self.string(key)
-        try:
-            value = int(text, 16) if len(text) == 8 else -1  # noqa: PLR2004  # 32 bits in hex
-        except ValueError:
-            value = -1
-        if value < 0:
-            self.fail(f"has {text!r:.40} where the checksum {key!r} should be")
-        return value
+        return int(self._get(key, str, lambda text: bool(_CRC.fullmatch(text))), 16)
 
     def ref(self) -> FileRef:
         """Return the file that this object refers to; its path stays below the checkpoint."""
@@ -377,16 +344,14 @@ class Fields:
         count = packed.count("count")
         if count > MOST_NAMES:
             self.fail(f"declares more than {MOST_NAMES} names in {key!r}")
-        names: Any = None
         try:
-            names = _strict_json(packed.inflate(key, packed.count("bytes")))
+            names: Any = _strict_json(packed.inflate(key, packed.count("bytes")), list)
         except (RecursionError, ValueError):
             names = None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.fail(f"has {key!r} that are no names")
-        if len(names) != count:
+        listed = Fields({key: names}, self.where).strings(key)
+        if len(listed) != count:
             self.fail(f"has another number of names in {key!r} than it says")
-        return names
+        return listed
 
     def _take(self, key: str, size_bytes: int) -> None:
         self.allowance.left_bytes -= size_bytes

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from .boxes import Box, Grid, compact
-from .coverage import find_flaw
+from .boxes import Box, Grid, compact, find_flaw
 from .documents import (
     MOST_RANKS,
     Fields,
     FileRef,
     LazyList,
     format_of,
+    no_constant,
     pack_column,
     pack_crcs,
     pack_names,
@@ -309,11 +309,7 @@ def _makes_up(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
 _spell = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _no_constant(name: str) -> object:
-    raise ValueError(name)
-
-
-_decode = json.JSONDecoder(parse_constant=_no_constant).decode
+_decode = json.JSONDecoder(parse_constant=no_constant).decode
 
 
 def _planner_data_of(get: Fields) -> PlannerData | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
-from ckpt_storage.format.crc import BlockHasher, combine_each, combine_many, crc32c_of
+from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.names import shard_path
 from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
@@ -159,13 +159,10 @@ class ShardFileWriter:
         Raises what the store raised; then nothing is visible, and `abort` leaves nothing behind.
         """
         self._end_frame()
-        sizes = [self._lengths[piece] for piece, _ in self._payloads]
-        blocks: array[int] = array("I")
-        for (_, first), size in zip(self._payloads, sizes, strict=True):
-            blocks += self.block_crcs[first : first - (-size // self.block_bytes)]
-        crcs = combine_each(blocks, self.block_bytes, sizes)
-        for (piece, _), crc in zip(self._payloads, crcs, strict=True):
-            self._crcs[piece] = crc
+        for piece, first in self._payloads:
+            size = self._lengths[piece]
+            blocks = self.block_crcs[first : first - (-size // self.block_bytes)]
+            self._crcs[piece] = combine_blocks(blocks, self.block_bytes, size)
         self._writer.complete()
         return self.position, combine_many(self._crcs, self._lengths)
 

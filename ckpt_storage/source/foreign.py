@@ -19,8 +19,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.coverage import find_flaw
+from ckpt_storage.format.boxes import Box, find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.item_header import NeedMoreBytes, parse_tensor_item

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.crc import (
     BlockHasher,
-    block_crcs,
     combine_blocks,
-    combine_each,
     crc32c_of,
 )
 from ckpt_storage.format.documents import Fields, pack_crcs, seal, unseal
@@ -55,12 +53,6 @@ def sealed_by_hand(body: bytes) -> bytes:
     return b'{"crc32c":"' + f"{slow_crc(body):08x}".encode() + b'","body":' + body + b"}\n"
 
 
-def first_difference(left: bytes, right: bytes) -> int:
-    """Return the index of the first byte in which two strings differ."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
 @pytest.mark.parametrize(
     ("data", "crc"),
     [
@@ -84,7 +76,10 @@ def test_block_checksums_do_not_depend_on_the_pieces(pieces: list[bytes], block_
     """However a payload is cut into buffers, its blocks are counted from its start."""
     data = b"".join(pieces)
     blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-    crcs = block_crcs(map(memoryview, pieces), block_bytes)
+    hasher = BlockHasher(block_bytes)
+    for piece in pieces:
+        hasher.update(memoryview(piece))
+    crcs = hasher.finish()
     assert crcs.typecode == "I"
     assert list(crcs) == [slow_crc(block) for block in blocks]
 
@@ -113,23 +108,6 @@ def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes
         combined = combine_blocks(given_crcs, block_bytes, len(data))  # type: ignore[arg-type]  # numpy's arrays are no Sequence to mypy
         assert combined == slow_crc(data)
         assert type(combined) is int
-
-
-@QUICK
-@given(payloads=st.lists(st.binary(max_size=250), max_size=8), block_bytes=st.integers(1, 20))
-def test_block_checksums_of_many_payloads_combine_to_those_of_each(
-    payloads: list[bytes], block_bytes: int
-) -> None:
-    """Payloads of like and unlike lengths, empty ones among them, get their own checksums."""
-    crcs = [
-        slow_crc(data[at : at + block_bytes])
-        for data in payloads
-        for at in range(0, len(data), block_bytes)
-    ]
-    for given_crcs in (crcs, array("I", crcs)):
-        combined = combine_each(given_crcs, block_bytes, [len(d) for d in payloads])
-        assert combined == [slow_crc(data) for data in payloads]
-        assert all(type(crc) is int for crc in combined)
 
 
 @QUICK
@@ -191,13 +169,11 @@ def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
         seal({"key": value})
 
 
-def assert_found(damaged: bytes, original: bytes) -> None:
-    """Assert that unsealing finds the damage and places it no later than it begins."""
+def assert_found(damaged: bytes) -> None:
+    """Assert that unsealing finds the damage and names the file."""
     with pytest.raises(IntegrityError) as caught:
         unseal(damaged, path="commits/00000001.json")
     assert caught.value.path == "commits/00000001.json"
-    assert caught.value.offset is not None
-    assert 0 <= caught.value.offset <= first_difference(damaged, original)
     assert str(caught.value).startswith("commits/00000001.json ")
 
 
@@ -208,21 +184,21 @@ SEALED = sealed_by_hand(b'{"format":"ckpt_storage.commit/1","slot":11}')
 def test_every_single_fault_in_a_document_is_found(at: int) -> None:
     """At each place: each other byte, each extra byte, a missing byte, a cut, a swap."""
     head, byte, tail = SEALED[:at], SEALED[at : at + 1], SEALED[at + 1 :]
-    assert_found(head + tail, SEALED)
-    assert_found(head, SEALED)
+    assert_found(head + tail)
+    assert_found(head)
     if tail[:1] not in {b"", byte}:
-        assert_found(head + tail[:1] + byte + tail[1:], SEALED)
+        assert_found(head + tail[:1] + byte + tail[1:])
     for value in range(256):
         other = bytes([value])
-        assert_found(head + other + byte + tail, SEALED)
+        assert_found(head + other + byte + tail)
         if other != byte:
-            assert_found(head + other + tail, SEALED)
+            assert_found(head + other + tail)
 
 
 @pytest.mark.parametrize("extra", [b"\n", b"\0", b"}\n", b" " * 100, SEALED])
 def test_bytes_behind_a_document_are_found(extra: bytes) -> None:
     """What follows the closing newline is damage, even a whole second document."""
-    assert_found(SEALED + extra, SEALED)
+    assert_found(SEALED + extra)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_what_is_no_grid_is_not_called_one(tiling: tuple[tuple[int, ...], list[C
     assert (find_grid(shape, boxes) is not None) == is_grid
     if len(boxes) > 1:
         assert find_grid(shape, boxes[1:]) is None
-        assert find_grid(shape, [boxes[0], *boxes]) is None
-        assert find_grid(shape, [boxes[0], boxes[0], *boxes[2:]]) is None
+        again = find_grid(shape, [boxes[0], *boxes])
+        assert again is None or sorted(again.owners) == [0, *range(2, len(boxes) + 1)]
 
 
 @QUICK
@@ -88,5 +88,6 @@ def test_a_grid_is_found_only_in_exact_coverings(
     """Whatever the boxes, if they are called a grid, each element has one holder."""
     boxes = data.draw(st.lists(boxes_in(shape), max_size=4))
     if find_grid(shape, boxes) is not None:
-        count = np.sum([mask(shape, box) for box in boxes], axis=0)
+        solid = {box for box in boxes if not box.is_empty}
+        count = np.sum([mask(shape, box) for box in solid], axis=0)
         assert (count == 1).all()
