@@ -246,8 +246,10 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
     solid = [box for box in boxes if not box.is_empty]
     volume = math.prod(shape)
     # Unsigned, because a stop may be as large as 2**63.
-    starts = np.array([box.offsets for box in solid], dtype=np.uint64).reshape(len(solid), -1)
-    stops = np.array([box.stops for box in solid], dtype=np.uint64).reshape(len(solid), -1)
+    starts, stops = (
+        np.array(corners, dtype=np.uint64).reshape(len(solid), len(shape))
+        for corners in ([box.offsets for box in solid], [box.stops for box in solid])
+    )
     try:
         pair = _overlapping(starts, stops)
     except _TooManyPairsError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 Builder = Callable[[tuple[object, ...]], object]
 Allowed = Mapping[str, Builder | None]
@@ -21,11 +22,7 @@ _MAX_FIELDS = 64
 
 
 class PickleTruncatedError(Exception):
-    """The bytes end inside the pickle; at least `need_bytes` from their start are needed."""
-
-    def __init__(self, need_bytes: int) -> None:
-        self.need_bytes = need_bytes
-        super().__init__(need_bytes)
+    """The bytes end inside the pickle."""
 
 
 class PickleMalformedError(Exception):
@@ -33,23 +30,18 @@ class PickleMalformedError(Exception):
 
 
 class ForbiddenGlobalError(Exception):
-    """The pickle names a class or function outside the allow-list; `name` is dotted."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        super().__init__(name)
+    """The pickle names a class or function outside the allow-list; the text is its dotted name."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Global:
     """The name of a class or function, which was not looked up."""
 
-    __slots__ = ("build", "name")
-
-    def __init__(self, name: str, build: Builder | None) -> None:
-        self.name = name
-        self.build = build
+    name: str
+    build: Builder | None
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """A call or object creation that did not take place.
 
@@ -57,21 +49,16 @@ class Record:
     `__setstate__` (None: nothing).
     """
 
-    __slots__ = ("args", "name", "state")
-
-    def __init__(self, name: str, args: tuple[object, ...]) -> None:
-        self.name = name
-        self.args = args
-        self.state: object = None
+    name: str
+    args: tuple[object, ...]
+    state: object = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PersistentId:
     """A reference to something stored outside the pickle."""
 
-    __slots__ = ("pid",)
-
-    def __init__(self, pid: object) -> None:
-        self.pid = pid
+    pid: object
 
 
 class Pairs(list[tuple[object, object]]):
@@ -132,7 +119,7 @@ class _Machine:
         while True:
             pos = self.pos
             if pos >= end:
-                raise PickleTruncatedError(pos + 1)
+                raise PickleTruncatedError
             code = data[pos]
             if code == _STOP:
                 break
@@ -142,7 +129,7 @@ class _Machine:
             is_value, operand_bytes, operation = entry
             self.pos = pos + 1 + operand_bytes
             if self.pos > end:
-                raise PickleTruncatedError(self.pos)
+                raise PickleTruncatedError
             found = operation(self, pos + 1)
             if is_value:
                 self.stack.append(found)
@@ -159,7 +146,7 @@ class _Machine:
         start = self.pos
         self.pos = start + length_bytes
         if self.pos > len(self.data):
-            raise PickleTruncatedError(self.pos)
+            raise PickleTruncatedError
         return self.data[start : self.pos]
 
     def take_line(self) -> str:
@@ -167,7 +154,7 @@ class _Machine:
         stop = self.data.find(b"\n", start, start + _MAX_GLOBAL_NAME_BYTES)
         if stop < 0:
             if len(self.data) - start < _MAX_GLOBAL_NAME_BYTES:
-                raise PickleTruncatedError(len(self.data) + 1)
+                raise PickleTruncatedError
             raise PickleMalformedError(f"the name at byte {start} has no end")
         self.pos = stop + 1
         return str(self.data[start:stop], "utf-8")

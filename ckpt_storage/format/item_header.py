@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from ckpt_storage.errors import FormatError, IntegrityError
@@ -45,7 +45,6 @@ class ItemHeader:
 
     dtype: str
     shape: tuple[int, ...]
-    requires_grad: bool
     payload_offset: int
     payload_bytes: int
 
@@ -70,6 +69,7 @@ _ALLOWED: Allowed = {
     **dict.fromkeys((*_DTYPE_OF_STORAGE, *_DTYPE_OF_GLOBAL)),
     "collections.OrderedDict": build_ordered_dict,
 }
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 
 class _NotPlainError(Exception):
@@ -77,32 +77,24 @@ class _NotPlainError(Exception):
 
 
 class _TooShortError(Exception):
-    """At least `total_bytes` of the item are needed."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        super().__init__(total_bytes)
+    """At least as many bytes of the item are needed as its argument says."""
 
 
 def parse_tensor_item(
-    head: bytes, *, item_bytes: int | None = None, path: str | None = None
+    head: bytes, *, item_bytes: int, path: str | None = None
 ) -> ItemHeader | NeedMoreBytes | None:
     """Find dtype, shape and raw bytes of a tensor in the first bytes of its item.
 
-    Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope`
-    returns, without running the pickle inside; 4 KiB of `head` are nearly always
-    enough. None means that the item is no plain contiguous tensor that fills its
-    storage (a view, a subclass, quantised, sparse, compressed, big-endian, or nothing
-    this release knows), so that the caller has to hand the whole item to
-    `torch.load(weights_only=True)`. A parameter, and a tensor that requires a gradient,
-    are plain. `item_bytes` is the length of the whole item, where known; it bounds what
-    is asked for. `path` is for error messages.
+    Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope` returns,
+    without running the pickle inside; 4 KiB of `head` are nearly always enough. None means that the
+    item is no plain contiguous tensor that fills its storage (a view, a subclass, quantised,
+    sparse, compressed, big-endian, or nothing this release knows), so that the caller has to hand
+    the whole item, of `item_bytes`, to `torch.load(weights_only=True)`. Parameters are plain. The
+    raw bytes are not seen and so not checked; what stands before them is, where torch wrote
+    checksums.
 
-    The raw bytes are not seen and so not checked; what stands before them is, where
-    torch wrote checksums.
-
-    Raises `FormatError` for bytes that are no zip, and for an item that ends before the
-    tensor it announces; `IntegrityError` for a record with a wrong CRC-32.
+    Raises `FormatError` for bytes that are no zip, and for an item that ends before the tensor it
+    announces; `IntegrityError` for a record with a wrong CRC-32.
     """
     if not head.startswith(LOCAL_MAGIC[: len(head)]):
         raise FormatError(
@@ -113,25 +105,20 @@ def parse_tensor_item(
     try:
         found = _parse_item(head, path)
     except _TooShortError as short:
-        wanted = short.total_bytes
-        if item_bytes is not None and wanted > item_bytes:
-            if len(head) >= item_bytes:
-                raise _ends_early(item_bytes, path) from None
-            wanted = item_bytes
-        return NeedMoreBytes(total_bytes=wanted) if wanted <= _MAX_HEAD_BYTES else None
+        wanted: int = short.args[0]
+        if wanted <= item_bytes or len(head) < item_bytes:
+            wanted = min(wanted, item_bytes)
+            return NeedMoreBytes(total_bytes=wanted) if wanted <= _MAX_HEAD_BYTES else None
     except (_NotPlainError, PickleMalformedError, PickleTruncatedError, ForbiddenGlobalError):
         return None
-    if item_bytes is not None and found.payload_offset + found.payload_bytes > item_bytes:
-        raise _ends_early(item_bytes, path)
-    return found
-
-
-def _ends_early(item_bytes: int, path: str | None) -> FormatError:
-    return FormatError(
+    else:
+        if found.payload_offset + found.payload_bytes <= item_bytes:
+            return found
+    raise FormatError(
         f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
         "before the tensor that it announces.",
         path=path,
-        next_step="Restore the file from a copy, or load another checkpoint.",
+        next_step=_RESTORE,
     )
 
 
@@ -147,7 +134,6 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
             return ItemHeader(
                 dtype=plain.dtype.name,
                 shape=plain.shape,
-                requires_grad=plain.requires_grad,
                 payload_offset=record.start,
                 payload_bytes=prod(plain.shape) * plain.dtype.item_bytes,
             )
@@ -169,17 +155,20 @@ class _LocalRecord:
     crc: int
 
 
+def _need(head: bytes, total_bytes: int) -> None:
+    if len(head) < total_bytes:
+        raise _TooShortError(max(_GUESS_BYTES, total_bytes))
+
+
 def _record_at(head: bytes, at: int) -> _LocalRecord:
     name_start = at + LOCAL_HEADER.size
-    if len(head) < name_start:
-        raise _TooShortError(max(_GUESS_BYTES, name_start))
+    _need(head, name_start)
     fields = LOCAL_HEADER.unpack_from(head, at)
     magic, _, flags, method, _, _, crc, stored_bytes, _, name_bytes, extra_bytes = fields
     if magic != LOCAL_MAGIC or method or flags & ~(UTF8_FLAG | _DESCRIPTOR_FLAG):
         raise _NotPlainError
     start = name_start + name_bytes + extra_bytes
-    if len(head) < start:
-        raise _TooShortError(max(_GUESS_BYTES, start))
+    _need(head, start)
     return _LocalRecord(
         # The first part is the archive's own name, which torch takes from the file's.
         name=head[name_start : name_start + name_bytes].partition(b"/")[2],
@@ -199,8 +188,7 @@ def _content(head: bytes, record: _LocalRecord, path: str | None) -> tuple[bytes
     else:
         end = following = record.start + record.stored_bytes
         crc = record.crc
-    if len(head) < following:
-        raise _TooShortError(max(_GUESS_BYTES, following))
+    _need(head, following)
     content = head[record.start : end]
     # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
     if crc and crc != zlib.crc32(content):
@@ -208,7 +196,7 @@ def _content(head: bytes, record: _LocalRecord, path: str | None) -> tuple[bytes
             f"The record {record.name.decode(errors='replace')!r} of an item of "
             f"{path or 'a shard file'} is damaged, {record.start} bytes behind the item's start.",
             path=path,
-            next_step="Restore the file from a copy, or load another checkpoint.",
+            next_step=_RESTORE,
         )
     return content, following
 
@@ -227,7 +215,6 @@ def _described_end(head: bytes, start: int) -> int:
 class _PlainTensor:
     dtype: DType
     shape: tuple[int, ...]
-    requires_grad: bool
     record_name: bytes
 
 
@@ -237,10 +224,10 @@ def _plain_tensor(value: object) -> _PlainTensor:
     Raises `_NotPlainError` for everything else.
     """
     match value:
-        case Record(name=name, args=(inner, bool(requires_grad), Pairs() as hooks), state=None) if (
+        case Record(name=name, args=(inner, bool(), Pairs() as hooks), state=None) if (
             name == _PARAMETER_REBUILD and not hooks
         ):
-            return replace(_plain_tensor(inner), requires_grad=requires_grad)
+            return _plain_tensor(inner)
         case Record(
             name=name,
             args=(
@@ -248,7 +235,7 @@ def _plain_tensor(value: object) -> _PlainTensor:
                 0,
                 tuple(shape),
                 tuple(stride),
-                bool(requires_grad),
+                bool(),
                 Pairs() as hooks,
                 *more,
             ),
@@ -259,12 +246,7 @@ def _plain_tensor(value: object) -> _PlainTensor:
             raise _NotPlainError
     if not _is_contiguous(shape, stride) or prod(shape) * dtype.item_bytes != count * unit_bytes:
         raise _NotPlainError
-    return _PlainTensor(
-        dtype=dtype,
-        shape=shape,
-        requires_grad=requires_grad,
-        record_name=b"data/" + key.encode(),
-    )
+    return _PlainTensor(dtype=dtype, shape=shape, record_name=b"data/" + key.encode())
 
 
 def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType, int]:
@@ -277,8 +259,7 @@ def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType
             rebuild == _UNTYPED_REBUILD and storage == _UNTYPED_STORAGE and name in _DTYPE_OF_GLOBAL
         ):
             return _DTYPE_OF_GLOBAL[name], 1
-        case _:
-            raise _NotPlainError
+    raise _NotPlainError
 
 
 def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> bool:
@@ -286,12 +267,10 @@ def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> boo
     sizes = [size for size in shape if type(size) is int and size >= 0]
     if len(sizes) != len(shape) or len(stride) != len(shape):
         return False
-    if 0 in sizes:
-        return True
     step = 1
     for size, given in zip(reversed(sizes), reversed(stride), strict=True):
         # Nothing is ever stepped over along a dimension of one element.
-        if size != 1 and given != step:
+        if size != 1 and given != step and 0 not in sizes:
             return False
         step *= size
     return True

@@ -1,4 +1,4 @@
-"""The `.metadata` file of DCP: torch's pickle, read without running any of it, and our footer.
+"""The `.metadata` file of DCP: torch's pickle, read without running any of it.
 
 It reads no storage, imports no torch, and judges neither whether the chunks cover their tensors
 nor whether the files exist.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
 
 from ckpt_storage.errors import FormatError, UnsafeContentError
 
+from .boxes import Box
 from .dtypes import DTYPES
 from .inert_pickle import (
     Allowed,
@@ -26,20 +26,15 @@ from .inert_pickle import (
 )
 from .names import STOCK_METADATA, checked_path
 
+MOST_STOCK_BYTES = 4 << 30
+"""Of `.metadata`: ten thousand ranks with two thousand tensors each have 3.4 GB by torch's count.
+
+Storages take twice that in no single put (S3 5 GiB, Azure 5,000 MiB), and need no more of us.
+"""
+
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
 _MAX_COUNT = (1 << 63) - 1
-_MAX_PATH_CHARS = 1 << 16
-_MAX_PATH_PARTS = 1 << 10
-_SHOWN_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockChunk:
-    """A box of a tensor that was stored as one item; `offsets` and `sizes` in elements."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +46,7 @@ class StockTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[StockChunk, ...]
+    chunks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,43 +62,31 @@ class StockItem:
     transforms: tuple[str, ...]
 
 
-StockKey = tuple[str, tuple[int, ...] | None]
-"""FQN and chunk offsets; None instead of offsets for a blob."""
-
-
-ObjectPath = tuple[str | int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockMetadata:
     """What a stock `.metadata` says.
 
-    `blobs` are the FQNs of what is no tensor. `paths` maps an FQN to the keys and indices
-    that lead to it in the nested state dict; None where a planner kept something else or
-    nothing. `version`, `checkpoint_id` and `save_id` are None where torch wrote none.
-    `pickle_bytes` is where the pickle ends; what lies behind it was not looked at.
+    `blobs` are the FQNs of what is no tensor. `paths` maps an FQN to the keys and indices that lead
+    to it in the nested state dict; None where a planner kept something else or nothing. `items` are
+    by FQN and chunk offsets, None for a blob.
     """
 
     tensors: Mapping[str, StockTensor]
     blobs: frozenset[str]
-    paths: Mapping[str, ObjectPath] | None
-    items: Mapping[StockKey, StockItem]
-    version: str | None
-    checkpoint_id: str | None
-    save_id: str | None
-    pickle_bytes: int
+    paths: Mapping[str, tuple[str | int, ...]] | None
+    items: Mapping[tuple[str, tuple[int, ...] | None], StockItem]
 
 
 def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMetadata:
     """Return what the `.metadata` file with these bytes says.
 
     Only the classes that stock torch pickles there are accepted, and they too become inert
-    stand-ins: nothing named in the file is imported or called. Bytes behind the pickle
-    are allowed. Time and memory are linear in its length. `path` is for error messages.
+    stand-ins: nothing named in the file is imported or called. Bytes behind the pickle are allowed.
+    Time and memory are linear in its length.
 
-    Raises `UnsafeContentError` for a class or function outside that list and for an item
-    path that leaves the checkpoint's folder, naming either; `FormatError` for bytes that
-    are cut short, are no pickle of that kind, or are too many.
+    Raises `UnsafeContentError` for a class or function outside that list and for an item path that
+    leaves the checkpoint's folder, naming either; `FormatError` for bytes that are cut short, are
+    no pickle of that kind, or are too many.
     """
     if len(data) > MOST_STOCK_BYTES:
         raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
@@ -112,7 +95,7 @@ def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMe
         return _Decoder(path, pickle_bytes).metadata(value)
     except ForbiddenGlobalError as error:
         raise UnsafeContentError(
-            f"{path} names {error.name!r}, which stock torch does not write there; "
+            f"{path} names '{error}', which stock torch does not write there; "
             "loading it with torch might run code. Nothing was run.",
             path=path,
             next_step="Do not load this checkpoint with torch; find out who wrote it.",
@@ -137,20 +120,12 @@ _TENSOR = f"{_META}TensorStorageMetadata"
 _BYTES = f"{_META}BytesStorageMetadata"
 _CHUNK = f"{_META}ChunkStorageMetadata"
 _INDEX = f"{_META}MetadataIndex"
-_STORAGE_META = f"{_META}StorageMeta"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 # Files of torch 2.0 to 2.2 name the older place.
 _OLD_META = "torch.distributed._shard.sharded_tensor.metadata."
 _PROPERTIES = frozenset((f"{_META}TensorProperties", f"{_OLD_META}TensorProperties"))
 _ENUMS = frozenset((f"{_META}_MEM_FORMAT_ENCODING", f"{_OLD_META}MEM_FORMAT_ENCODING"))
-
-# Python 3.13 alone calls the module of paths `pathlib._local`.
-_PATHS = frozenset(
-    f"{module}.{name}"
-    for module in ("pathlib", "pathlib._local")
-    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-)
 
 _DTYPES = {
     f"torch.{name}": name
@@ -166,8 +141,7 @@ def _build_size(args: tuple[object, ...]) -> object:
     match args:
         case (tuple(values),):
             return _counts(values)
-        case _:
-            raise PickleMalformedError("torch.Size is not given one tuple")
+    raise PickleMalformedError("torch.Size is not given one tuple")
 
 
 def _build_enum_member(args: tuple[object, ...]) -> object:
@@ -175,13 +149,18 @@ def _build_enum_member(args: tuple[object, ...]) -> object:
     match args:
         case (Global(name=name), str()) if name in _ENUMS:
             return None
-        case _:
-            raise ForbiddenGlobalError("builtins.getattr")
+    raise ForbiddenGlobalError("builtins.getattr")
 
 
 _ALLOWED: Allowed = {
-    **dict.fromkeys((_METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, _STORAGE_META, _INFO)),
-    **dict.fromkeys((*_PROPERTIES, *_ENUMS, *_PATHS, *_DTYPES)),
+    **dict.fromkeys((_METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, f"{_META}StorageMeta", _INFO)),
+    **dict.fromkeys((*_PROPERTIES, *_ENUMS, *_DTYPES)),
+    # The checkpoint's id may be a path. Python 3.13 alone calls the module `pathlib._local`.
+    **dict.fromkeys(
+        f"{module}.{name}"
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    ),
     "torch.serialization._get_layout": None,
     "torch.Size": _build_size,
     "builtins.getattr": _build_enum_member,
@@ -212,8 +191,7 @@ def _fields(value: object, name: str) -> dict[str, object]:
     match value:
         case Record(name=found, args=(), state=Pairs() as state) if found == name:
             return state.fields()
-        case _:
-            raise PickleMalformedError(f"something else stands where {name!r} belongs")
+    raise PickleMalformedError(f"something else stands where {name!r} belongs")
 
 
 def _pairs(value: object) -> Pairs:
@@ -231,7 +209,7 @@ class _Decoder:
 
     def __init__(self, path: str, budget: int) -> None:
         self._path = path
-        self._pickle_bytes = self._budget = budget
+        self._budget = budget
         self._checked: set[str] = set()
 
     def _spend(self, amount: int) -> None:
@@ -247,22 +225,16 @@ class _Decoder:
             self._spend(1)
             fqn = _text(key)
             if fqn in tensors or fqn in blobs:
-                raise PickleMalformedError(f"{fqn[:_SHOWN_CHARS]!r} occurs twice")
+                raise PickleMalformedError(f"{fqn!r:.200} occurs twice")
             if isinstance(described, Record) and described.name == _BYTES:
                 blobs.add(fqn)
             else:
                 tensors[fqn] = self._tensor(described)
-        meta = fields.get("storage_meta")
-        identity = {} if meta is None else _fields(meta, _STORAGE_META)
         return StockMetadata(
             tensors=tensors,
             blobs=frozenset(blobs),
             paths=self._object_paths(fields.get("planner_data")),
             items=self._items(fields.get("storage_data")),
-            version=_optional_text(fields.get("version")),
-            checkpoint_id=_path_text(identity.get("checkpoint_id")),
-            save_id=_optional_text(identity.get("save_id")),
-            pickle_bytes=self._pickle_bytes,
         )
 
     def _tensor(self, value: object) -> StockTensor:
@@ -283,8 +255,8 @@ class _Decoder:
         chunks = tuple(_chunk(chunk, shape) for chunk in described)
         return StockTensor(dtype=_DTYPES[dtype], shape=shape, chunks=chunks)
 
-    def _items(self, value: object) -> dict[StockKey, StockItem]:
-        items: dict[StockKey, StockItem] = {}
+    def _items(self, value: object) -> dict[tuple[str, tuple[int, ...] | None], StockItem]:
+        items: dict[tuple[str, tuple[int, ...] | None], StockItem] = {}
         # Some writers, such as torch's for safetensors, keep no table of items.
         for index, info in Pairs() if value is None else _pairs(value):
             self._spend(1)
@@ -292,7 +264,7 @@ class _Decoder:
             offset = fields.get("offset")
             key = (_text(fields.get("fqn")), None if offset is None else _counts(offset))
             if key in items:
-                raise PickleMalformedError(f"{key[0][:_SHOWN_CHARS]!r} is stored twice")
+                raise PickleMalformedError(f"{key[0]!r:.200} is stored twice")
             items[key] = self._item(info)
         return items
 
@@ -312,48 +284,23 @@ class _Decoder:
             transforms=tuple(map(_text, transforms)),
         )
 
-    def _object_paths(self, value: object) -> dict[str, ObjectPath] | None:
-        if not isinstance(value, Pairs):
-            return None
-        paths: dict[str, ObjectPath] = {}
-        for fqn, steps in value:
+    def _object_paths(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for fqn, steps in value if isinstance(value, Pairs) else ():
             if type(fqn) is not str or not isinstance(steps, tuple):
                 return None
             self._spend(1 + len(steps))
             if not all(type(step) in {str, int} for step in steps):
                 return None
             paths[fqn] = steps
-        return paths
+        return paths if isinstance(value, Pairs) else None
 
 
-def _chunk(value: object, shape: tuple[int, ...]) -> StockChunk:
+def _chunk(value: object, shape: tuple[int, ...]) -> Box:
     fields = _fields(value, _CHUNK)
     offsets, sizes = _counts(fields.get("offsets")), _counts(fields.get("sizes"))
     if not len(offsets) == len(sizes) == len(shape) or any(
         offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
         raise PickleMalformedError("a chunk lies outside its tensor")
-    return StockChunk(offsets=offsets, sizes=sizes)
-
-
-def _optional_text(value: object) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _path_text(value: object) -> str | None:
-    match value:
-        case Record(name=name, args=parts, state=None) if name in _PATHS:
-            # Checked before it is joined: a pickle can name one long part many times.
-            if len(parts) > _MAX_PATH_PARTS or sum(len(_text(p)) for p in parts) > _MAX_PATH_CHARS:
-                raise PickleMalformedError("the checkpoint id is too long")
-            flavour = PureWindowsPath if "Windows" in name else PurePosixPath
-            return str(flavour(*map(_text, parts)))
-        case _:
-            return _optional_text(value)
-
-
-MOST_STOCK_BYTES = 4 << 30
-"""Of `.metadata`: ten thousand ranks with two thousand tensors each have 3.4 GB by torch's count.
-
-Storages take twice that in no single put (S3 5 GiB, Azure 5,000 MiB), and need no more of us.
-"""
+    return Box(offsets, sizes)

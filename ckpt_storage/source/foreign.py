@@ -197,9 +197,8 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
             path=STOCK_METADATA,
             next_step="Load it with torch's FileSystemReader.",
         )
-    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
     # Ranks that hold replicas may each have stored an equal chunk.
-    flaw = find_flaw(tensor.shape, list(dict.fromkeys(boxes)))
+    flaw = find_flaw(tensor.shape, list(dict.fromkeys(tensor.chunks)))
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
@@ -207,7 +206,7 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
             path=STOCK_METADATA,
             next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
         )
-    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
+    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=tensor.chunks)
 
 
 def open_stock(

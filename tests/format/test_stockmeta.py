@@ -88,10 +88,6 @@ class TestStockFiles:
         assert_tells_all(found, expected)
         assert {found.tensors[f"model.{name}"].dtype for name in names} == set(names)
         assert "step" in found.blobs
-        assert found.version == expected.version
-        assert found.checkpoint_id == str(tmp_path / "ckpt")
-        assert found.save_id == expected.storage_meta.save_id
-        assert found.pickle_bytes == len(data)
 
     @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
     def test_every_binary_protocol(self, protocol: int) -> None:
@@ -99,7 +95,6 @@ class TestStockFiles:
         metadata = made_metadata(rank_count=300)
         found = decode_stock_metadata(pickle.dumps(metadata, protocol))
         assert_tells_all(found, metadata)
-        assert (found.checkpoint_id, found.save_id) == ("/data/run", "save-1")
 
     def test_python_writes_it_like_c(self) -> None:
         """The pickler written in Python, which memoises otherwise, makes no difference."""
@@ -120,7 +115,6 @@ class TestStockFiles:
             info.__dict__.pop("transform_descriptors")
         found = decode_stock_metadata(pickle.dumps(metadata))
         assert_tells_all(found, metadata)
-        assert (found.version, found.checkpoint_id, found.save_id) == (None, None, None)
 
     @pytest.mark.parametrize("old", [True, False])
     def test_enums_pickled_by_name(self, old: bool) -> None:  # noqa: FBT001
@@ -145,25 +139,14 @@ class TestStockFiles:
         assert_tells_all(decode_stock_metadata(stream.getvalue()), metadata)
 
     @pytest.mark.parametrize(
-        ("given_id", "expected"),
-        [
-            ("s3://bucket/run", "s3://bucket/run"),
-            (pathlib.PurePosixPath("a/b"), "a/b"),
-            (pathlib.PureWindowsPath(r"C:\a\b"), r"C:\a\b"),
-            (None, None),
-        ],
+        "given_id",
+        ["s3://bucket/run", pathlib.PurePosixPath("a/b"), pathlib.PureWindowsPath(r"C:\a\b"), None],
     )
-    def test_checkpoint_ids(self, given_id: Any, expected: str | None) -> None:
-        """The id is text, a path of either system, or nothing."""
-        metadata = made_metadata(storage_meta=StorageMeta(given_id))
-        assert decode_stock_metadata(pickle.dumps(metadata)).checkpoint_id == expected
-
-    def test_paths_of_python_3_13(self) -> None:
-        """Python 3.13 calls the module of paths `pathlib._local`."""
-        data = pickle.dumps(made_metadata(), 2)
-        assert data.count(b"cpathlib\n") == 1
-        renamed = data.replace(b"cpathlib\n", b"cpathlib._local\n")
-        assert decode_stock_metadata(renamed).checkpoint_id == "/data/run"
+    def test_checkpoint_ids(self, given_id: Any) -> None:
+        """The id may be text, a path of either system, or nothing."""
+        data = pickle.dumps(made_metadata(storage_meta=StorageMeta(given_id)), 2)
+        for spelt in (data, data.replace(b"cpathlib\n", b"cpathlib._local\n")):
+            assert decode_stock_metadata(spelt).tensors
 
     @pytest.mark.parametrize("planner_data", [None, 7, [1], {"a": "b"}, {"a": (1.5,)}, {3: ("a",)}])
     def test_other_planners(self, planner_data: object) -> None:
@@ -186,10 +169,9 @@ class TestStockFiles:
         assert decode_stock_metadata(pickle.dumps(made_metadata(storage_data=None))).items == {}
 
     def test_bytes_behind_the_pickle_are_allowed(self) -> None:
-        """A footer does not disturb, and where it begins is told."""
+        """A footer does not disturb."""
         data = pickle.dumps(made_metadata())
-        found = decode_stock_metadata(data + b"footer \x80\x04.")
-        assert found.pickle_bytes == len(data)
+        assert decode_stock_metadata(data + b"footer \x80\x04.") == decode_stock_metadata(data)
 
     def test_quantised_dtypes_have_names(self) -> None:
         """A dtype that we cannot store is still told."""

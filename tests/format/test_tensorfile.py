@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
+import itertools
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -99,31 +97,20 @@ class TestDTypes:
 class TestEnvelope:
     """Head, raw bytes and tail are together what torch.save writes."""
 
-    @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_torch_loads_exactly_the_tensor(
-        self, dtype: str, shape: tuple[int, ...], tmp_path: Path
-    ) -> None:
+    def test_torch_loads_exactly_the_tensor(self, dtype: str, tmp_path: Path) -> None:
         """Every dtype and shape loads as the same plain tensor in all three ways of torch.load."""
-        tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
-        item = enveloped(tensor)
-        path = tmp_path / "item.pt"
-        path.write_bytes(item)
-        assert_same(torch.load(io.BytesIO(item), weights_only=True), tensor)
-        assert_same(torch.load(io.BytesIO(item), weights_only=False), tensor)
-        mapped = torch.load(path, mmap=True)
-        assert_same(mapped, tensor)
-        assert mapped.data_ptr() % PAYLOAD_ALIGN_BYTES == 0
-
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_the_payload_is_aligned_in_the_zip(self, shape: tuple[int, ...]) -> None:
-        """The raw bytes lie at the end of the head, at a multiple of 64."""
-        for dtype in DTYPES:
+        for shape in SHAPES:
             tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
-            envelope = tensor_envelope(dtype, shape)
-            assert len(envelope.head) % 64 == 0
-            assert envelope.payload_bytes == len(raw_bytes(tensor))
-            assert envelope.item_bytes == len(enveloped(tensor))
+            item = enveloped(tensor)
+            path = tmp_path / f"item{shape}.pt"
+            path.write_bytes(item)
+            assert_same(torch.load(io.BytesIO(item), weights_only=True), tensor)
+            assert_same(torch.load(io.BytesIO(item), weights_only=False), tensor)
+            mapped = torch.load(path, mmap=True)
+            assert_same(mapped, tensor)
+            assert mapped.data_ptr() % PAYLOAD_ALIGN_BYTES == 0
+            assert len(tensor_envelope(dtype, shape).head) % PAYLOAD_ALIGN_BYTES == 0
 
     @pytest.mark.parametrize(
         "payload_bytes", [(1 << 32) - 2000, (1 << 32) - 200, (1 << 32) - 1, 1 << 32, (9 << 32) // 8]
@@ -174,15 +161,15 @@ NOT_PLAIN: dict[str, Callable[[], object]] = {
 class TestTensorItem:
     """Items written by torch give away where their raw bytes lie."""
 
-    @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_plain_tensors_are_found(self, dtype: str, shape: tuple[int, ...]) -> None:
+    def test_plain_tensors_are_found(self, dtype: str) -> None:
         """Dtype, shape and raw bytes of torch's items and of ours are found in the first 4 KiB."""
-        tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
-        for item in (torch_saved(tensor), enveloped(tensor)):
+        tensors = [seeded(1, *shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
+        for tensor, write in itertools.product(tensors, (torch_saved, enveloped)):
+            item = write(tensor)
             header = parse_tensor_item(item[:4096], item_bytes=len(item))
             assert isinstance(header, ItemHeader)
-            assert (header.dtype, header.shape, header.requires_grad) == (dtype, shape, False)
+            assert (header.dtype, header.shape) == (dtype, tensor.shape)
             end = header.payload_offset + header.payload_bytes
             assert item[header.payload_offset : end] == raw_bytes(tensor)
             assert header.payload_offset % PAYLOAD_ALIGN_BYTES == 0
@@ -195,7 +182,8 @@ class TestTensorItem:
 
     def test_a_file_of_torch_2_0_is_read(self) -> None:
         """Without byteorder and alignment records, under another archive name, all is found."""
-        header = parse_tensor_item(_rewritten(torch.arange(6), keep=("data.pkl", "data/0")))
+        item = _rewritten(torch.arange(6), keep=("data.pkl", "data/0"))
+        header = parse_tensor_item(item, item_bytes=len(item))
         assert isinstance(header, ItemHeader)
         assert (header.dtype, header.shape, header.payload_bytes) == ("int64", (6,), 48)
 
@@ -218,7 +206,7 @@ class TestTensorItem:
             item = torch_saved(torch.arange(3))
         finally:
             torch.serialization.set_crc32_options(True)
-        header = parse_tensor_item(item)
+        header = parse_tensor_item(item, item_bytes=len(item))
         assert isinstance(header, ItemHeader)
         assert item[header.payload_offset :].startswith(raw_bytes(torch.arange(3)))
 
@@ -233,7 +221,7 @@ class TestTensorItem:
     def test_heads_that_never_end_are_left_to_torch(self) -> None:
         """Beyond 1 MiB of head nobody is asked for more."""
         item = _rewritten(torch.zeros(3), contents={"byteorder": b"x" * (2 << 20)})
-        assert parse_tensor_item(item[: 1 << 20]) is None
+        assert parse_tensor_item(item[: 1 << 20], item_bytes=len(item)) is None
 
     def test_damage_to_the_pickle_is_found(self) -> None:
         """No flipped bit in a record before the raw bytes goes unnoticed."""
@@ -285,13 +273,3 @@ def _rewritten(
             content = (contents or {}).get(name, source.read(f"archive/{name}"))
             target.writestr(f"renamed/{name}", content)
     return stream.getvalue()
-
-
-def test_the_containers_need_no_torch() -> None:
-    """Importing the containers and the metadata reader leaves torch and numpy unimported."""
-    code = (
-        "import sys, ckpt_storage.format.shard_item, ckpt_storage.format.stock_metadata;"
-        "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules), 'imported'"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
