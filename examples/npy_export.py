@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib import format as npy
 
-from ckpt_storage.export.layout import Fixed, Layout, out_file
+from ckpt_storage.export.layout import Fixed, Layout, elements_of, out_file
 from ckpt_storage.export.output import Made, Output, Setting
 from ckpt_storage.export.plain_folder import PlainFolder
 from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.run import Task, run_together
-from ckpt_storage.export.weights import elements_of
-from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Source, TensorInfo
 from ckpt_storage.store import Location
@@ -52,10 +50,7 @@ class NpyExport(Task[list[str]]):
                 out_file(
                     number,
                     f"{info.fqn}.npy",
-                    [
-                        Fixed(header(info)),
-                        elements_of(info, Box((0,) * len(info.shape), info.shape)),
-                    ],
+                    [Fixed(header(info)), elements_of(info)],
                 )
                 for number, info in enumerate(tensors, 1)
             )

@@ -32,14 +32,14 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .folder import ExportFolder
-from .layout import Layout
+from .layout import Layout, Skipped
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
 from .output import Made, Output, Setting, Site
 from .places import location_beside
 from .plan import Plan
 from .removal import stale_exports
 from .run import Found, Task, meeting, run
-from .select import Skipped, check_ties
+from .select import check_ties
 from .weights import lay_out_model
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class _Consolidation(Task[ConsolidationReport]):
                 for at, file in enumerate(files)
             ),
             tensor_count=sum(len(file.elements) for file in whole.files),
-            total_bytes=whole.layout.total_bytes,
+            total_bytes=sum(file.size_bytes for file in whole.files),
             read_bytes=made.bytes_of("read_bytes"),
             sent_bytes=made.bytes_of("sent_bytes"),
             copied_bytes=made.bytes_of("copied_bytes"),

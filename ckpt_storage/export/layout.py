@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.source.model import TensorInfo
 
-from .select import Skipped
+Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A value of the checkpoint that is in no weight file.
+
+    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
+    `size_bytes` is None for a blob.
+    """
+
+    fqn: str
+    reason: Reason
+    because: str
+    size_bytes: int | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +48,7 @@ class Fixed:
 class Elements:
     """A box of a tensor, its elements in C order, each cast to `dtype` if that is another.
 
-    `name` is what the file calls it, `fqn` what the checkpoint does: of an alias that only exists
-    as a recorded tie, that of its target. `shape` is the whole tensor's.
+    `name` is what the file calls it, `fqn` what the checkpoint does. `shape` is the whole tensor's.
     """
 
     name: str
@@ -57,10 +73,25 @@ class Elements:
         """Bytes of one element as stored."""
         return DTYPES[self.source_dtype].item_bytes
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether elements change their dtype on the way."""
-        return self.dtype != self.source_dtype
+
+def elements_of(
+    info: TensorInfo, box: Box | None = None, *, name: str = "", dtype: str = ""
+) -> Elements:
+    """Return a box of a tensor, by default the whole under its FQN, as it is stored."""
+    return Elements(
+        name=name or info.fqn,
+        fqn=info.fqn,
+        shape=info.shape,
+        box=box or Box((0,) * len(info.shape), info.shape),
+        source_dtype=info.dtype,
+        dtype=dtype or info.dtype,
+    )
+
+
+def boxes_of(info: TensorInfo) -> list[Box]:
+    """Return the chunks of a tensor, each once; one for a tensor without elements."""
+    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
+    return boxes or [Box((0,) * len(info.shape), info.shape)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +101,13 @@ class Stored:
     size_bytes: int
     fqn: str = ""
     path: str = ""
-    item_bytes: int = field(default=1, init=False)
-    source_item_bytes: int = field(default=1, init=False)
-    is_cast: bool = field(default=False, init=False)
+
+    @property
+    def item_bytes(self) -> int:
+        """Any byte is an element."""
+        return 1
+
+    source_item_bytes = item_bytes
 
 
 Segment = Fixed | Elements | Stored
@@ -93,12 +128,6 @@ class OutFile:
     starts: Sequence[int]
     crc32c: int | None = None
     edges: Sequence[int] = ()
-
-    @property
-    def header(self) -> bytes:
-        """The bytes that the file begins with, as far as they are known before."""
-        first = self.segments[0] if self.segments else None
-        return first.data if isinstance(first, Fixed) else b""
 
     @property
     def elements(self) -> list[Elements]:
@@ -129,19 +158,10 @@ def out_file(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All files of an output, in the order of their numbers, and what is in none of them.
-
-    `stripped` is the container key (with its dots) that was taken off the FQNs, "" if none.
-    """
+    """All files of an output, in the order of their numbers, and what is in none of them."""
 
     files: tuple[OutFile, ...]
     skipped: tuple[Skipped, ...] = ()
-    stripped: str = ""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size_bytes for file in self.files)
 
     @property
     def tensor_bytes(self) -> int:

@@ -62,7 +62,8 @@ class Piece:
 
         None if they are not one run in both, or are cast on the way.
         """
-        if self.segment.is_cast:
+        segment = self.segment
+        if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
             return None
         item_bytes = self.segment.item_bytes
         source = run_of(self.chunk_sizes, box_selection(self.region), item_bytes)

@@ -293,7 +293,7 @@ class _Target:
 
     def _put(self, found: Bits, out: Bits) -> None:
         segment = self._piece.segment
-        if isinstance(segment, Elements) and segment.is_cast:
+        if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
             import torch  # noqa: PLC0415  # only to cast
 
             source = torch.from_numpy(found).view(getattr(torch, segment.source_dtype))

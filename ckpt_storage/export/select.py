@@ -1,59 +1,48 @@
 """Which values of a checkpoint go out, under which names, and what is left out and why.
 
-Pure. The default choice of `consolidate` follows how training scripts nest what they save: by the
-path of each value in the nested state dict. Where nothing is known of the nesting, FQNs are taken
-whole, except that their first part may name state to leave out.
+The default choice of `consolidate` follows how training scripts nest what they save: by the path of
+each value in the nested state dict. Where nothing is known of the nesting, FQNs are taken whole,
+except that their first part may name state to leave out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Source, TensorInfo
 
+from .layout import Elements, Reason, Skipped, elements_of
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 
-_DIGITS = re.compile(r"([0-9]+)")
-Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+if TYPE_CHECKING:
+    from .torchfile import TorchFileSource
+
 KeyPath = tuple[str | int, ...]
+
+_DIGITS = re.compile(r"([0-9]+)")
 
 _MODEL = re.compile(
     r"model(_(state|state_dict|weights))?|module|params|state_dict|weights", re.IGNORECASE
 )
 """Keys under which training scripts, Lightning and DeepSpeed keep the model; in any letter case."""
 
-_OPTIMIZER = re.compile(r"opt(_state)?|optim(izer)?(s|_states?|_state_dict)?", re.IGNORECASE)
-
-_TRAINING = re.compile(
-    r"(cuda_)?rng_state|rng(_states)?|dataloader|(grad_)?scaler|(lr_)?schedulers?"
-    r"|train(ing)?_state",
-    re.IGNORECASE,
-)
-
-_BECAUSE: Mapping[Reason, str] = {
-    "blob": "it is no tensor",
-    "optimizer": "it is optimizer state",
-    "training state": "it is state of the training loop",
-    "excluded": "`exclude` names it",
+_APART: Mapping[Reason, re.Pattern[str]] = {
+    "optimizer": re.compile(r"opt(_state)?|optim(izer)?(s|_states?|_state_dict)?", re.IGNORECASE),
+    "training state": re.compile(
+        r"(cuda_)?rng_state|rng(_states)?|dataloader|(grad_)?scaler|(lr_)?schedulers?"
+        r"|train(ing)?_state",
+        re.IGNORECASE,
+    ),
 }
+"""Keys of what is not the model's."""
 
-
-class HasValues(Protocol):
-    """What has named values: a source."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Tensors by FQN."""
-
-    @property
-    def blobs(self) -> frozenset[str]:
-        """FQNs of the values that are no tensors."""
+_SHOWN_COUNT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +58,7 @@ class Selected:
 
 
 def select(
-    source: HasValues,
+    source: Source | TorchFileSource,
     *,
     include: Selection | None,
     exclude: Selection | None,
@@ -90,16 +79,15 @@ def select(
     if safetensors:
         lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
-            is_reserved = fqn == "__metadata__"
-            reason = "a name that its header needs for itself" if is_reserved else None
-            reason = reason or _no_safetensors(source.tensors[fqn])
-            if reason:
-                lacking[fqn] = reason
+            reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None
+            if why := reserved or _no_safetensors(source.tensors[fqn]):
+                lacking[fqn] = why
     if lacking and on_unsupported == "error":
-        shown = ", ".join(f"{fqn} ({why})" for fqn, why in sorted(lacking.items())[:5])
-        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""  # noqa: PLR2004  # as shown
+        shown = [f"{fqn} ({why})" for fqn, why in sorted(lacking.items())]
+        more = len(shown) - _SHOWN_COUNT
         raise InvalidInputError(
-            f"{format_name} cannot hold {shown}{more}.",
+            f"{format_name} cannot hold {', '.join(shown[:_SHOWN_COUNT])}"
+            f"{f' and {more} more' if more > 0 else ''}.",
             next_step='Pass unsupported="drop" to leave them out, or name what you want with '
             "include= and exclude=.",
         )
@@ -122,48 +110,15 @@ def _no_safetensors(info: TensorInfo) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A value of the checkpoint that is in no weight file.
-
-    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
-    `size_bytes` is None for a blob, and for an alias that was not stored.
-    """
-
-    fqn: str
-    reason: Reason
-    because: str
-    size_bytes: int | None = None
-    target: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """A tensor that goes out: its name and dtype there, and where its elements come from."""
-
-    name: str
-    fqn: str
-    source_dtype: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in the weight file."""
-        return prod(self.shape) * DTYPES[self.dtype].item_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """What goes out, in natural order of names ("layers.2" before "layers.10"), and what does not.
 
-    `stripped` is what was taken off the front of FQNs, "" if nothing. `names` maps FQNs to names,
-    those of dropped aliases included.
+    `stripped` is what was taken off the front of FQNs, "" if nothing.
     """
 
-    tensors: tuple[Chosen, ...]
+    tensors: tuple[Elements, ...]
     skipped: tuple[Skipped, ...]
     stripped: str
-    names: Mapping[str, str]
 
 
 def choose_model(
@@ -179,58 +134,41 @@ def choose_model(
     and so are further ones known to hold models: {"model": hf.state_dict()} gives
     "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
 
-    `ties` maps alias to target, both FQNs, as recorded by the save; an alias need not be stored.
-    An alias goes out in its own right while its target does not. Raises `InvalidInputError`.
+    `ties` maps alias to target, both FQNs, as recorded by the save. An alias goes out in its own
+    right while its target does not. Raises `InvalidInputError`.
     """
     tensors = source.tensors
-    roots = _tie_roots(source, ties or {}, "A recorded tie")
-    paths = _paths(source, roots)
-    skipped: dict[str, Skipped] = {}
-
-    def skip(fqn: str, reason: Reason, because: str = "", target: str | None = None) -> None:
-        info = tensors.get(fqn)
-        skipped[fqn] = Skipped(
-            fqn=fqn,
-            reason=reason,
-            because=because or _BECAUSE[reason],
-            size_bytes=None if info is None else payload_bytes(info),
-            target=target,
-        )
-
-    chosen = _selected(source, paths, options, skip)
-    for fqn in source.blobs:
-        skip(fqn, "blob")
-    if not chosen:
+    paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors}
+    left = _left_out(paths, source, options)
+    going = sorted(tensors.keys() - left.keys())
+    if not going:
         raise InvalidInputError(
-            f"No tensor is left to export; {len(skipped)} values are left out.",
+            f"No tensor is left to export; {len(left)} values are left out.",
             next_step="Name what you want with include=, as FQNs or patterns.",
         )
-    stripped = "" if callable(options.rename) else container_of([paths[fqn] for fqn in chosen])
-    names = _names(sorted(chosen), stripped, options)
-    if isinstance(options.tied, Mapping):
-        by_name = {name: fqn for fqn, name in names.items()}
-
-        def find(name: str) -> str:
-            fqn = by_name.get(name, name)
-            whole = f"{stripped}{fqn}"
-            return whole if fqn not in tensors and whole in tensors else fqn
-
-        told = {find(alias): find(target) for alias, target in sorted(options.tied.items())}
-        roots = _tie_roots(source, {**(ties or {}), **told}, "tied=")
+    stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in going])
+    names = _names(going, stripped, options)
+    tied: dict[str, str] = {}
     if options.tied != "keep":
-        for alias, target in roots.items():
-            if target in chosen and alias not in skipped:
-                skip(alias, "tied", f"it is tied to {target}", target)
-        chosen -= skipped.keys()
-    picked = [
-        _chosen(fqn, fqn if fqn in tensors else roots[fqn], names[fqn], source, options)
-        for fqn in sorted(chosen)
+        told = options.tied if isinstance(options.tied, Mapping) else {}
+        roots = _with_told(tensors, ties or {}, told, stripped)
+        tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
+        left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
+    skipped = [
+        Skipped(
+            fqn=fqn,
+            reason=reason,
+            because=because,
+            size_bytes=payload_bytes(tensors[fqn]) if fqn in tensors else None,
+            target=tied.get(fqn),
+        )
+        for fqn, (reason, because) in sorted(left.items())
     ]
+    picked = [_chosen(tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
     return Choice(
-        tensors=tuple(sorted(picked, key=lambda tensor: natural_key(tensor.name))),
-        skipped=tuple(skipped[fqn] for fqn in sorted(skipped)),
+        tensors=tuple(sorted(picked, key=lambda one: natural_key(one.name))),
+        skipped=tuple(skipped),
         stripped=stripped,
-        names=names,
     )
 
 
@@ -245,7 +183,7 @@ def natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def container_of(paths: Sequence[KeyPath]) -> str:
+def _container_of(paths: Sequence[KeyPath]) -> str:
     """Return the keys, with their dots, of the container that holds all `paths`; "" if none does.
 
     The outermost one may have any name, further ones must be known to hold models: a module's own
@@ -261,49 +199,36 @@ def container_of(paths: Sequence[KeyPath]) -> str:
         keys.append(key)
 
 
-def _paths(source: Source, roots: Mapping[str, str]) -> dict[str, KeyPath]:
-    """Return the path in the nested state dict of every tensor and alias, as far as it is known.
-
-    An alias that was not stored lies in the container of its target if its FQN begins so.
-    """
-    known = source.planner_data
-    paths: dict[str, KeyPath] = {}
-    for fqn in source.tensors:
-        head, dot, rest = fqn.partition(".")
-        is_apart = _OPTIMIZER.fullmatch(head) or _TRAINING.fullmatch(head)
-        if known is not None:
-            paths[fqn] = tuple(known.get(fqn, ())) or (fqn,)
-        else:
-            paths[fqn] = (head, rest) if dot and is_apart else (fqn,)
-    for alias in roots.keys() - paths.keys():
-        outer = paths[roots[alias]][:-1]
-        prefix = "".join(f"{key}." for key in outer)
-        paths[alias] = (*outer, alias[len(prefix) :]) if alias.startswith(prefix) else (alias,)
-    return paths
+def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
+    """Return the path of a tensor in the nested state dict, as far as it is known."""
+    if known is not None:
+        return tuple(known.get(fqn, ())) or (fqn,)
+    head, dot, rest = fqn.partition(".")
+    is_apart = dot and any(pattern.fullmatch(head) for pattern in _APART.values())
+    return (head, rest) if is_apart else (fqn,)
 
 
-Skip = Callable[..., None]
+_Left = dict[str, tuple[Reason, str]]
 
 
-def _selected(
-    source: Source, paths: Mapping[str, KeyPath], options: ConsolidateOptions, skip: Skip
-) -> set[str]:
-    """Return the FQNs that are meant to go out, aliases among them, and skip other tensors."""
+def _left_out(paths: Mapping[str, KeyPath], source: Source, options: ConsolidateOptions) -> _Left:
+    """Return which values do not go out, and why; ties not considered."""
     values = paths.keys() | source.blobs
+    left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
-        chosen = _default_choice(paths, skip)
+        left |= _outside(paths)
     else:
-        chosen = matching(options.include, values, "include") & paths.keys()
-        for fqn in paths.keys() - chosen:
-            skip(fqn, "excluded", "`include` does not name it")
+        others = paths.keys() - matching(options.include, values, "include")
+        left |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
     if options.exclude is not None:
-        for fqn in matching(options.exclude, values, "exclude") & chosen:
-            skip(fqn, "excluded")
-            chosen.discard(fqn)
-    return chosen
+        for fqn in matching(options.exclude, values, "exclude"):
+            left.setdefault(fqn, ("excluded", "`exclude` names it"))
+    return left
 
 
-def _default_choice(paths: Mapping[str, KeyPath], skip: Skip) -> set[str]:
+def _outside(paths: Mapping[str, KeyPath]) -> _Left:
+    """Return which tensors lie outside the model."""
+    left: _Left = {}
     level, depth = sorted(paths), 0
     while True:
         nested: dict[str, list[str]] = {}
@@ -314,10 +239,10 @@ def _default_choice(paths: Mapping[str, KeyPath], skip: Skip) -> set[str]:
             # A tensor itself is never judged by its name: a module may have a parameter "scaler".
             if len(path) == depth + 1:
                 direct.append(fqn)
-            elif _OPTIMIZER.fullmatch(key):
-                skip(fqn, "optimizer")
-            elif _TRAINING.fullmatch(key):
-                skip(fqn, "training state")
+                continue
+            reason = next((one for one, keys in _APART.items() if keys.fullmatch(key)), None)
+            if reason is not None:
+                left[fqn] = reason, f"it lies in {key!r}, outside the model"
             else:
                 nested.setdefault(key, []).append(fqn)
         models = [key for key in nested if _MODEL.fullmatch(key)]
@@ -326,124 +251,102 @@ def _default_choice(paths: Mapping[str, KeyPath], skip: Skip) -> set[str]:
         elif not direct and len(nested) == 1 and depth == 0:
             chosen = next(iter(nested))
         else:
-            return {*direct, *(fqn for fqns in nested.values() for fqn in fqns)}
+            return left
         others = [fqn for key, fqns in nested.items() if key != chosen for fqn in fqns]
-        for fqn in [*direct, *others]:
-            skip(fqn, "outside the model", f"it lies outside {chosen!r}, which holds the model")
+        because = f"it lies outside {chosen!r}, which holds the model"
+        left |= dict.fromkeys([*direct, *others], ("outside the model", because))
         level, depth = nested[chosen], depth + 1
 
 
 def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
     """Return the name of every tensor; raises for what cannot be one and for duplicates."""
-    rename = options.rename
-    if isinstance(rename, Mapping):
-        absent = sorted(rename.keys() - set(fqns))
-        if absent:
-            raise InvalidInputError(
-                f"rename names {absent[0]!r}, which is no tensor that goes out.",
-                next_step="Remove the entry, or have the tensor go out with include=.",
-            )
-    names: dict[str, str] = {}
+    rename = options.rename or {}
+    absent = [] if callable(rename) else sorted(rename.keys() - set(fqns))
+    if absent:
+        raise InvalidInputError(
+            f"rename names {absent[0]!r}, which is no tensor that goes out.",
+            next_step="Remove the entry, or have the tensor go out with include=.",
+        )
     taken: dict[str, str] = {}
     for fqn in fqns:
-        name: object = fqn.removeprefix(stripped)
-        if callable(rename):
-            name = rename(fqn)
-        elif rename is not None:
-            name = rename.get(fqn, name)
-        if not isinstance(name, str) or not name or name == "__metadata__" or not _is_text(name):
+        name: object = (
+            rename(fqn) if callable(rename) else rename.get(fqn, fqn.removeprefix(stripped))
+        )
+        is_text = isinstance(name, str) and not any("\ud800" <= char <= "\udfff" for char in name)
+        if not isinstance(name, str) or not is_text or name in {"", "__metadata__"}:
             raise InvalidInputError(
                 f"{fqn} would be called {name!r:.80} in its weight file.",
                 next_step="Have rename= give it a name that is text and not __metadata__.",
             )
-        if name in taken:
+        if taken.setdefault(name, fqn) != fqn:
             raise InvalidInputError(
                 f"{taken[name]} and {fqn} would both be called {name!r} in the weight files.",
                 next_step="Give them different names with rename=, or exclude one.",
             )
-        taken[name] = fqn
-        names[fqn] = name
-    return names
+    return {fqn: name for name, fqn in taken.items()}
 
 
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _chosen(
-    fqn: str, stored: str, name: str, source: Source, options: ConsolidateOptions
-) -> Chosen:
-    info = source.tensors[stored]
+def _chosen(info: TensorInfo, name: str, options: ConsolidateOptions) -> Elements:
     lacking = _no_safetensors(info)
     if lacking:
         raise InvalidInputError(
-            f"{fqn} has {lacking}, which safetensors does not hold.",
-            next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
+            f"{info.fqn} has {lacking}, which safetensors does not hold.",
+            next_step=f"Leave it out with exclude=[{info.fqn!r}], or save it otherwise.",
         )
-    dtype = info.dtype
-    if options.cast_to is not None and dtype in CASTABLE:
-        dtype = options.cast_to
-    return Chosen(name=name, fqn=stored, source_dtype=info.dtype, dtype=dtype, shape=info.shape)
+    dtype = options.cast_to if info.dtype in CASTABLE else None
+    return elements_of(info, name=name, dtype=dtype or "")
 
 
-def _tie_roots(source: Source, ties: Mapping[str, str], who: str) -> dict[str, str]:
-    """Return the target of every alias, chains followed to their end."""
-    tensors = source.tensors
-    roots: dict[str, str] = {}
-    for alias, target in sorted(ties.items()):
-        root, seen = target, {alias}
-        while root in ties and root not in seen:
-            seen.add(root)
-            root = ties[root]
-        if root in seen:
+def _with_told(
+    tensors: Mapping[str, TensorInfo],
+    recorded: Mapping[str, str],
+    told: Mapping[str, str],
+    stripped: str,
+) -> dict[str, str]:
+    """Return alias to target of ties that the save recorded and a caller tells; no chains."""
+
+    def find(name: str) -> str:
+        return name if name in tensors else f"{stripped}{name}"
+
+    ties = dict(recorded)
+    ends = {find(alias): find(target) for alias, target in told.items()}
+    for alias, target in sorted(ends.items()):
+        root = recorded.get(target, target)
+        if root not in tensors or root in ends:
+            what = "is tied itself" if root in ends else "is no tensor of the checkpoint"
             raise InvalidInputError(
-                f"{who} ties {alias} to itself.",
-                next_step="Give one target for all aliases of a tensor.",
-            )
-        if root not in tensors:
-            raise InvalidInputError(
-                f"{who} maps {alias!r} to {root!r}, which is no tensor of the checkpoint.",
-                next_step="Name a tensor that is there; ckpt-storage show lists them.",
+                f"tied= maps {alias!r} to {target!r}, which {what}.",
+                next_step="Give the one tensor that stands for all aliases.",
             )
         a, b = tensors.get(alias, tensors[root]), tensors[root]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             raise InvalidInputError(
-                f"{who} maps {alias} ({a.dtype}, {list(a.shape)}) to {root} ({b.dtype}, "
+                f"tied= maps {alias} ({a.dtype}, {list(a.shape)}) to {root} ({b.dtype}, "
                 f"{list(b.shape)}).",
                 next_step="Tied tensors have one dtype and one shape.",
             )
-        roots[alias] = root
-    return roots
+        ties[alias] = root
+    return {alias: ties.get(root, root) for alias, root in ties.items()}
 
 
 def check_ties(source: Source, ties: Mapping[str, str]) -> None:
-    """Raise `InvalidInputError` if an alias that was stored is not what its target is.
+    """Raise `InvalidInputError` if an alias is not what its target is.
 
     Goes by the checksums of chunks, which tell only where both are cut alike; else the tie is taken
     on trust. Fetches the rank manifests of the tensors concerned, so one rank does it for all.
     """
     for alias, target in sorted(ties.items()):
-        if alias in source.tensors and _have_same_bytes(source, alias, target) is False:
+        boxes = list(source.tensors[alias].boxes)
+        if boxes != list(source.tensors[target].boxes):
+            continue
+        keys = [(fqn, box.offsets) for box in boxes for fqn in (alias, target)]
+        source.require(keys)
+        crcs = [
+            None if place.crcs is None else (place.block_bytes, *place.crcs)
+            for place in (source.place(*key) for key in keys)
+        ]
+        if None not in crcs and crcs[::2] != crcs[1::2]:
             raise InvalidInputError(
                 f"{alias} is said to be tied to {target}; their checksums differ.",
                 next_step='Remove it from tied=, or give tied="keep"; both then go out.',
             )
-
-
-def _have_same_bytes(source: Source, left: str, right: str) -> bool | None:
-    a, b = source.tensors[left], source.tensors[right]
-    if list(a.boxes) != list(b.boxes):
-        return None
-    source.require([(fqn, box.offsets) for box in a.boxes for fqn in (left, right)])
-    for box in a.boxes:
-        places = [source.place(fqn, box.offsets) for fqn in (left, right)]
-        crcs = [None if p.crcs is None else (p.block_bytes, tuple(p.crcs)) for p in places]
-        if None in crcs:
-            return None
-        if crcs[0] != crcs[1]:
-            return False
-    return True

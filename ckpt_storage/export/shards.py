@@ -20,8 +20,7 @@ from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.source.model import TensorInfo
 
-from .layout import Fixed, Layout, Segment, out_file
-from .weights import boxes_of, elements_of
+from .layout import Fixed, Layout, Segment, boxes_of, elements_of, out_file
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

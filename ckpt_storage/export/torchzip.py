@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
-from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
@@ -28,10 +27,9 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .layout import Segment, Stored
+from .layout import Segment, Stored, elements_of
 from .reads import SegmentStream
 from .select import payload_bytes
-from .weights import elements_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -108,7 +106,7 @@ def write_torch_file(  # one call site, all named
     )
     archive = _Zip(writer)
     whole = [values.tensors[fqn] for fqn in pickler.streamed]
-    data = stream([elements_of(one, Box((0,) * len(one.shape), one.shape)) for one in whole])
+    data = stream([elements_of(one) for one in whole])
     try:
         archive.record("data.pkl", len(main), [memoryview(main)])
         # No ".format_version": it would let torch compute where records lie, as its own zip

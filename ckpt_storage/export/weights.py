@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .layout import Elements, Fixed, Layout, OutFile, out_file
+from .layout import Elements, Fixed, Layout, OutFile, boxes_of, elements_of, out_file
 from .options import ConsolidateOptions
-from .select import Choice, choose_model
+from .select import choose_model
 
 DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
@@ -31,28 +30,17 @@ def lay_out_model(
     Raises `InvalidInputError` for options that do not fit the checkpoint.
     """
     choice = choose_model(source, options, ties)
-    tensors = [
-        Elements(
-            name=one.name,
-            fqn=one.fqn,
-            shape=one.shape,
-            box=Box((0,) * len(one.shape), one.shape),
-            source_dtype=one.source_dtype,
-            dtype=one.dtype,
-        )
-        for one in choice.tensors
-    ]
     if options.fqn_to_index_mapping is None:
-        groups = _split_by_size(tensors, options.file_limit_bytes)
+        groups = _split_by_size(choice.tensors, options.file_limit_bytes)
     else:
-        groups = _split_by_index(tensors, _index(options.fqn_to_index_mapping, choice))
-    return Layout(files=_weight_files(groups), skipped=choice.skipped, stripped=choice.stripped)
+        groups = _split_by_index(choice.tensors, options.fqn_to_index_mapping)
+    return Layout(files=_weight_files(groups), skipped=choice.skipped)
 
 
 def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
     """Return weight files of all `tensors` under their FQNs, in order."""
-    whole = [elements_of(info, Box((0,) * len(info.shape), info.shape)) for info in tensors]
-    return Layout(files=_weight_files(_split_by_size(whole, max_file_bytes) or [[]]))
+    groups = _split_by_size(list(map(elements_of, tensors)), max_file_bytes)
+    return Layout(files=_weight_files(groups or [[]]))
 
 
 def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
@@ -85,37 +73,13 @@ def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layou
     return Layout(files=tuple(files))
 
 
-def boxes_of(info: TensorInfo) -> list[Box]:
-    """Return the chunks of a tensor, each once; one for a tensor without elements."""
-    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
-    return boxes or [Box((0,) * len(info.shape), info.shape)]
-
-
-def elements_of(info: TensorInfo, box: Box) -> Elements:
-    """Return a box of a tensor under its FQN, as it is stored."""
-    return Elements(
-        name=info.fqn,
-        fqn=info.fqn,
-        shape=info.shape,
-        box=box,
-        source_dtype=info.dtype,
-        dtype=info.dtype,
-    )
-
-
-def file_name(number: int, count: int, suffix: str = "") -> str:
-    """Return the name of weight file `number` (from 1) of `count`, as Hugging Face spells it."""
-    if count == 1 and not suffix:
-        return "model.safetensors"
-    tail = f"-{suffix}" if suffix else ""
-    return f"model-{number:05d}-of-{count:05d}{tail}.safetensors"
-
-
 def with_suffix(layout: Layout, suffix: str) -> Layout:
     """Return weight files that are named for a re-export, or, with "", as at first."""
     count = len(layout.files)
-    files = tuple(replace(f, name=file_name(f.number, count, suffix)) for f in layout.files)
-    return replace(layout, files=files)
+    return replace(
+        layout,
+        files=tuple(replace(f, name=_file_name(f.number, count, suffix)) for f in layout.files),
+    )
 
 
 def index_document(
@@ -160,37 +124,31 @@ def _split_by_size(tensors: Sequence[Elements], max_file_bytes: int) -> list[lis
 
 
 def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> list[list[Elements]]:
-    """Return the tensors per file, given the file's number for each name; gaps are closed."""
+    """Return the tensors per file, given its number by name or FQN; gaps are closed."""
     groups: dict[int, list[Elements]] = {}
     for tensor in tensors:
-        if tensor.name not in index:
+        number = index.get(tensor.name, index.get(tensor.fqn))
+        if number is None:
             raise InvalidInputError(
                 f"fqn_to_index_mapping does not say which file {tensor.name} goes into.",
                 next_step="Add it to the mapping, or leave it out with exclude=.",
             )
-        groups.setdefault(index[tensor.name], []).append(tensor)
+        groups.setdefault(number, []).append(tensor)
     return [groups[number] for number in sorted(groups)]
 
 
-def _index(mapping: Mapping[str, int], choice: Choice) -> dict[str, int]:
-    """Return the file number of each name, given keys that are names or FQNs."""
-    known = set(choice.names.values())
-    index: dict[str, int] = {}
-    for key in sorted(mapping):
-        name = key if key in known else choice.names.get(key)
-        # The mapping of a whole model may name what this checkpoint lacks, or what stays behind.
-        if name is not None and index.setdefault(name, mapping[key]) != mapping[key]:
-            raise InvalidInputError(
-                f"fqn_to_index_mapping gives {name} two files, as {key} and as its other name.",
-                next_step="Use the names in the weight files only.",
-            )
-    return index
+def _file_name(number: int, count: int, suffix: str = "") -> str:
+    """Return the name of weight file `number` (from 1) of `count`, as Hugging Face spells it."""
+    if count == 1 and not suffix:
+        return "model.safetensors"
+    tail = f"-{suffix}" if suffix else ""
+    return f"model-{number:05d}-of-{count:05d}{tail}.safetensors"
 
 
 def _weight_files(groups: Sequence[Sequence[Elements]]) -> tuple[OutFile, ...]:
     count = len(groups)
     return tuple(
-        _weight_file(number, file_name(number, count), group, {})
+        _weight_file(number, _file_name(number, count), group, {})
         for number, group in enumerate(groups, 1)
     )
 

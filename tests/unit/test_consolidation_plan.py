@@ -278,7 +278,7 @@ def test_the_identity_is_of_the_content_and_the_digest_of_the_plan() -> None:
         ),
     ]
     digests = [base.identity, *(plan.identity for plan in others)]
-    assert others[2].files[0].header == base.files[0].header
+    assert others[2].files[0].segments[0] == base.files[0].segments[0]
     assert len(set(digests)) == 5
     assert all(len(digest) == 64 for digest in digests)
 
@@ -312,5 +312,5 @@ def test_a_large_plan_is_lazy() -> None:
         for start in range(region.start, region.stop, 16 * MIB)
         for piece in finder.pieces_of(region.file, start, min(start + 16 * MIB, region.stop))
     )
-    assert region.size_bytes - len(plan.files[0].header) <= total <= region.size_bytes
+    assert region.size_bytes - plan.files[0].segments[0].size_bytes <= total <= region.size_bytes
     assert 0 < Watched.looks < 3 * (2 + region.size_bytes // (4096 * 1024 * 2))
