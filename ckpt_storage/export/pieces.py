@@ -22,7 +22,7 @@ from ckpt_storage.source.model import Key, TensorInfo
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
 
-from .layout import Elements, Fixed, OutFile, Segment, Stored
+from .layout import Elements, Fixed, OutFile, Segment, Stored, boxes_of
 from .plan import ELEMENTS_BYTES, Region, number_unit_bytes
 
 _MIN_COPY_BYTES = 1 << 20
@@ -62,13 +62,12 @@ class Piece:
 
         None if they are not one run in both, or are cast on the way.
         """
-        segment = self.segment
+        segment, size = self.segment, self.segment.item_bytes
         if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
             return None
-        item_bytes = self.segment.item_bytes
-        source = run_of(self.chunk_sizes, box_selection(self.region), item_bytes)
+        source = run_of(self.chunk_sizes, box_selection(self.region), size)
         where = box_selection(Box(self.dest_offsets, self.region.sizes))
-        dest = run_of(self.dest_sizes, where, item_bytes)
+        dest = run_of(self.dest_sizes, where, size)
         if source is None or dest is None:
             return None
         return source, range(self.dest_start + dest.start, self.dest_start + dest.stop)
@@ -81,41 +80,39 @@ class PieceFinder:
         self._files = files
         self._info = lru_cache(maxsize=64)(lambda fqn: _findable(tensors[fqn]))
 
+    def pieces_of(self, file: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces that make up bytes [start, stop) of the file at position `file`, lazily.
+
+        Together with what is fixed they are every byte of the interval once. No end of the interval
+        is within an element.
+        """
+        for segment, origin, first, last in self._segments(file, start, stop):
+            if isinstance(segment, Stored):
+                yield _run_piece(segment, None, segment.size_bytes, origin, first, last)
+            elif isinstance(segment, Elements):
+                if (first - origin) % segment.item_bytes or (last - origin) % segment.item_bytes:
+                    raise InvalidInputError(
+                        f"Bytes [{start}, {stop}) cut an element of {segment.name}.",
+                        next_step="Ask for whole regions or parts; this is a bug.",
+                    )
+                yield from _pieces(self._info(segment.fqn), segment, origin, first, last)
+
     def fixed_of(self, file: int, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield bytes that are known before, and where in the file each begins."""
         for segment, origin, first, last in self._segments(file, start, stop):
             if isinstance(segment, Fixed):
                 yield first, segment.data[first - origin : last - origin]
 
-    def pieces_of(self, file: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces that make up bytes [start, stop) of the file at position `file`, lazily.
-
-        Together with what is fixed they are every byte of the interval once; pieces of one segment
-        follow one another. Raises `InvalidInputError` if an end is within an element.
-        """
-        for segment, origin, first, last in self._segments(file, start, stop):
-            if isinstance(segment, Fixed):
-                continue
-            if isinstance(segment, Stored):
-                yield _run_piece(segment, None, segment.size_bytes, origin, first, last)
-                continue
-            if (first - origin) % segment.item_bytes or (last - origin) % segment.item_bytes:
-                raise InvalidInputError(
-                    f"Bytes [{start}, {stop}) of {self._files[file].name} cut an element of "
-                    f"{segment.name}.",
-                    next_step="Ask for whole regions or parts; this is a bug.",
-                )
-            yield from _pieces(self._info(segment.fqn), segment, origin, first, last)
-
     def _segments(
         self, file: int, start: int, stop: int
     ) -> Iterator[tuple[Segment, int, int, int]]:
+        """Yield the segments of an interval: where each begins, and its first and last byte."""
         one = self._files[file]
         for at in range(max(bisect_right(one.starts, start) - 1, 0), len(one.segments)):
             segment, origin = one.segments[at], one.starts[at]
+            first, last = max(start, origin), min(stop, origin + segment.size_bytes)
             if origin >= stop:
                 return
-            first, last = max(start, origin), min(stop, origin + segment.size_bytes)
             if first < last:
                 yield segment, origin, first, last
 
@@ -124,7 +121,7 @@ def _findable(info: TensorInfo) -> TensorInfo:
     """Return a tensor whose chunks are each one once, and found by place if they form a grid."""
     if isinstance(info.boxes, GridBoxes):
         return info
-    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
+    boxes = boxes_of(info)
     grid = find_grid(info.shape, boxes)
     return replace(info, boxes=boxes if grid is None else GridBoxes(grid, info.shape))
 
@@ -133,26 +130,26 @@ def _pieces(
     info: TensorInfo, segment: Elements, origin: int, first: int, last: int
 ) -> Iterator[Piece]:
     """Yield the pieces of bytes [first, last) of the file, of a segment that begins at `origin`."""
-    wanted, item_bytes = segment.box, segment.item_bytes
+    wanted, size = segment.box, segment.item_bytes
     if info.chunk_at(wanted.offsets) == wanted:
         yield _run_piece(segment, wanted.offsets, wanted.volume, origin, first, last)
         return
-    start, stop = (first - origin) // item_bytes, (last - origin) // item_bytes
     targets, at = [], first
-    for inner in interval_boxes(wanted.sizes, start, stop):
+    for inner in interval_boxes(wanted.sizes, (first - origin) // size, (last - origin) // size):
         offsets = tuple(a + b for a, b in zip(inner.offsets, wanted.offsets, strict=True))
         targets.append((at, Box(offsets, inner.sizes)))
-        at += inner.volume * item_bytes
+        at += inner.volume * size
     for number in info.overlapping(_hull([box for _, box in targets])):
         chunk = info.boxes[number]
+        run = None
         if chunk.intersect(wanted) == chunk:
-            run = run_of(wanted.sizes, box_selection(chunk.relative_to(wanted)), 1)
-            if run is not None:
-                begin, end = origin + run.start * item_bytes, origin + run.stop * item_bytes
-                low, high = max(first, begin), min(last, end)
-                if low < high:
-                    yield _run_piece(segment, chunk.offsets, chunk.volume, begin, low, high)
-                continue
+            run = run_of(wanted.sizes, box_selection(chunk.relative_to(wanted)), size)
+        if run is not None:
+            low, high = max(first, origin + run.start), min(last, origin + run.stop)
+            if low < high:
+                begin = origin + run.start
+                yield _run_piece(segment, chunk.offsets, chunk.volume, begin, low, high)
+            continue
         for begin, box in targets:
             part = chunk.intersect(box)
             if part is not None:
@@ -176,13 +173,12 @@ def _run_piece(
     last: int,
 ) -> Piece:
     """Return bytes [first, last) of the file, in which a chunk lies in a row from `origin` on."""
-    item_bytes = segment.item_bytes
-    count = (last - first) // item_bytes
+    count = (last - first) // segment.item_bytes
     return Piece(
         segment=segment,
         chunk_offsets=offsets,
         chunk_sizes=(volume,),
-        region=Box(((first - origin) // item_bytes,), (count,)),
+        region=Box(((first - origin) // segment.item_bytes,), (count,)),
         dest_start=first,
         dest_sizes=(count,),
         dest_offsets=(0,),
@@ -231,45 +227,39 @@ class Part:
 
 def copy_runs(
     pieces: Iterable[Piece], place_of: Callable[[Piece], ChunkPlace], able: Capabilities
-) -> list[Part]:
-    """Return the runs of a region that the storage can copy, ascending."""
-    least = max(able.copy_min_bytes or 0, _MIN_COPY_BYTES)
-    found = []
+) -> Iterator[Part]:
+    """Yield the runs of a region that the storage can copy."""
     for piece in pieces:
         runs = piece.runs()
-        if runs is None or len(runs[0]) < least:
+        if runs is None or len(runs[0]) < max(able.copy_min_bytes or 0, _MIN_COPY_BYTES):
             continue
         place, (source, dest) = place_of(piece), runs
-        whole_bytes = math.prod(piece.chunk_sizes) * piece.segment.item_bytes
-        if place.kind != "raw" or place.size_bytes != whole_bytes:
+        payload_bytes = math.prod(piece.chunk_sizes) * piece.segment.item_bytes
+        if place.kind != "raw" or place.size_bytes != payload_bytes:
             continue
-        start, stop = source.start, source.stop
+        start, stop, shift = source.start, source.stop, dest.start - source.start
         if place.crcs is not None:
             start += -start % place.block_bytes
             stop -= 0 if stop == place.size_bytes else stop % place.block_bytes
         if start < stop:
-            begin = dest.start + start - source.start
-            found.append(
-                Part(start=begin, stop=begin + stop - start, place=place, source_start=start)
-            )
-    return sorted(found, key=lambda run: run.start)
+            yield Part(start=start + shift, stop=stop + shift, place=place, source_start=start)
 
 
 def cut_region(
     region: Region, runs: Iterable[Part], able: Capabilities, *, stream_bytes: int
 ) -> list[Part]:
-    """Return the parts of a region, ascending; `runs`, which may be copied, ascend too."""
+    """Return the parts of a region, ascending; `runs` may be copied."""
     unit = number_unit_bytes(able, region.file_bytes)
     least = max(unit, able.copy_min_bytes or 0, _MIN_COPY_BYTES)
     stretches: list[Part] = []
     at = region.start
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.start):
         edge, shift = run.edge_bytes, run.start - run.source_start
         begin, end = run.start, run.stop
         if at < begin < at + unit:
             # What is streamed before it would be too short.
             begin = at + unit + (shift - at - unit) % edge
-        if not region.ends_file and 0 < region.stop - end < unit:
+        if region.stop < region.file_bytes and 0 < region.stop - end < unit:
             end = region.stop - unit
             end -= (end - shift) % edge
         if end - begin >= least:

@@ -11,11 +11,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
 
-from .layout import Elements, Fixed, Layout, OutFile, Stored
+from .layout import Elements, Fixed, Layout, OutFile
 
 ELEMENTS_BYTES = 64
 """A multiple of it, from where tensors begin, is the end of an element of every dtype."""
@@ -28,26 +27,19 @@ _PARTS_PER_RANK = 40
 class Region:
     """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `Layout.files`; `start` is a multiple of `part_bytes`, `stop` is one or
-    the end of the file, whose length is `file_bytes`.
+    `file` is a position in `Layout.files`, and `file_bytes` that file's length.
     """
 
     file: int
     start: int
     stop: int
     owner: int
-    part_bytes: int
     file_bytes: int
 
     @property
     def size_bytes(self) -> int:
         """Bytes to write."""
         return self.stop - self.start
-
-    @property
-    def ends_file(self) -> bool:
-        """Whether the region holds the last part of the file."""
-        return self.stop == self.file_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +51,8 @@ class Plan:
     back, and writes those that are damaged. Files without bytes are the coordinator's.
 
     `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places. It
-    depends neither on ranks nor on names of files. `digest` (sha256, hex) stands for the whole
-    plan: ranks compare it before they begin. `able` is the output storage, and `part_bytes` the
-    size of a part that suits it: smaller ones are planned where that balances the ranks.
+    depends neither on ranks nor on names of files. `able` is the output storage, and `part_bytes`
+    the size of a part that suits it: smaller ones are planned where that balances the ranks.
     """
 
     layout: Layout
@@ -79,15 +70,11 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What is equal on two ranks if they made the same plan."""
+        """What is equal on two ranks if they made the same plan (sha256, hex)."""
+        regions = [[r.file, r.start, r.stop, r.owner] for r in self.regions]
+        names = [file.name for file in self.files]
         return _digest(
-            {
-                "identity": self.identity,
-                "world_size": self.world_size,
-                "names": [file.name for file in self.files],
-                "regions": [[r.file, r.start, r.stop, r.owner, r.part_bytes] for r in self.regions],
-                "checks": sorted(self.checks.items()),
-            }
+            [self.identity, self.world_size, names, regions, sorted(self.checks.items())]
         )
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
@@ -97,10 +84,7 @@ class Plan:
     def whole_region(self, file: int, owner: int) -> Region:
         """Return the region that is a whole file."""
         size = self.files[file].size_bytes
-        (part_bytes,) = _part_sizes([size], 1, self.able, self.part_bytes)
-        return Region(
-            file=file, start=0, stop=size, owner=owner, part_bytes=part_bytes, file_bytes=size
-        )
+        return Region(file=file, start=0, stop=size, owner=owner, file_bytes=size)
 
     def shared(self) -> dict[int, list[int]]:
         """Return the files that several ranks write, and those ranks."""
@@ -140,8 +124,6 @@ def plan(
 
     `source` (JSON) stands for the content that they are made of.
     """
-    if world_size < 1:
-        raise InvalidInputError(f"world_size is {world_size}.", next_step="Give 1 or more.")
     sizes = [file.size_bytes for file in layout.files]
     return Plan(
         layout=layout,
@@ -165,7 +147,7 @@ def _identity(layout: Layout, source: object) -> str:
                 fixed.update(one.data)
             elif isinstance(one, Elements):
                 sources.append([one.fqn, one.source_dtype, one.dtype, *one.box])
-            elif isinstance(one, Stored):
+            else:
                 sources.append([one.fqn, one.path, one.size_bytes])
         content.append([file.size_bytes, fixed.hexdigest(), sources])
     return _digest({"version": 2, "source": source, "files": content})
@@ -180,49 +162,40 @@ def _regions(
     sizes: Sequence[int], files: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
 ) -> tuple[Region, ...]:
     wanted = [at for at in files if sizes[at]]
-    if not wanted:
-        return ()
     regions = divide([sizes[at] for at in wanted], world_size, able, part_bytes)
     return tuple(replace(region, file=wanted[region.file]) for region in regions)
 
 
 def divide(
     sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
-) -> tuple[Region, ...]:
+) -> list[Region]:
     """Return regions that hold every byte of files of `sizes_bytes` once, in order.
 
     Where files can be shared, the files one after another are cut into `world_size` stretches of
     equal length, each cut moved back to the start of a part. A rank then has at most one part
     more than the mean, and parts are a fortieth of the mean where the storage takes such small
     ones; so the most is at most 1.05 times the mean if the mean is 20 parts of the least size.
-    Elsewhere whole files go to ranks, the largest first, each to the rank that has least (LPT;
-    Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    Elsewhere whole files go to ranks.
     """
-    parts = _part_sizes(sizes_bytes, world_size, able, part_bytes)
+    starts = list(itertools.accumulate(sizes_bytes, initial=0))
+    pieces: list[tuple[int, int, int, int]] = []
     if not able.tokens_travel:
         owners = _whole_files(sizes_bytes, world_size)
-        return tuple(
-            Region(file=at, start=0, stop=size, owner=owner, part_bytes=part, file_bytes=size)
-            for at, (size, owner, part) in enumerate(zip(sizes_bytes, owners, parts, strict=True))
-        )
-    starts = list(itertools.accumulate(sizes_bytes, initial=0))
-    total = starts[-1]
-    cuts = [_cut(total * rank // world_size, starts, parts) for rank in range(world_size + 1)]
-    regions = []
-    for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        if begin == end:
-            continue
-        for at in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
-            region = Region(
-                file=at,
-                start=max(begin, starts[at]) - starts[at],
-                stop=min(end, starts[at + 1]) - starts[at],
-                owner=rank,
-                part_bytes=parts[at],
-                file_bytes=sizes_bytes[at],
-            )
-            regions.append(region)
-    return tuple(regions)
+        pieces = [(at, 0, size, owners[at]) for at, size in enumerate(sizes_bytes)]
+    elif sizes_bytes:
+        parts = _part_sizes(sizes_bytes, world_size, able, part_bytes)
+        total = starts[-1]
+        cuts = [_cut(total * rank // world_size, starts, parts) for rank in range(world_size + 1)]
+        pieces = [
+            (at, max(begin, starts[at]) - starts[at], min(end, starts[at + 1]) - starts[at], rank)
+            for rank, (begin, end) in enumerate(itertools.pairwise(cuts))
+            if begin < end
+            for at in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))
+        ]
+    return [
+        Region(file=at, start=start, stop=stop, owner=rank, file_bytes=sizes_bytes[at])
+        for at, start, stop, rank in pieces
+    ]
 
 
 def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
@@ -231,33 +204,23 @@ def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
     No part but the last of a file may be shorter, so that all members of an upload number their
     parts without asking each other, and no number is beyond the storage's last.
     """
-    unit = able.min_part_bytes
-    if able.max_part_count is not None:
-        unit = max(unit, -(-file_bytes // able.max_part_count))
-    return unit
+    return max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
 
 
 def _part_sizes(
     sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
 ) -> list[int]:
-    """Return the size of a part of each file.
-
-    All are multiples of 64, so that no part ends within an element.
-    """
+    """Return, of each file, by which multiples it is cut; none cuts an element."""
     unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
     wanted = part_bytes
-    if able.tokens_travel and world_size > 1:
+    if world_size > 1:
         wanted = min(wanted, sum(sizes_bytes) // (_PARTS_PER_RANK * world_size))
-    if wanted > MIB:
-        # Network file systems lay files out in stripes of a whole number of mebibytes.
-        unit_wanted = math.lcm(unit, MIB)
-        unit = unit_wanted if unit_wanted <= wanted else unit
+    # Network file systems lay files out in stripes of a whole number of mebibytes.
+    striped = math.lcm(unit, MIB)
+    unit = striped if striped <= wanted else unit
     wanted = max(wanted - wanted % unit, unit)
-    found = []
-    for size in sizes_bytes:
-        least = number_unit_bytes(able, size)
-        found.append(max(wanted, least + -least % unit))
-    return found
+    least = [number_unit_bytes(able, size) for size in sizes_bytes]
+    return [max(wanted, one + -one % unit) for one in least]
 
 
 def _cut(position: int, starts: Sequence[int], parts: Sequence[int]) -> int:
@@ -269,6 +232,10 @@ def _cut(position: int, starts: Sequence[int], parts: Sequence[int]) -> int:
 
 
 def _whole_files(sizes_bytes: Sequence[int], world_size: int) -> list[int]:
+    """Return the rank of each file: the largest first, each to the rank that has least.
+
+    LPT; Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    """
     owners = [0] * len(sizes_bytes)
     loads = [(0, rank) for rank in range(world_size)]
     for at in sorted(range(len(sizes_bytes)), key=lambda at: (-sizes_bytes[at], at)):

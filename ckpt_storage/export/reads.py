@@ -6,10 +6,10 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,8 +58,8 @@ class Readable(Explains, Protocol):
 class SegmentReader:
     """Reads what output files are made of; safe in any thread.
 
-    A read takes at most `read_bytes`, or one block of the source. `pacer` is told of all reads: by
-    it the caller decides how many parts it fills at a time.
+    By `options`, each call has so many requests under way, and a read takes at most `part_bytes`,
+    or one block of the source. `pacer` is told of all reads.
     """
 
     def __init__(
@@ -70,41 +70,27 @@ class SegmentReader:
         store: Store,
         options: TransferOptions,
         deadline: Deadline,
-        read_bytes: int,
         pacer: Pacer,
     ) -> None:
         self.finder = PieceFinder(files, source.tensors)
         self._source = source
-        self._deadline = deadline
-        self._read_bytes = read_bytes
-        self._memory_limit_bytes = options.memory_limit_bytes
-        options = dataclasses.replace(options, part_bytes=read_bytes)
+        self._options = options
+        self._ranges = RangeReader(store, options, deadline, pacer=pacer)
         costs = costs_for(is_remote=store.capabilities.is_remote)
-        # With a scratch, parallelism is the caller's: each of its threads reads for its own part.
-        self._ranges = [
-            RangeReader(
-                store, dataclasses.replace(options, thread_count=count), deadline, pacer=pacer
-            )
-            for count in (options.thread_count, 1)
-        ]
-        self._chunks = [ChunkReader(ranges, costs) for ranges in self._ranges]
+        self._chunks = ChunkReader(self._ranges, costs)
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, bytes] | None = None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch, in one go, what tells where bytes [start, stop) of a file come from.
 
-        Returns the length of the scratch that reading them takes.
+        Return the length of the longest buffer that reading them takes.
         """
-        pieces = {
-            piece.key: piece
-            for piece in self.finder.pieces_of(file, start, stop)
-            if piece.segment.fqn
-        }
-        self._source.require(list(pieces))
+        keys = {piece.key for piece in self.finder.pieces_of(file, start, stop) if piece.key[0]}
+        self._source.require(list(keys))
+        largest = max((self._source.place(*key).block_bytes for key in keys), default=1)
         # An element that does not divide the block is read whole.
-        largest = max((self._source.place(*key).block_bytes for key in pieces), default=1)
-        return max(self._read_bytes, largest) + largest
+        return max(self._options.part_bytes, largest) + largest
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
@@ -114,15 +100,11 @@ class SegmentReader:
             return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
         return self._source.place(*piece.key)
 
-    def fill(
-        self, file: int, start: int, stop: int, window: memoryview, scratch: memoryview | None
-    ) -> int:
+    def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
         """Put bytes [start, stop) of a file into `window`; return the bytes read.
 
-        `scratch` is as long as `prepare` says, and is the calling thread's; without one, several
-        reads are under way at a time, in buffers of their own. Raises what the store
-        raises, with the tensor and the rank that wrote it, `IntegrityError` for damage, and
-        `FormatError` for a chunk that is not as long as its tensor says.
+        Raises what the store raises, with the tensor and the rank that wrote it, `IntegrityError`
+        for damage, and `FormatError` for a chunk that is not as long as its tensor says.
         """
         for at, data in self.finder.fixed_of(file, start, stop):
             window[at - start : at - start + len(data)] = data
@@ -140,33 +122,26 @@ class SegmentReader:
                 reads.append(read)
             else:
                 target.put_whole(self._loaded_of(place))
-        return self._read(reads, scratch)
+        return self._read(reads)
 
-    def verify(self, place: ChunkPlace, start: int, stop: int, scratch: memoryview) -> int:
+    def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
         """Read bytes [start, stop) of a payload and check them; return their CRC-32C.
 
         Where there are checksums, both are ends of blocks.
         """
-        crc = 0
-        step = len(scratch) - len(scratch) % place.block_bytes
+        crc, block = 0, place.block_bytes
+        step = max(block, self._options.part_bytes // block * block)
+        buffer = memoryview(bytearray(min(step, stop - start)))
         for at in range(start, stop, step):
-            window = scratch[: min(step, stop - at)]
-            self._read([bytes_read(place, window, at)], scratch)
+            window = buffer[: stop - at]
+            self._read([bytes_read(place, window, at)])
             crc = crc32c_of(window, crc)
         return crc
 
-    def _read(self, reads: Sequence[ChunkRead], scratch: memoryview | None) -> int:
-        number = 0 if scratch is None else 1
-        planned = self._chunks[number].plan(reads)
-        if scratch is not None:
-            planned = [
-                one
-                if one.into is not None
-                else dataclasses.replace(one, into=scratch[: one.stop - one.start])
-                for one in planned
-            ]
+    def _read(self, reads: Sequence[ChunkRead]) -> int:
+        planned = self._chunks.plan(reads)
         try:
-            self._ranges[number].run(planned)
+            self._ranges.run(planned)
         except (StorageError, IntegrityError) as error:
             raise self.explained(error, [read.place for read in reads]) from error
         return sum(one.stop - one.start for one in planned)
@@ -179,7 +154,7 @@ class SegmentReader:
 
         with self._lock:
             if self._loaded is None or self._loaded[0] != place:
-                needed, limit = 3 * place.size_bytes, self._memory_limit_bytes
+                needed, limit = 3 * place.size_bytes, self._options.memory_limit_bytes
                 if needed > limit:
                     raise InvalidInputError(
                         f"{place.fqn} in {place.path} is stored with strides; rearranging it takes "
@@ -187,7 +162,7 @@ class SegmentReader:
                         next_step=f"Raise memory_limit_bytes to {needed} or more.",
                     )
                 buffer = bytearray(place.size_bytes)
-                self._read([bytes_read(place, memoryview(buffer))], None)
+                self._read([bytes_read(place, memoryview(buffer))])
                 flat = load_whole(buffer, place).contiguous().reshape(-1)
                 data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
                 self._loaded = place, data
@@ -197,7 +172,7 @@ class SegmentReader:
         self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
     ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        return explained(error, places, self._source, phase=self._deadline.phase)
+        return explained(error, places, self._source, phase=self._ranges.deadline.phase)
 
 
 class SegmentStream:
@@ -213,19 +188,15 @@ class SegmentStream:
         deadline: Deadline,
     ) -> None:
         # Each begins where an element of any dtype may, so that no window cuts one.
-        padded = [
-            one
-            for each in segments
-            for one in (each, Fixed(b"\0" * (-each.size_bytes % ELEMENTS_BYTES)))
-        ]
-        file = out_file(1, "", padded)
+        padding = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
+        pairs = zip(segments, padding, strict=True)
+        file = out_file(1, "", [one for pair in pairs for one in pair])
         reader = SegmentReader(
             [file],
             source=source,
             store=store,
             options=options,
             deadline=deadline,
-            read_bytes=options.part_bytes,
             pacer=Pacer(options.thread_count),
         )
         self._windows = _windows(reader, file.size_bytes, options.part_bytes)
@@ -253,7 +224,7 @@ def _windows(reader: SegmentReader, size_bytes: int, most_bytes: int) -> Iterato
         stop = min(start + step, size_bytes)
         reader.prepare(0, start, stop)
         window = memoryview(bytearray(stop - start))
-        reader.fill(0, start, stop, window, None)
+        reader.fill(0, start, stop, window)
         yield window
 
 
@@ -266,22 +237,17 @@ class _Target:
         self._piece = piece
         runs = piece.runs()
         self.memory = None if runs is None else window[runs[1].start - start : runs[1].stop - start]
-        out: Bits = np.ndarray(
-            piece.dest_sizes, _BITS[piece.segment.item_bytes], window, piece.dest_start - start
-        )
+        kind = _BITS[piece.segment.item_bytes]
+        out: Bits = np.ndarray(piece.dest_sizes, kind, window, piece.dest_start - start)
         self._out: Bits = out[_index(piece.dest_offsets, piece.region.sizes)]
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy or convert elements from a window of the source."""
-        item_bytes = self._piece.segment.source_item_bytes
+        size = self._piece.segment.source_item_bytes
         for copy in copies:
-            found: Bits = np.ndarray(
-                copy.sizes,
-                _BITS[item_bytes],
-                window,
-                copy.source_offset_elements * item_bytes,
-                [stride * item_bytes for stride in copy.source_strides],
-            )
+            strides = [stride * size for stride in copy.source_strides]
+            at = copy.source_offset_elements * size
+            found: Bits = np.ndarray(copy.sizes, _BITS[size], window, at, strides)
             self._put(found, self._out[_index(copy.dest_offsets, copy.sizes)])
 
     def put_whole(self, data: bytes) -> None:

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -65,18 +65,17 @@ def transfer_options(
     # All ranks plan alike, on nodes with more of them and with fewer.
     planned = DEFAULT_MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
     threads = thread_count or (_REMOTE_THREADS if is_remote else _LOCAL_THREADS)
-    part_bytes = _LOCAL_WINDOW_BYTES
     # A part in flight takes up to three times its bytes: read, put together, joined by a client.
     share_bytes = planned // (3 * threads)
-    if is_remote:
-        part_bytes = DEFAULT_PART_BYTES
-        share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
+    if is_remote and share_bytes > MIB:
+        share_bytes -= share_bytes % MIB
+    part_bytes = min(DEFAULT_PART_BYTES if is_remote else _LOCAL_WINDOW_BYTES, share_bytes)
+    if memory_limit_bytes is None:
+        memory_limit_bytes = default_memory_limit_bytes()
     return TransferOptions(
         thread_count=threads,
-        part_bytes=max(min(part_bytes, share_bytes), MIB // 16),
-        memory_limit_bytes=default_memory_limit_bytes()
-        if memory_limit_bytes is None
-        else memory_limit_bytes,
+        part_bytes=max(part_bytes, MIB // 16),
+        memory_limit_bytes=memory_limit_bytes,
     )
 
 
@@ -91,6 +90,10 @@ class Paces:
     def limit(self) -> int:
         """Return how many parts may be under way now: what both storages bear."""
         return min(self.source.limit(), self.target.limit())
+
+
+Span = tuple[int, int, int | None]
+"""Where bytes of a file begin, how many there are, and their CRC-32C if it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ End = Callable[[Region, Upload, Portion], None]
 
 
 class RegionWriter:
-    """Writes regions of one plan on one rank; buffers are kept in between.
+    """Writes regions of one plan on one rank.
 
     Buffers take at most `options.memory_limit_bytes` of the process's budget. `paces` decides how
     many parts are under way; for what is heard of the target, uploads are begun on a store that
@@ -150,12 +153,11 @@ class RegionWriter:
             plan.files,
             source=source,
             store=self.source_store,
-            options=options,
+            # Parallelism is ours: each thread reads for its own part.
+            options=replace(options, thread_count=1, part_bytes=read_bytes),
             deadline=deadline,
-            read_bytes=read_bytes,
             pacer=self.paces.source,
         )
-        self.options = options
         self.deadline = deadline
         self.on_bytes = on_bytes
         self.copies = (
@@ -164,11 +166,12 @@ class RegionWriter:
             and able.copy_min_bytes is not None
             and target_store.can_copy_from(source_store, at_any_price=copies == "always")
         )
+        self.turns = threading.Condition()
+        self.failure: BaseException | None = None
         self._align_bytes = able.copy_align_bytes if copies == "auto" else 1
         self._thread_count = max(options.thread_count, _LEAST_THREADS)
-        self._waiting_bytes = 0
+        self._limit_bytes = options.memory_limit_bytes
         self._free: list[memoryview] = []
-        self._lock = threading.Lock()
         self._is_short = False
 
     def write(self, regions: Iterable[Region], begin: Begin, end: End) -> None:
@@ -183,13 +186,11 @@ class RegionWriter:
             self._thread_count,
             name=f"export to {self.plan.files[0].name}",
             deadline=self.deadline,
-            limit=self._most_open,
+            limit=lambda: min(self._thread_count, self.paces.limit()),
         ) as workers:
-            jobs: list[_Job] = []
             try:
                 for region in regions:
                     job = _Job(self, region, begin, end)
-                    jobs = [one for one in jobs if not one.has_ended] + [job]
                     for part in job.parts:
                         # First a place: a failure is heard there, and our own parts leave memory.
                         workers.wait_for_place()
@@ -199,70 +200,64 @@ class RegionWriter:
                         )
                 workers.drain()
             except BaseException as error:
-                for job in jobs:
-                    job.fail(error)
+                self.fail(error)
                 raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tell threads that wait for their turn that it will not come, and why."""
+        with self.turns:
+            self.failure = self.failure or error
+            self.turns.notify_all()
 
     def parts_of(self, region: Region) -> list[Part]:
         """Return the parts that a region is written in."""
-        runs: list[Part] = []
+        runs: Iterable[Part] = ()
         if self.copies and not self.plan.files[region.file].edges:
             pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
-            runs = [
+            runs = (
                 run
                 for run in copy_runs(pieces, self.reader.place_of, self.able)
                 if run.place
                 and not (run.place.start + run.source_start - run.start) % self._align_bytes
-            ]
+            )
         return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
 
-    def each_bytes(self, window_bytes: int, scratch_bytes: int) -> int:
+    def each_bytes(self, window_bytes: int, read_bytes: int) -> int:
         """Return the memory that a part takes. Raises `InvalidInputError` if that is too much."""
         # A store may join the views of a part, so a part counts twice.
-        windows = 2 if self.able.is_remote else 1
-        each, limit = windows * window_bytes + scratch_bytes, self.options.memory_limit_bytes
-        if each > limit:
+        each = (2 if self.able.is_remote else 1) * window_bytes + read_bytes
+        if each > self._limit_bytes:
             raise InvalidInputError(
                 f"Parts of {window_bytes} bytes need {each} bytes of memory; "
-                f"memory_limit_bytes is {limit}.",
+                f"memory_limit_bytes is {self._limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        # One that waits, so that no thread does, where there is memory for it.
-        self._waiting_bytes = each
         return each
 
-    def _most_open(self) -> int:
-        count, limit = self._thread_count, self.paces.limit()
-        has_room = (count + 1) * self._waiting_bytes <= self.options.memory_limit_bytes
-        return limit if limit < count else count + has_room
-
     def _claim(self, count: int) -> None:
-        limit = self.options.memory_limit_bytes
-        if BUDGET.held_bytes + count > limit:
+        self._is_short = BUDGET.held_bytes + count > self._limit_bytes
+        if self._is_short:
             # Another transfer has what is missing; buffers that nobody claimed would come on top.
-            with self._lock:
-                self._is_short = True
-                self._free.clear()
-        BUDGET.acquire(count, limit_bytes=limit, deadline=self.deadline)
+            self._free.clear()
+        BUDGET.acquire(count, limit_bytes=self._limit_bytes, deadline=self.deadline)
         self._is_short = False
 
     @contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:
-        """Lend at least `size_bytes`, kept from part to part; not if an error came meanwhile.
+        """Lend `size_bytes`, kept from part to part; not if an error came meanwhile.
 
         Fresh memory costs the kernel more than the copies that go through it.
         """
-        with self._lock:
-            self._free.sort(key=len)
-            at = bisect_left(self._free, size_bytes, key=len)
-            # One that is too small would count against the limit for nothing.
-            found = self._free.pop(at if at < len(self._free) else 0) if self._free else None
-        if found is None or len(found) < size_bytes:
+        # One list operation is atomic: no lock.
+        try:
+            found = self._free.pop()
+        except IndexError:
+            found = memoryview(b"")
+        if len(found) < size_bytes:
             found = memoryview(bytearray(size_bytes))
-        yield found
-        with self._lock:
-            if not self._is_short:
-                self._free.append(found)
+        yield found[:size_bytes]
+        if not self._is_short:
+            self._free.append(found)
 
 
 class _Job:
@@ -273,21 +268,17 @@ class _Job:
         self._region = region
         self._end = end
         self._file = writer.plan.files[region.file]
-        self._scratch_bytes = writer.reader.prepare(region.file, region.start, region.stop)
+        read_bytes = writer.reader.prepare(region.file, region.start, region.stop)
         self._unit = number_unit_bytes(writer.able, region.file_bytes)
         self.parts = writer.parts_of(region)
         self._numbers = {part.start: number for number, part in enumerate(self.parts)}
-        streams = [piece for part in self.parts for piece in self._as_streams(part)]
-        self._window_bytes = max(part.size_bytes for part in streams)
-        self.each_bytes = writer.each_bytes(self._window_bytes, self._scratch_bytes)
+        window_bytes = max(one.size_bytes for part in self.parts for one in self._streams(part))
+        self.each_bytes = writer.each_bytes(window_bytes, read_bytes)
         self._lock = threading.Lock()
         self._left_count = len(self.parts)
-        self._spans: list[tuple[int, int, int | None]] = []
-        self._read_bytes = self._sent_bytes = self._copied_bytes = 0
-        self._turn = threading.Condition()
+        self._spans: list[Span] = []
+        self._read_bytes = self._copied_bytes = 0
         self._next_start = region.start
-        self._failure: BaseException | None = None
-        self.has_ended = False
         self._upload = begin(region)
 
     def do(self, part: Part) -> None:
@@ -296,8 +287,8 @@ class _Job:
         try:
             writer.deadline.check(f"Writing {self._file.name}")
             if part.place is None or not writer.copies or not self._copied(part, part.place):
-                for piece in self._as_streams(part):
-                    self._stream(piece)
+                for one in self._streams(part):
+                    self._stream(one)
             writer.deadline.advanced(part.size_bytes)
             writer.on_bytes(part.size_bytes)
             with self._lock:
@@ -305,35 +296,34 @@ class _Job:
                 is_over = not self._left_count
             if is_over:
                 self._end(self._region, self._upload, self._portion())
-                self.has_ended = True
         except BaseException as error:
-            self.fail(error)
+            writer.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Tell threads that wait for their turn that it will not come, and why."""
-        with self._turn:
-            self._failure = self._failure or error
-            self._turn.notify_all()
-
     def _portion(self) -> Portion:
-        spans = sorted(self._spans, key=lambda span: span[0])
+        region, spans = self._region, sorted(self._spans, key=lambda span: span[0])
         known = [(start, length, crc) for start, length, crc in spans if crc is not None]
         crc32c = None
         if len(known) == len(spans):
             crc32c = combine_many([crc for _, _, crc in known], [n for _, n, _ in known])
         return Portion(
-            file=self._region.file,
-            start=self._region.start,
-            stop=self._region.stop,
+            file=region.file,
+            start=region.start,
+            stop=region.stop,
             crc32c=crc32c,
             spans=tuple(known) if self._file.edges else (),
             read_bytes=self._read_bytes,
-            sent_bytes=self._sent_bytes,
+            sent_bytes=region.size_bytes - self._copied_bytes,
             copied_bytes=self._copied_bytes,
         )
 
-    def _as_streams(self, part: Part) -> list[Part]:
+    def _took(self, spans: Sequence[Span], *, read_bytes: int, copied_bytes: int = 0) -> None:
+        with self._lock:
+            self._spans += spans
+            self._read_bytes += read_bytes
+            self._copied_bytes += copied_bytes
+
+    def _streams(self, part: Part) -> list[Part]:
         """Return the parts that a part is streamed as."""
         if part.place is None:
             return [part]
@@ -346,50 +336,41 @@ class _Job:
 
     def _stream(self, part: Part) -> None:
         writer, length, start = self._writer, part.size_bytes, part.start
-        is_last = part.stop == self._region.file_bytes
-        with (
-            writer.buffer(self._window_bytes) as buffer,
-            writer.buffer(self._scratch_bytes) as scratch,
-        ):
-            window = buffer[:length]
-            read_bytes = writer.reader.fill(self._region.file, start, part.stop, window, scratch)
-            edges = self._file.edges
-            inner = edges[bisect_right(edges, start) : bisect_left(edges, part.stop)]
+        edges = self._file.edges
+        inner = edges[bisect_right(edges, start) : bisect_left(edges, part.stop)]
+        with writer.buffer(length) as window:
+            read_bytes = writer.reader.fill(self._region.file, start, part.stop, window)
             spans = [
                 (first, last - first, crc32c_of(window[first - start : last - start]))
                 for first, last in itertools.pairwise((start, *inner, part.stop))
             ]
             with self._my_turn(part):
                 begin_s = time.monotonic()
+                is_last = part.stop == self._region.file_bytes
                 self._upload.write_part(self._number(part), start, [window], last=is_last)
                 writer.paces.target.succeeded(time.monotonic() - begin_s, length)
-        with self._lock:
-            self._spans += spans
-            self._read_bytes += read_bytes
-            self._sent_bytes += length
+        self._took(spans, read_bytes=read_bytes)
 
     @contextmanager
     def _my_turn(self, part: Part) -> Iterator[None]:
         """Wait until all bytes before the part were written, where the storage wants that."""
-        if self._writer.able.parallel_parts:
-            yield
-            return
-        deadline = self._writer.deadline
-        with self._turn:
-            while self._next_start != part.start:
-                if self._failure is not None:
+        writer, turns = self._writer, self._writer.turns
+        with turns:
+            while not writer.able.parallel_parts and self._next_start != part.start:
+                if writer.failure is not None:
                     # The same one: whichever thread is noticed first tells the cause.
-                    raise self._failure
-                deadline.check(f"Writing {self._file.name}")
-                self._turn.wait(min(1.0, deadline.remaining_s() + 0.001))
+                    raise writer.failure
+                writer.deadline.check(f"Writing {self._file.name}")
+                turns.wait(min(1.0, writer.deadline.remaining_s() + 0.001))
         yield
-        with self._turn:
+        with turns:
             self._next_start = part.stop
-            self._turn.notify_all()
+            turns.notify_all()
 
     def _copied(self, part: Part, place: ChunkPlace) -> bool:
         """Have the storage copy a part; return False if it will not."""
         writer, length = self._writer, part.size_bytes
+        first = part.source_start
         source = writer.source_store.copy_source(place.path)
         if source is None:
             return False
@@ -399,7 +380,7 @@ class _Job:
                 self._number(part),
                 part.start,
                 source,
-                place.start + part.source_start,
+                place.start + first,
                 length,
                 source_bytes=place.file_bytes,
                 last=part.stop == self._region.file_bytes,
@@ -411,25 +392,19 @@ class _Job:
             raise writer.reader.explained(error, [place]) from error
         writer.paces.target.succeeded(time.monotonic() - begin_s, length)
         read_bytes, expected = 0, part.crc32c
-        verify = partial(writer.reader.verify, place, part.source_start, part.source_start + length)
-        with writer.buffer(self._scratch_bytes) as scratch:
-            if told is None and (place.fqn or self._file.crc32c is not None):
-                told, read_bytes = verify(scratch), length
-            if expected not in {None, told}:
-                # Raises if it is the source that is damaged.
-                verify(scratch)
-                start = place.start + part.source_start
-                raise StorageError(
-                    f"The storage copied bytes [{start}, {start + length}) of "
-                    f"{writer.source_store.url}/{place.path}, which belong to {place.fqn}, "
-                    "wrongly: the source is sound, and what it wrote has another checksum.",
-                    path=place.path,
-                    rank=place.rank,
-                    retryable=True,
-                    next_step="Try again; if it happens again, tell who runs the storage.",
-                )
-        with self._lock:
-            self._spans.append((part.start, length, told))
-            self._read_bytes += read_bytes
-            self._copied_bytes += length
+        if told is None and (place.fqn or self._file.crc32c is not None):
+            told, read_bytes = writer.reader.verify(place, first, first + length), length
+        if expected not in {None, told}:
+            # Raises if it is the source that is damaged.
+            writer.reader.verify(place, first, first + length)
+            raise StorageError(
+                f"The storage copied bytes [{place.start + first}, {place.start + first + length}) "
+                f"of {writer.source_store.url}/{place.path}, which belong to {place.fqn}, wrongly: "
+                "the source is sound, and what it wrote has another checksum.",
+                path=place.path,
+                rank=place.rank,
+                retryable=True,
+                next_step="Try again; if it happens again, tell who runs the storage.",
+            )
+        self._took([(part.start, length, told)], read_bytes=read_bytes, copied_bytes=length)
         return True

@@ -384,7 +384,7 @@ def test_every_cut_of_a_region_is_legal(
     start = before_count * part
     stop = start + part_count * part + (tail_bytes or 0)
     file_bytes = stop + (part if tail_bytes is None else 0)
-    region = Region(file=0, start=start, stop=stop, owner=0, part_bytes=part, file_bytes=file_bytes)
+    region = Region(file=0, start=start, stop=stop, owner=0, file_bytes=file_bytes)
     runs = []
     at = start + lead_bytes
     for wanted, blocks_before, gap in run_sizes:

@@ -212,7 +212,7 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
     multiple: int,
     part_bytes: int,
 ) -> None:
-    """Parts are numbered densely, large enough, few enough and aligned; ranks are balanced."""
+    """Regions are large enough and aligned, and ranks are balanced."""
     able = replace(
         SHARED,
         min_part_bytes=min_part_bytes,
@@ -224,20 +224,14 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
     at = [0] * len(sizes)
     for region in regions:
         assert region.start == at[region.file] < region.stop
-        assert region.start % region.part_bytes == 0
         assert region.start % math.lcm(multiple, 64) == 0
-        assert region.ends_file or region.stop % region.part_bytes == 0
+        least = max(min_part_bytes, -(-region.file_bytes // (max_part_count or region.file_bytes)))
+        assert region.stop == region.file_bytes or region.size_bytes >= least
         at[region.file] = region.stop
         loads[region.owner] += region.size_bytes
     assert at == sizes
     assert [r.owner for r in regions] == sorted(r.owner for r in regions)
-    for file, size in enumerate(sizes):
-        (part,) = {region.part_bytes for region in regions if region.file == file}
-        assert part >= min_part_bytes
-        assert max_part_count is None or -(-size // part) <= max_part_count
     mean = sum(sizes) / world_size
-    largest = max(region.part_bytes for region in regions)
-    assert max(loads) <= mean + largest
     least_parts = [max(min_part_bytes, -(-size // (max_part_count or size))) for size in sizes]
     unit = max(math.lcm(multiple, 64), *least_parts)
     if mean >= 40 * unit:
