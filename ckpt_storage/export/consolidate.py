@@ -192,17 +192,11 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        return ConsolidateJob.of(
-            Location.of(url, storage_options),
-            options,
-            timeouts=Timeouts.of(timeout),
-            retry=retry,
-            progress=progress,
-        )
+        source, limits = Location.of(url, storage_options), Timeouts.of(timeout)
+        return ConsolidateJob.of(source, options, timeouts=limits, retry=retry, progress=progress)
 
     what = f"the consolidation of {place_of(url)}"
     with meeting(group, "consolidate", what, timeouts, job) as (operation, chosen):
-        operation.what = f"the consolidation of {chosen.setting.source.url}"
         operation.meet(chosen.terms())
         return run_consolidate(operation, chosen)
 
@@ -218,15 +212,6 @@ class ConsolidateJob:
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
     slot: int | None = None
 
-    def __post_init__(self) -> None:
-        source, output = self.setting.source.url, self.setting.target.url
-        own = (f"{source}/{COMMITS}/", f"{source}/{SAVES}/")
-        if output == source or f"{output}/".startswith(own):
-            raise InvalidInputError(
-                f"The output {output} is where the checkpoint's own files lie.",
-                next_step=f"Give a folder of its own, such as {source}/hf.",
-            )
-
     @classmethod
     def of(
         cls,
@@ -237,12 +222,17 @@ class ConsolidateJob:
         retry: RetryPolicy | None,
         progress: Progress,
         commits: Location | None = None,
-        slot: int | None = None,
     ) -> ConsolidateJob:
         """Return the job that options mean. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
             target = location_beside(source, options.output, options.output_storage_options)
+        own = (f"{source.url}/{COMMITS}/", f"{source.url}/{SAVES}/")
+        if target.url == source.url or f"{target.url}/".startswith(own):
+            raise InvalidInputError(
+                f"The output {target.url} is where the checkpoint's own files lie.",
+                next_step=f"Give a folder of its own, such as {source.url}/hf.",
+            )
         setting = Setting(
             source=source,
             target=target,
@@ -253,7 +243,7 @@ class ConsolidateJob:
             commits=commits,
             progress=progress,
         )
-        return cls(setting=setting, options=options, slot=slot)
+        return cls(setting=setting, options=options)
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
@@ -273,8 +263,7 @@ def run_consolidate(
     """
 
     def begin(phase: Phase, total_bytes: int) -> Deadline:
-        phase = "consolidate" if as_one_phase else phase
-        return operation.phase(phase, total_bytes=total_bytes)
+        return operation.phase("consolidate" if as_one_phase else phase, total_bytes=total_bytes)
 
     return run(operation, begin, job.setting, partial(_Consolidation, job=job))
 
@@ -320,56 +309,55 @@ class _Consolidation(Task[ConsolidationReport]):
 
     def output(self, plan: Plan) -> ExportFolder:
         """Return the folder of the export."""
-        source = self.source
-        return ExportFolder(self.site, plan, save_id=source.save_id, source_format=source.format)
+        return ExportFolder(self.site, plan, save_id=self.save_id, source_format=self.source.format)
 
     def report(self, output: Output, made: Made, seconds: float) -> ConsolidationReport:
         """Say what was exported, and which exports beside it are of other saves."""
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
-        setting, whole = self.site.setting, output.plan
+        setting, plan = self.site.setting, output.plan
         stale: list[str] = []
         try:
             if self.save_id is not None:
                 stale = stale_exports(self.site.source, self.save_id)
         except StorageError as error:
             log.warning("Other exports of %s are not known: %s", setting.source.url, error)
-        files = [made.files[at] for at in range(len(whole.files))]
         # Rank, file and bytes.
-        wrote = [(region.owner, region.file, region.size_bytes) for region in whole.regions]
+        wrote = [(region.owner, region.file, region.size_bytes) for region in plan.regions]
         wrote += [
-            (rank, at, files[at].size_bytes)
-            for at, rank in whole.checks.items()
+            (rank, at, plan.files[at].size_bytes)
+            for at, rank in plan.checks.items()
             if at not in made.kept
         ]
         writers: dict[int, set[int]] = {}
-        rank_bytes = [0] * whole.world_size
+        rank_bytes = [0] * plan.world_size
         for rank, at, size_bytes in wrote:
             writers.setdefault(at, set()).add(rank)
             rank_bytes[rank] += size_bytes
+        files = [
+            ConsolidatedFile(
+                name=file.path,
+                size_bytes=file.size_bytes,
+                crc32c=file.crc32c,
+                ranks=tuple(sorted(writers.get(at, ()))),
+            )
+            for at, file in sorted(made.files.items())
+        ]
         return ConsolidationReport(
             source_url=setting.source.url,
             output_url=setting.target.url,
             source_format=self.source.format,
             save_id=self.save_id,
             index_path=INDEX_NAME,
-            fingerprint=whole.identity,
-            files=tuple(
-                ConsolidatedFile(
-                    name=file.path,
-                    size_bytes=file.size_bytes,
-                    crc32c=file.crc32c,
-                    ranks=tuple(sorted(writers.get(at, ()))),
-                )
-                for at, file in enumerate(files)
-            ),
-            tensor_count=sum(len(file.elements) for file in whole.files),
-            total_bytes=sum(file.size_bytes for file in whole.files),
+            fingerprint=plan.identity,
+            files=tuple(files),
+            tensor_count=sum(len(file.elements) for file in plan.files),
+            total_bytes=sum(file.size_bytes for file in files),
             read_bytes=made.bytes_of("read_bytes"),
             sent_bytes=made.bytes_of("sent_bytes"),
             copied_bytes=made.bytes_of("copied_bytes"),
             rank_bytes=tuple(rank_bytes),
-            skipped=whole.layout.skipped,
-            ties=dict(whole.layout.ties),
+            skipped=plan.layout.skipped,
+            ties=dict(plan.layout.ties),
             removed=tuple(output.removed),
             stale_exports=tuple(stale),
             seconds=seconds,

@@ -20,9 +20,6 @@ from .layout import Layout, OutFile
 from .plan import Plan
 from .write import Copies, Paces, Portion, transfer_options
 
-UNKNOWN_CRC = -1
-"""Stands where nobody knows the checksum of a file that was copied."""
-
 _THREADS = 8
 
 

@@ -227,8 +227,8 @@ class Part:
 
 def copy_runs(
     pieces: Iterable[Piece], place_of: Callable[[Piece], ChunkPlace], able: Capabilities
-) -> Iterator[Part]:
-    """Yield the runs of a region that the storage can copy."""
+) -> Iterator[tuple[Part, ChunkPlace]]:
+    """Yield the runs of a region that the storage can copy, and where from."""
     for piece in pieces:
         runs = piece.runs()
         if runs is None or len(runs[0]) < max(able.copy_min_bytes or 0, _MIN_COPY_BYTES):
@@ -242,7 +242,8 @@ def copy_runs(
             start += -start % place.block_bytes
             stop -= 0 if stop == place.size_bytes else stop % place.block_bytes
         if start < stop:
-            yield Part(start=start + shift, stop=stop + shift, place=place, source_start=start)
+            part = Part(start=start + shift, stop=stop + shift, place=place, source_start=start)
+            yield part, place
 
 
 def cut_region(

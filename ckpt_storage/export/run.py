@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
@@ -78,17 +78,14 @@ class Task(abc.ABC, Generic[R]):
         """Open the newest checkpoint; return what the others open it by; coordinator only."""
         site = self.site
         source, marks = open_newest(site.source, deadline=site.deadline, options=site.options)
-        if marks is None:
-            assert isinstance(source, CommittedSource)  # noqa: S101  # others' have marks
+        if isinstance(source, CommittedSource):
             self.found = Found(record=source.record.encode(), slot=source.record.slot)
-        else:
+        elif marks is not None:
             # An output may lie below the source, and be another one by now.
             own = {*files_of(source), STOCK_METADATA, INDEX_NAME}
             self.marks = replace(marks, of={path: m for path, m in marks.of.items() if path in own})
-            state: object = sorted(self.marks.of.items())
-            if any(time_s is None for _, time_s in self.marks.of.values()):
-                state = new_write_id()
-            self.found = Found(state=state)
+            is_told = all(time_s is not None for _, time_s in self.marks.of.values())
+            self.found = Found(state=sorted(self.marks.of.items()) if is_told else new_write_id())
         self.source, self.save_id = source, source.save_id
         self.check_unchanged()
         return self.found
@@ -167,8 +164,12 @@ def run(
         own_bytes = sum(region.size_bytes for region in whole.regions_of(rank))
         own_bytes += sum(whole.files[at].size_bytes for at in whole.checks_of(rank))
         site.begin(begin(task.phase, own_bytes))
+        task.source.renew(site.source, site.deadline)
         with site.deadline.governs(operation.what):
-            report = _made(operation, task, output, taken, own_bytes, start_s)
+            made = _made(operation, task, output, taken, own_bytes)
+            report = None
+            if operation.is_coordinator:
+                report = task.report(output, made, time.monotonic() - start_s)
             # On others it is None until the coordinator's has come.
             return cast("R", share(operation, report))
     finally:
@@ -176,26 +177,20 @@ def run(
 
 
 def _made(
-    operation: Operation,
-    task: Task[R],
-    output: Output,
-    taken: Taken,
-    own_bytes: int,
-    start_s: float,
-) -> R | None:
-    """Make and publish an output; return the report on the coordinator."""
-    site = task.site
-    task.source.renew(site.source, site.deadline)
+    operation: Operation, task: Task[R], output: Output, taken: Taken, own_bytes: int
+) -> Made:
+    """Make an output, and publish it on the coordinator."""
 
     def before_names() -> None:
         task.check_unchanged()
         output.check_held()
 
+    # What is one stream is written at the end, and shown there.
+    progress = task.site.setting.progress if own_bytes else None
     try:
         with (
             reporting(
-                # What is one stream is written at the end, and shown there.
-                site.setting.progress if own_bytes else None,
+                progress,
                 phase=task.phase,
                 rank=operation.rank,
                 total_bytes=own_bytes,
@@ -207,10 +202,9 @@ def _made(
             made = make(
                 operation, task.source, output, taken, on_bytes=on_bytes, before_names=before_names
             )
-            if not operation.is_coordinator:
-                return None
-            output.publish(made)
-            return task.report(output, made, time.monotonic() - start_s)
+            if operation.is_coordinator:
+                output.publish(made)
+            return made
     except BaseException as error:
         if operation.is_coordinator:
             output.give_up(error)
@@ -219,21 +213,20 @@ def _made(
 
 def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
     """Return the output, with a plan that is the same on all ranks, and what was taken of it."""
-    site, marks = task.site, Marks()
+    site, marks, found = task.site, Marks(), Found()
+    is_first = operation.is_coordinator
     output: Output | None = None
     try:
-        if operation.is_coordinator:
-            task.find()
+        if is_first:
+            found = task.find()
             if operation.world_size > 1:
                 marks = Marks.placed(task.source_files(), site.source, site.target)
-            share(operation, (task.found, marks))
-        else:
-            found, marks = share(operation, (Found(), marks))
-            if found.file is not None:
-                site.read_from(found.file[0])
+        found, marks = share(operation, (found, marks))
+        if not is_first and found.file is not None:
+            site.read_from(found.file[0])
         seen = Seen(host=socket.gethostname(), missing=marks.missing(site.source, site.target))
         if not seen.missing:
-            if not operation.is_coordinator:
+            if not is_first:
                 task.open(found)
             first = plan(
                 task.lay_out(),
@@ -245,32 +238,29 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
             output = task.output(first)
         came = collect(operation, (seen, output.plan.digest if output else ""))
     finally:
-        if operation.is_coordinator:
+        if is_first:
             marks.remove(site.target)
     taken = Taken()
-    if operation.is_coordinator:
-        assert output is not None  # noqa: S101  # the coordinator has planned
-        check_seen([one for one, _ in came], site.setting.source.url, site.setting.target.url)
-        _check_alike([digest for _, digest in came], site.setting)
+    if is_first:
+        source_url = site.setting.source.url
+        check_seen([one for one, _ in came], source_url, site.setting.target.url)
+        assert output is not None  # noqa: S101  # else it has not seen something
+        digests: dict[str, list[int]] = {}
+        for rank, (_, digest) in enumerate(came):
+            digests.setdefault(digest, []).append(rank)
+        if len(digests) > 1:
+            spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())
+            raise RankMismatchError(
+                f"The ranks planned different exports of {source_url}: {spelt}.",
+                values=digests,
+                phase="plan",
+                next_step="Give all ranks the same options; functions must answer alike on all.",
+            )
         task.check_layout(output.plan.layout)
         taken = output.take()
     taken = share(operation, taken)
     assert output is not None  # noqa: S101  # else the coordinator has raised for all
     return output, taken
-
-
-def _check_alike(digests: Sequence[str], setting: Setting) -> None:
-    values: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        values.setdefault(digest, []).append(rank)
-    if len(values) > 1:
-        spelt = "; ".join(f"ranks {spell_ranks(held)}" for held in values.values())
-        raise RankMismatchError(
-            f"The ranks planned different exports of {setting.source.url}: {spelt}.",
-            values=values,
-            phase="plan",
-            next_step="Give all ranks the same options; functions must answer alike on all.",
-        )
 
 
 @contextmanager
@@ -281,21 +271,20 @@ def meeting(
 
     A rank whose arguments make no job joins all the same: the others hear why.
     """
-    chosen: J | None = None
+    chosen: list[J] = []
     refusal: CheckpointError | None = None
     try:
         with as_checkpoint_errors(f"The call of {name}", group.rank):
-            chosen = job()
+            chosen.append(job())
     except CheckpointError as error:
         refusal = error
     with (
         group.operation(what, timeouts=timeouts) as operation,
         as_checkpoint_errors(what, operation.rank),
     ):
-        if chosen is None:
-            assert refusal is not None  # noqa: S101  # one of the two is there
+        if refusal is not None:
             raise refusal
-        yield operation, chosen
+        yield operation, chosen[0]
 
 
 def run_together(
@@ -325,28 +314,31 @@ def run_together(
         return run(operation, begin, setting, task_of)
 
 
-class _Moving:
-    """A `Watch` of writing in an operation that has failed, too, once nothing moves here."""
+class _Moving(Stalling):
+    """Work in an operation, which has also failed once nothing moves here."""
 
     def __init__(self, operation: Operation) -> None:
+        super().__init__("write", operation.timeouts.write, operation.what)
         self._operation = operation
-        self._here = Stalling("write", operation.timeouts.write, operation.what)
-        self.expect = operation.expect
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on, or that nothing moves here."""
-        return self._operation.failure() or self._here.failure()
+        return self._operation.failure() or super().failure()
 
     def failed(self, error: CheckpointError) -> None:
         """Tell the other ranks, of requests that were given up why they were."""
-        self._operation.failed(self._here.failure() or error)
+        self._operation.failed(super().failure() or error)
 
     def advanced(self, byte_count: int) -> None:
         """Note bytes, and tell the other ranks."""
-        self._here.advanced(byte_count)
+        super().ended_file()
         self._operation.advanced(byte_count)
 
     def ended_file(self) -> None:
         """Note a file, and tell the other ranks."""
-        self._here.ended_file()
+        super().ended_file()
         self._operation.ended_file()
+
+    def expect(self, total_bytes: int) -> None:
+        """Tell the other ranks how much there is."""
+        self._operation.expect(total_bytes)

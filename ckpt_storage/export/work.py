@@ -8,21 +8,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
-from ckpt_storage.format.crc import combine_many
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .output import UNKNOWN_CRC, Made, Output, Sealed, Site, Taken
+from .output import Made, Output, Sealed, Taken
 from .plan import Region
 from .reads import Readable
-from .write import Portion, RegionWriter
+from .write import UNKNOWN_CRC, Portion, RegionWriter, Span, joined
 
 log = logging.getLogger("ckpt_storage")
 
@@ -70,11 +69,15 @@ def make(
     stores raise, naming tensor and rank, and `IntegrityError` for damage of the source; then no
     upload of this run stays open but those of sealed files.
     """
-    with _Work(operation, output, on_bytes) as work:
+    work = _Work(operation, output, on_bytes)
+    files: Mapping[int, FileRef] = {}
+    try:
         results = collect(operation, work.write(source, taken))
-        files: Mapping[int, FileRef] = {}
         if operation.is_coordinator:
             files = work.finish(results, taken, before_names)
+    except BaseException as error:
+        work.abort(error)
+        raise
     return Made(
         files=files,
         portions=[portion for one in results for portion in one.portions],
@@ -83,14 +86,14 @@ def make(
 
 
 class _Work:
-    """One rank at work; a context manager that aborts what is still open when it is left."""
+    """One rank at work."""
 
     def __init__(
         self, operation: Operation, output: Output, on_bytes: Callable[[int], None]
     ) -> None:
         self._operation = operation
         self._output = output
-        self._site: Site = output.site
+        self._site = output.site
         self._plan = output.plan
         self._on_bytes = on_bytes
         able = self._site.target.capabilities
@@ -101,33 +104,29 @@ class _Work:
         self._lock = threading.Lock()
         self._result = _Result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def abort(self, error: BaseException) -> None:
+        """Abort what is still open."""
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
             self._site.deadline.failed(error)
         for upload in [*self._open, *self._shared.values()]:
             try:
                 upload.abort()
-            except Exception as failure:
-                # The others have to be aborted, too, and the error that is on its way says more.
-                if error is None:
-                    raise
+            except CheckpointError as failure:
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
     def write(self, source: Readable, taken: Taken) -> _Result:
         """Check and write what is this rank's."""
         plan, site, rank = self._plan, self._site, self._operation.rank
-        self._share_uploads()
+        if plan.shared():
+            self._tokens = share(self._operation, self._share_uploads())
         regions = list(plan.regions_of(rank))
         regions += self._damaged({at: taken.done[at] for at in plan.checks_of(rank)})
         if self._operation.is_coordinator:
             for at, file in enumerate(plan.files):
                 if not file.size_bytes and at not in taken.done:
                     site.target.put(file.name, b"")
-                    self._sealed(Sealed(file=self._reference(at, 0)), at)
+                    self._seal(at, Sealed(file=self._reference(at, 0)))
             for at, sealed in taken.sealed.items():
                 self._on_bytes(sealed.file.size_bytes)
                 log.info("%s was sealed by an earlier run", plan.files[at].name)
@@ -154,32 +153,24 @@ class _Work:
             raise
         return self._result
 
-    def _share_uploads(self) -> None:
-        """Begin the uploads that several ranks share, and give each rank its tokens."""
-        shared = self._plan.shared()
-        answers: list[bytes] = []
-        if not shared:
-            return
+    def _share_uploads(self) -> dict[int, str]:
+        """Begin the uploads that several ranks share; return their tokens."""
+        tokens: dict[int, str] = {}
+
+        def begin(at: int) -> None:
+            upload = self._site.target.upload(self._plan.files[at].name, copies=True)
+            self._shared[at] = upload
+            tokens[at] = upload.token()
+
         if self._operation.is_coordinator:
-            tokens: dict[int, str] = {}
-
-            def begin(at: int) -> None:
-                path = self._plan.files[at].name
-                upload = self._shared[at] = self._site.target.upload(path, copies=True)
-                tokens[at] = upload.token()
-
-            self._site.at_once("begin uploads", [partial(begin, at) for at in shared])
-            for rank in range(self._operation.world_size):
-                own = {at: tokens[at] for at, owners in shared.items() if rank in owners}
-                answers.append(pickle.dumps(own))
-        self._tokens = pickle.loads(self._operation.scatter(answers))  # noqa: S301  # our own ranks
+            self._site.at_once("begin uploads", [partial(begin, at) for at in self._plan.shared()])
+        return tokens
 
     def _damaged(self, checks: Mapping[int, FileRef]) -> list[Region]:
         """Read complete files back; return the regions of those that are not sound any more."""
         damaged: list[int] = []
 
-        def check(at: int) -> None:
-            reference = checks[at]
+        def check(at: int, reference: FileRef) -> None:
             if not self._is_sound(reference):
                 log.warning("%s is damaged, and made again.", reference.path)
                 damaged.append(at)
@@ -189,7 +180,7 @@ class _Work:
                 self._result.sealed[at] = Sealed(file=reference)
             self._on_bytes(reference.size_bytes)
 
-        self._site.at_once("check files", [partial(check, at) for at in checks])
+        self._site.at_once("check files", [partial(check, *one) for one in checks.items()])
         return [self._plan.whole_region(at, self._operation.rank) for at in sorted(damaged)]
 
     def _is_sound(self, file: FileRef) -> bool:
@@ -200,8 +191,8 @@ class _Work:
     def _begin(self, region: Region) -> Upload:
         if region.file in self._shared:
             return self._shared[region.file]
-        path, target = self._plan.files[region.file].name, self._site.target
-        token = self._tokens.get(region.file)
+        path, token = self._plan.files[region.file].name, self._tokens.get(region.file)
+        target = self._site.target
         upload = target.join(path, token) if token else target.upload(path, copies=True)
         self._open.append(upload)
         if self._is_together and not token:
@@ -221,16 +212,15 @@ class _Work:
             with self._lock:
                 self._result.receipts[at] = receipts
         else:
-            self._check(at, portion.crc32c)
-            sealed = Sealed(file=self._reference(at, portion.crc32c))
-            if self._is_together and portion.crc32c is not None:
+            reference = self._reference(at, joined(portion.spans)[2])
+            if self._is_together and reference.crc32c != UNKNOWN_CRC:
                 token, write_id, parts = upload.token(), upload.write_id, upload.receipts()
-                sealed = Sealed(file=sealed.file, token=token, write_id=write_id, parts=parts)
-                self._sealed(sealed, at)
+                sealed = Sealed(file=reference, token=token, write_id=write_id, parts=parts)
+                self._seal(at, sealed)
                 upload.hand_over()
             else:
                 upload.complete(region.file_bytes)
-                self._sealed(sealed, at)
+                self._seal(at, Sealed(file=reference))
         with self._lock:
             self._open.remove(upload)
 
@@ -238,19 +228,18 @@ class _Work:
         self, results: Sequence[_Result], taken: Taken, before_names: Callable[[], None]
     ) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
-        sealed = {at: one for result in results for at, one in result.sealed.items()}
-        portions: dict[int, list[Portion]] = {at: [] for at in self._shared}
+        spans: dict[int, list[Span]] = {}
         for portion in (portion for one in results for portion in one.portions):
-            portions.setdefault(portion.file, []).append(portion)
-        crcs = {at: _combined(portions[at]) for at in self._shared}
-        for at, crc32c in crcs.items():
-            self._check(at, crc32c)
+            spans.setdefault(portion.file, []).extend(portion.spans)
+        references = {at: self._reference(at, joined(spans[at])[2]) for at in self._shared}
+        sealed = {at: one for result in results for at, one in result.sealed.items()}
+        waiting = {at: one for at, one in sealed.items() if one.token} | dict(taken.sealed)
         before_names()
 
         def complete(at: int, upload: Upload) -> None:
             receipts = [part for one in results for part in one.receipts.get(at, ())]
             upload.complete(self._plan.files[at].size_bytes, receipts=receipts)
-            self._sealed(Sealed(file=self._reference(at, crcs[at])), at)
+            self._seal(at, Sealed(file=references[at]))
 
         def name(at: int, one: Sealed) -> None:
             upload = self._site.target.take_over(one.file.path, one.token, one.write_id, one.parts)
@@ -263,35 +252,21 @@ class _Work:
                     next_step="Call it again: the file is made anew then.",
                 )
 
-        waiting = {at: one for at, one in sealed.items() if one.token} | dict(taken.sealed)
-        jobs = [partial(complete, at, upload) for at, upload in self._shared.items()]
-        jobs += [partial(name, at, one) for at, one in waiting.items()]
+        jobs = [partial(complete, *one) for one in self._shared.items()]
+        jobs += [partial(name, *one) for one in waiting.items()]
         self._site.at_once("complete files", jobs)
-        self._shared.clear()
         return {at: one.file for at, one in {**sealed, **waiting, **self._result.sealed}.items()}
 
-    def _check(self, at: int, crc32c: int | None) -> None:
-        """Raise if a file that has to have some checksum was not written with it."""
+    def _reference(self, at: int, crc32c: int) -> FileRef:
+        """Return what a file is; raise if it has to have another checksum."""
         file = self._plan.files[at]
         if file.crc32c not in {None, crc32c}:
             raise self._output.damage(file)
+        return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
-    def _reference(self, at: int, crc32c: int | None) -> FileRef:
-        file = self._plan.files[at]
-        crc = UNKNOWN_CRC if crc32c is None else crc32c
-        return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc)
-
-    def _sealed(self, sealed: Sealed, at: int) -> None:
+    def _seal(self, at: int, sealed: Sealed) -> None:
         if sealed.file.crc32c != UNKNOWN_CRC:
             self._output.seal(self._plan.files[at].number, sealed)
         with self._lock:
             self._result.sealed[at] = sealed
         self._site.deadline.ended_file()
-
-
-def _combined(portions: Sequence[Portion]) -> int | None:
-    parts = sorted(portions, key=lambda one: one.start)
-    crcs = [one.crc32c for one in parts if one.crc32c is not None]
-    if len(crcs) < len(parts):
-        return None
-    return combine_many(crcs, [one.stop - one.start for one in parts])

@@ -92,27 +92,33 @@ class Paces:
         return min(self.source.limit(), self.target.limit())
 
 
-Span = tuple[int, int, int | None]
-"""Where bytes of a file begin, how many there are, and their CRC-32C if it is known."""
+UNKNOWN_CRC = -1
+"""Stands where neither the storage nor the source tells a checksum of what was copied."""
+
+Span = tuple[int, int, int]
+"""Where bytes of a file begin, how many there are, and their CRC-32C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """Bytes [start, stop) of file number `file` - 1 as they were written.
+    """Bytes of file number `file` - 1 as they were written.
 
-    crc32c: of them; None where neither the storage nor the source tells it. spans: of files with
-    edges, (start, length, CRC-32C) of consecutive bytes, cut at the edges and between parts.
+    spans: consecutive bytes, of files with edges cut there and between parts, else one.
     `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` the storage copied.
     """
 
     file: int
-    start: int
-    stop: int
-    crc32c: int | None
-    spans: Sequence[tuple[int, int, int]]
+    spans: Sequence[Span]
     read_bytes: int
     sent_bytes: int
     copied_bytes: int
+
+
+def joined(spans: Iterable[Span]) -> Span:
+    """Return spans that lie side by side, in any order, as one."""
+    starts, lengths, crcs = zip(*sorted(spans), strict=True)
+    crc32c = UNKNOWN_CRC if UNKNOWN_CRC in crcs else combine_many(crcs, lengths)
+    return starts[0], sum(lengths), crc32c
 
 
 Begin = Callable[[Region], Upload]
@@ -172,15 +178,14 @@ class RegionWriter:
         self._thread_count = max(options.thread_count, _LEAST_THREADS)
         self._limit_bytes = options.memory_limit_bytes
         self._free: list[memoryview] = []
-        self._is_short = False
 
     def write(self, regions: Iterable[Region], begin: Begin, end: End) -> None:
         """Write all parts of all regions, side by side.
 
         `begin` gives the upload of a region; `end` is called, in some thread, once all of the
-        region was written to it. Where uploads can be shared, part numbers count in units of
-        `plan.number_unit_bytes`, alike on all ranks; else from 0 on, in order where the storage
-        wants that. Raises what the stores raise, naming tensor and rank.
+        region was written to it. Part numbers count in units of `plan.number_unit_bytes`, alike on
+        all ranks; parts go in order where the storage wants that. Raises what the stores raise,
+        naming tensor and rank.
         """
         with Workers(
             self._thread_count,
@@ -191,13 +196,12 @@ class RegionWriter:
             try:
                 for region in regions:
                     job = _Job(self, region, begin, end)
+                    each = self._each_bytes(job)
                     for part in job.parts:
                         # First a place: a failure is heard there, and our own parts leave memory.
                         workers.wait_for_place()
-                        self._claim(job.each_bytes)
-                        workers.submit(
-                            partial(job.do, part), ended=partial(BUDGET.release, job.each_bytes)
-                        )
+                        BUDGET.acquire(each, limit_bytes=self._limit_bytes, deadline=self.deadline)
+                        workers.submit(partial(job.do, part), ended=partial(BUDGET.release, each))
                 workers.drain()
             except BaseException as error:
                 self.fail(error)
@@ -216,31 +220,22 @@ class RegionWriter:
             pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
             runs = (
                 run
-                for run in copy_runs(pieces, self.reader.place_of, self.able)
-                if run.place
-                and not (run.place.start + run.source_start - run.start) % self._align_bytes
+                for run, place in copy_runs(pieces, self.reader.place_of, self.able)
+                if not (place.start + run.source_start - run.start) % self._align_bytes
             )
         return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
 
-    def each_bytes(self, window_bytes: int, read_bytes: int) -> int:
+    def _each_bytes(self, job: _Job) -> int:
         """Return the memory that a part takes. Raises `InvalidInputError` if that is too much."""
         # A store may join the views of a part, so a part counts twice.
-        each = (2 if self.able.is_remote else 1) * window_bytes + read_bytes
+        each = (2 if self.able.is_remote else 1) * job.window_bytes + job.read_bytes
         if each > self._limit_bytes:
             raise InvalidInputError(
-                f"Parts of {window_bytes} bytes need {each} bytes of memory; "
+                f"Parts of {job.window_bytes} bytes need {each} bytes of memory; "
                 f"memory_limit_bytes is {self._limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
         return each
-
-    def _claim(self, count: int) -> None:
-        self._is_short = BUDGET.held_bytes + count > self._limit_bytes
-        if self._is_short:
-            # Another transfer has what is missing; buffers that nobody claimed would come on top.
-            self._free.clear()
-        BUDGET.acquire(count, limit_bytes=self._limit_bytes, deadline=self.deadline)
-        self._is_short = False
 
     @contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:
@@ -256,8 +251,7 @@ class RegionWriter:
         if len(found) < size_bytes:
             found = memoryview(bytearray(size_bytes))
         yield found[:size_bytes]
-        if not self._is_short:
-            self._free.append(found)
+        self._free.append(found)
 
 
 class _Job:
@@ -268,12 +262,10 @@ class _Job:
         self._region = region
         self._end = end
         self._file = writer.plan.files[region.file]
-        read_bytes = writer.reader.prepare(region.file, region.start, region.stop)
         self._unit = number_unit_bytes(writer.able, region.file_bytes)
+        self.read_bytes = writer.reader.prepare(region.file, region.start, region.stop)
         self.parts = writer.parts_of(region)
-        self._numbers = {part.start: number for number, part in enumerate(self.parts)}
-        window_bytes = max(one.size_bytes for part in self.parts for one in self._streams(part))
-        self.each_bytes = writer.each_bytes(window_bytes, read_bytes)
+        self.window_bytes = max(one.size_bytes for p in self.parts for one in self._streams(p))
         self._lock = threading.Lock()
         self._left_count = len(self.parts)
         self._spans: list[Span] = []
@@ -283,7 +275,7 @@ class _Job:
 
     def do(self, part: Part) -> None:
         """Do one part, and what follows the last."""
-        writer = self._writer
+        writer, region = self._writer, self._region
         try:
             writer.deadline.check(f"Writing {self._file.name}")
             if part.place is None or not writer.copies or not self._copied(part, part.place):
@@ -295,27 +287,18 @@ class _Job:
                 self._left_count -= 1
                 is_over = not self._left_count
             if is_over:
-                self._end(self._region, self._upload, self._portion())
+                spans = sorted(self._spans) if self._file.edges else [joined(self._spans)]
+                portion = Portion(
+                    file=region.file,
+                    spans=spans,
+                    read_bytes=self._read_bytes,
+                    sent_bytes=region.size_bytes - self._copied_bytes,
+                    copied_bytes=self._copied_bytes,
+                )
+                self._end(region, self._upload, portion)
         except BaseException as error:
             writer.fail(error)
             raise
-
-    def _portion(self) -> Portion:
-        region, spans = self._region, sorted(self._spans, key=lambda span: span[0])
-        known = [(start, length, crc) for start, length, crc in spans if crc is not None]
-        crc32c = None
-        if len(known) == len(spans):
-            crc32c = combine_many([crc for _, _, crc in known], [n for _, n, _ in known])
-        return Portion(
-            file=region.file,
-            start=region.start,
-            stop=region.stop,
-            crc32c=crc32c,
-            spans=tuple(known) if self._file.edges else (),
-            read_bytes=self._read_bytes,
-            sent_bytes=region.size_bytes - self._copied_bytes,
-            copied_bytes=self._copied_bytes,
-        )
 
     def _took(self, spans: Sequence[Span], *, read_bytes: int, copied_bytes: int = 0) -> None:
         with self._lock:
@@ -330,25 +313,21 @@ class _Job:
         run, writer = Part(start=part.start, stop=part.stop), self._writer
         return cut(run, writer.able, self._unit, writer.window_bytes)
 
-    def _number(self, part: Part) -> int:
-        is_shared = self._writer.able.tokens_travel
-        return part.start // self._unit if is_shared else self._numbers[part.start]
-
     def _stream(self, part: Part) -> None:
-        writer, length, start = self._writer, part.size_bytes, part.start
+        writer, start, stop = self._writer, part.start, part.stop
         edges = self._file.edges
-        inner = edges[bisect_right(edges, start) : bisect_left(edges, part.stop)]
-        with writer.buffer(length) as window:
-            read_bytes = writer.reader.fill(self._region.file, start, part.stop, window)
+        inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
+        with writer.buffer(part.size_bytes) as window:
+            read_bytes = writer.reader.fill(self._region.file, start, stop, window)
             spans = [
                 (first, last - first, crc32c_of(window[first - start : last - start]))
-                for first, last in itertools.pairwise((start, *inner, part.stop))
+                for first, last in itertools.pairwise((start, *inner, stop))
             ]
             with self._my_turn(part):
                 begin_s = time.monotonic()
-                is_last = part.stop == self._region.file_bytes
-                self._upload.write_part(self._number(part), start, [window], last=is_last)
-                writer.paces.target.succeeded(time.monotonic() - begin_s, length)
+                is_last = stop == self._region.file_bytes
+                self._upload.write_part(start // self._unit, start, [window], last=is_last)
+                writer.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
         self._took(spans, read_bytes=read_bytes)
 
     @contextmanager
@@ -369,15 +348,14 @@ class _Job:
 
     def _copied(self, part: Part, place: ChunkPlace) -> bool:
         """Have the storage copy a part; return False if it will not."""
-        writer, length = self._writer, part.size_bytes
-        first = part.source_start
+        writer, first, length = self._writer, part.source_start, part.size_bytes
         source = writer.source_store.copy_source(place.path)
         if source is None:
             return False
         begin_s = time.monotonic()
         try:
             told = self._upload.copy_part(
-                self._number(part),
+                part.start // self._unit,
                 part.start,
                 source,
                 place.start + first,
@@ -406,5 +384,6 @@ class _Job:
                 retryable=True,
                 next_step="Try again; if it happens again, tell who runs the storage.",
             )
-        self._took([(part.start, length, told)], read_bytes=read_bytes, copied_bytes=length)
+        span = (part.start, length, UNKNOWN_CRC if told is None else told)
+        self._took([span], read_bytes=read_bytes, copied_bytes=length)
         return True
