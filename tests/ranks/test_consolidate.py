@@ -18,7 +18,6 @@ import ckpt_storage
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     InvalidInputError,
     RankMismatchError,
 )
@@ -27,7 +26,7 @@ from ckpt_storage.options import ProgressEvent
 from ckpt_storage.testing.ranks import RankPool
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """Every dtype in every shape and sharding, saved and exported by 1 to 4 ranks, bit by bit."""
     url = tmp_path / "run"
@@ -43,14 +42,11 @@ def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path, world
     assert sum(reports[0].rank_bytes) == reports[0].total_bytes
 
 
-@pytest.mark.parametrize("save_count", [1, 3])
-def test_other_ranks_than_saved_export_the_same_bytes(
-    ranks: RankPool, tmp_path: Path, save_count: int
-) -> None:
+def test_other_ranks_than_saved_export_the_same_bytes(ranks: RankPool, tmp_path: Path) -> None:
     """One process and four ranks make the same files of what other ranks saved."""
     url = tmp_path / "run"
     dtypes = ["bfloat16", "int64"]
-    ranks.run(cases.save_sharded, url, dtypes, world_size=save_count)
+    ranks.run(cases.save_sharded, url, dtypes, world_size=3)
     consolidate(url, tmp_path / "one")
     ranks.run(cases.export, url, tmp_path / "four", world_size=4)
     one, four = files_in(tmp_path / "one"), files_in(tmp_path / "four")
@@ -80,19 +76,6 @@ def test_the_library_that_users_load_with_reads_the_file(tmp_path: Path) -> None
         "optim.m": "optimizer",
         "step": "blob",
     }
-
-
-def save_parts(rank: int, url: Path) -> None:
-    """Save a tensor of which each rank holds several chunks."""
-    ckpt_storage.save({"parts": cases.parts_of(rank)}, url)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_several_chunks_of_a_rank_are_all_there(ranks: RankPool, tmp_path: Path) -> None:
-    """A tensor of which ranks hold several rows here and there comes out whole."""
-    ranks.run(save_parts, tmp_path / "run", world_size=2)
-    ranks.run(cases.export, tmp_path / "run", world_size=2)
-    check(files_in(tmp_path / "run" / "hf"), {"parts": seeded(1, 9, 4)})
 
 
 def save_stock(_rank: int, url: Path) -> None:
@@ -157,31 +140,18 @@ def test_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.glob("model*")} == times
 
 
-def test_a_file_that_was_damaged_is_made_again(tmp_path: Path) -> None:
-    """Of a complete export a weight file of the right length and other bytes is written anew."""
+def test_a_file_that_was_lost_cut_or_damaged_is_made_again(tmp_path: Path) -> None:
+    """Of a complete export only what is missing, of another length or of other bytes is written."""
     ckpt_storage.save(model(1), tmp_path / "run")
-    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    consolidate(tmp_path / "run", max_file_bytes=10_000)
     folder = tmp_path / "run" / "hf"
     before = files_in(folder)
-    two = sorted(name for name in before if name.endswith(".safetensors"))[1]
-    (folder / two).write_bytes(before[two][:-1] + bytes([before[two][-1] ^ 1]))
-    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
-    assert two not in report.resumed
-    assert len(report.resumed) == len(report.files) - 1
-    assert files_in(folder)[two] == before[two]
-
-
-def test_a_file_that_was_lost_or_cut_is_made_again(tmp_path: Path) -> None:
-    """Of a complete export only what is missing or of another length is written."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    consolidate(tmp_path / "run", max_file_bytes=20_000)
-    folder = tmp_path / "run" / "hf"
-    before = files_in(folder)
-    one, two, three = sorted(name for name in before if name.endswith(".safetensors"))
+    one, two, three, *others = sorted(name for name in before if name.endswith(".safetensors"))
     (folder / one).unlink()
     (folder / two).write_bytes(before[two][:-1])
-    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
-    assert report.resumed == (three,)
+    (folder / three).write_bytes(before[three][:-1] + bytes([before[three][-1] ^ 1]))
+    report = consolidate(tmp_path / "run", max_file_bytes=10_000)
+    assert report.resumed == tuple(others)
     assert files_in(folder).keys() == before.keys()
     check(files_in(folder), model(1)["model"])
 
@@ -215,7 +185,6 @@ def test_other_options_replace_an_export(tmp_path: Path) -> None:
     check(files_in(url / "hf"), as_bfloat16)
     back = consolidate(url, max_file_bytes=20_000)
     check(files_in(url / "hf"), model(1)["model"])
-    assert [file.name for file in back.files] == list(cases.walk(back))
     assert all(file.name.count("-") == 3 for file in back.files)
 
 
@@ -246,67 +215,22 @@ def test_the_checkpoints_own_folders_are_no_output(tmp_path: Path, output: str) 
     assert files_in(tmp_path / "run") == before
 
 
-def test_nothing_to_consolidate_is_said_so(tmp_path: Path) -> None:
-    """A folder without a checkpoint is an error; nothing is made."""
-    with pytest.raises(CheckpointNotFoundError):
-        consolidate(tmp_path / "absent")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_options_reach_the_plan(tmp_path: Path) -> None:
-    """Names, choice and files are as the caller says."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    report = consolidate(
-        tmp_path / "run",
-        rename=lambda fqn: fqn.removeprefix("model.").upper(),
-        exclude=["model.w5"],
-        fqn_to_index_mapping={f"W{i}": 1 + i % 2 for i in range(5)},
-    )
-    state = {f"W{i}": model(1)["model"][f"w{i}"] for i in range(5)}
-    check(files_in(tmp_path / "run" / "hf"), state)
-    assert len(report.files) == 2
-    assert [skip.fqn for skip in report.skipped] == ["model.w5"]
-
-
-def test_confirmed_ties_are_dropped(tmp_path: Path) -> None:
-    """The tie that a caller confirms drops one of two equal tensors; a wrong tie raises."""
-    state = model(1)["model"]
-    state["head"] = state["w0"].clone()
-    ckpt_storage.save({"model": state}, tmp_path / "run")
-    with pytest.raises(InvalidInputError, match="checksums differ"):
-        consolidate(tmp_path / "run", tied={"w1": "w0"})
-    report = consolidate(tmp_path / "run", tied={"head": "w0"})
-    check(files_in(tmp_path / "run" / "hf"), model(1)["model"])
-    assert report.ties == {"model.head": "model.w0"}
-
-
 def disagree(rank: int, url: Path) -> None:
-    """Consolidate with an option of one's own."""
-    consolidate(url, max_file_bytes=10_000 + rank)
-
-
-def disagree_by_function(rank: int, url: Path) -> None:
     """Consolidate with a function that answers differently."""
     consolidate(url, rename=lambda fqn: f"{rank}.{fqn}")
+
+
+def test_ranks_that_disagree_are_told_so(ranks: RankPool, tmp_path: Path) -> None:
+    """Options that differ between ranks are an error on all of them; nothing is written."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    outcomes = ranks.outcomes(disagree, tmp_path / "run", world_size=2)
+    assert {type(outcome.error) for outcome in outcomes} == {RankMismatchError}
+    assert files_in(tmp_path / "run" / "hf") == {}
 
 
 def ask_for_the_impossible(rank: int, url: Path) -> None:
     """Give an option that one rank refuses before it meets the others."""
     consolidate(url, max_file_bytes="much" if rank else "5GB")
-
-
-@pytest.mark.parametrize(
-    ("function", "kinds"),
-    [(disagree, {RankMismatchError}), (disagree_by_function, {RankMismatchError})],
-)
-def test_ranks_that_disagree_are_told_so(
-    ranks: RankPool, tmp_path: Path, function: Any, kinds: set[type[CheckpointError]]
-) -> None:
-    """Options that differ between ranks are an error on all of them; nothing is written."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    outcomes = ranks.outcomes(function, tmp_path / "run", world_size=2)
-    assert {type(outcome.error) for outcome in outcomes} == kinds
-    assert files_in(tmp_path / "run" / "hf") == {}
 
 
 def test_a_rank_that_refuses_its_options_tells_the_others(ranks: RankPool, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from dcp_cases import seeded
 
 import ckpt_storage
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import (
     ConsolidateJob,
     ConsolidationReport,
@@ -28,7 +26,6 @@ from ckpt_storage.export.consolidate import (
 )
 from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.export.output import Setting
-from ckpt_storage.export.write import RegionWriter
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.upload import Upload
@@ -38,12 +35,10 @@ SILENCE_S = 2.0
 PROMISED_S = SILENCE_S + 5.0
 
 PLACES: dict[str, tuple[type, str]] = {
-    "before the work": (RegionWriter, "write"),
     "at a part": (Upload, "write_part"),
     "at the receipts": (Upload, "receipts"),
     "at the completion": (Upload, "complete"),
     "at the publication": (ExportFolder, "publish"),
-    "at the clearing": (ExportFolder, "collect"),
 }
 
 
@@ -84,7 +79,6 @@ def pool() -> Iterator[RankPool]:
 @pytest.mark.parametrize(
     ("victim", "place"),
     [
-        (1, "before the work"),
         (1, "at a part"),
         (1, "at the receipts"),
         (0, "at the completion"),
@@ -136,30 +130,3 @@ def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
     assert report.save_id == first.save_id
     check(files_in(tmp_path / "run" / "hf"), model(1))
     assert [export.is_stale for export in ckpt_storage.verify(tmp_path / "run").exports] == [True]
-
-
-def test_a_slot_without_a_commit_is_refused(tmp_path: Path) -> None:
-    """A slot that holds none is an error before anything is made."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    source = Location.of(tmp_path / "run")
-    job = ConsolidateJob(setting=Setting(source=source, target=source.child("hf")), slot=7)
-    with pytest.raises(CheckpointNotFoundError, match="slot 7"):
-        consolidated(job)
-    assert not (tmp_path / "run" / "hf").exists()
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from ckpt_storage.export.consolidate import consolidate
-print(consolidate(sys.argv[1]).total_bytes)
-"""
-
-
-def test_one_process_needs_no_torch(tmp_path: Path) -> None:
-    """Where torch cannot be imported, one process consolidates all the same."""
-    ckpt_storage.save(model(), tmp_path / "run")
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    check(files_in(tmp_path / "run" / "hf"), model())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +64,6 @@ def test_every_storage_to_a_disk_and_back(ranks: RankPool, root: Running, tmp_pa
         world_size=2,
     )
     check(files_at(output, dict(root.storage_options)), cases.whole_state(DTYPES))
-
-
-def test_memory_to_memory() -> None:
-    """One process exports within its own memory."""
-    url = f"memory://{uuid.uuid4().hex}/run"
-    ckpt_storage.save(cases.whole_state(DTYPES), url)
-    consolidate(url, max_file_bytes=100_000)
-    consolidate(url, dtype=torch.float16)
-    files = files_at(f"{url.replace('memory://', 'memory:///')}/hf", {})
-    state = {
-        name: value.half() if value.dtype in {torch.float32, torch.bfloat16} else value
-        for name, value in cases.whole_state(DTYPES).items()
-    }
-    check(files, state)
-    assert ckpt_storage.verify(url).ok
 
 
 def big_model() -> dict[str, torch.Tensor]:

@@ -3,14 +3,13 @@
 The oracle is the safetensors library over plain files; nothing of it is the package under test.
 """
 
-# ruff: noqa: SLF001  # torch offers no other way to make a legacy ShardedTensor
+# torch offers no other way to make a legacy ShardedTensor
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ import torch.distributed as dist
 from crc32c import crc32c
 from dcp_cases import raw_bytes, seeded
 from safetensors import deserialize
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -74,20 +71,6 @@ def sharded_state(dtypes: list[str] | None = None) -> dict[str, Any]:
         else:
             state[name] = distribute_tensor(tensor, *how, src_data_rank=None)
     return state
-
-
-def parts_of(rank: int) -> ShardedTensor:
-    """Return a legacy sharded tensor of 9 rows, of which rank 0 holds three parts, rank 1 two."""
-    whole = seeded(1, 9, 4)
-    rows = {0: [(0, 2), (4, 5), (8, 9)], 1: [(2, 4), (5, 8)]}.get(rank, [])
-    shards = [
-        LocalShard.from_tensor_and_offsets(whole[start:stop].clone(), [start, 0], rank)
-        for start, stop in rows
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made: ShardedTensor = ShardedTensor._init_from_local_shards(shards, (9, 4))
-    return made
 
 
 def expected_of(state: Mapping[str, torch.Tensor]) -> Tensors:
@@ -149,12 +132,6 @@ def files_in(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def walk(report: ConsolidationReport) -> Iterator[str]:
-    """Yield the names of the weight files."""
-    for file in report.files:
-        yield file.name
 
 
 def save_sharded(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from consolidation_sources import (
+    BLOCK_BYTES,
     SHARED,
     MemorySource,
     array_source,
@@ -27,13 +28,13 @@ from safetensors.numpy import load as load_numpy
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
-from ckpt_storage.export.pieces import PieceFinder
-from ckpt_storage.export.plan import divide
+from ckpt_storage.export.pieces import Part, PieceFinder, cut_region
+from ckpt_storage.export.plan import Region, divide, number_unit_bytes
 from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 QUICK = settings(max_examples=100, deadline=None)
 MIB = 1 << 20
@@ -132,15 +133,13 @@ def test_the_order_of_dicts_does_not_matter(
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize(
-    "dtype", [name for name, dtype in DTYPES.items() if dtype.safetensors is None]
-)
-def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
-    """The error names the tensor and how to leave it out."""
-    source = bare_source(tensor("good", (2,)), tensor("layers.0.bad", (2,), dtype))
+def test_a_dtype_that_safetensors_lacks_is_refused() -> None:
+    """The error names the tensor and how to leave it out, the same one on all ranks."""
+    bad = [tensor(f"layers.{at}.bad", (2,), "complex128") for at in range(9)]
+    source = bare_source(tensor("good", (2,)), *bad)
     with pytest.raises(InvalidInputError, match=r"layers\.0\.bad has dtype .*exclude="):
         plan_export(source, options=ConsolidateOptions(), world_size=1)
-    options = ConsolidateOptions(exclude="layers.0.bad", dtype=torch.bfloat16)
+    options = ConsolidateOptions(exclude="layers.*", dtype=torch.bfloat16)
     assert plan_export(source, options=options, world_size=1).files
 
 
@@ -236,6 +235,78 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
     unit = max(math.lcm(multiple, 64), *least_parts)
     if mean >= 40 * unit:
         assert max(loads) <= 1.05 * mean
+
+
+@QUICK
+@given(
+    least=st.sampled_from([1, 5 * MIB]),
+    count=st.sampled_from([None, 9000]),
+    before_count=st.integers(0, 3),
+    part_count=st.integers(1, 100),
+    tail_bytes=st.none() | st.integers(0, 8 * MIB - 1),
+    lead_bytes=st.integers(0, 200).map(lambda n: 8 * n),
+    run_sizes=st.lists(
+        st.tuples(
+            st.integers(1, 800 * MIB), st.integers(0, 3), st.sampled_from([0, 64, MIB, 7 * MIB])
+        ),
+        max_size=8,
+    ),
+)
+def test_every_cut_of_a_region_is_legal(
+    least: int,
+    count: int | None,
+    before_count: int,
+    part_count: int,
+    tail_bytes: int | None,
+    lead_bytes: int,
+    run_sizes: list[tuple[int, int, int]],
+) -> None:
+    """Parts follow one another, none is too short or numbered twice, copies end at block edges."""
+    able = replace(
+        SHARED,
+        min_part_bytes=least,
+        max_part_count=count,
+        copy_min_bytes=least,
+        copy_max_bytes=5 * 1024 * MIB,
+    )
+    part = 8 * MIB
+    start = before_count * part
+    stop = start + part_count * part + (tail_bytes or 0)
+    file_bytes = stop + (part if tail_bytes is None else 0)
+    region = Region(file=0, start=start, stop=stop, owner=0, file_bytes=file_bytes)
+    runs = []
+    at = start + lead_bytes
+    for wanted, blocks_before, gap in run_sizes:
+        size = min(stop - at, wanted)
+        if size <= 0:
+            break
+        offset = blocks_before * BLOCK_BYTES
+        place = ChunkPlace(
+            path="p",
+            fqn="f",
+            start=0,
+            size_bytes=offset + size,
+            block_bytes=BLOCK_BYTES,
+            crcs=range(-(-(offset + size) // BLOCK_BYTES)),
+        )
+        runs.append(Part(start=at, stop=at + size, place=place, source_start=offset))
+        at += size + gap
+    cut = cut_region(region, runs, able, stream_bytes=part)
+    assert [p.start for p in cut] == [region.start, *(p.stop for p in cut[:-1])]
+    assert cut[-1].stop == region.stop
+    unit = number_unit_bytes(able, region.file_bytes)
+    for p in cut:
+        assert p.stop == region.file_bytes or p.stop - p.start >= unit
+        if p.place is None:
+            assert p.size_bytes <= max(part, 2 * unit) + 64
+        else:
+            source_stop = p.source_start + p.size_bytes
+            assert p.source_start % BLOCK_BYTES == 0
+            assert source_stop % BLOCK_BYTES == 0 or source_stop == p.place.size_bytes
+            assert p.size_bytes <= 512 * MIB
+    numbers = [p.start // unit for p in cut]
+    assert len(set(numbers)) == len(numbers)
+    assert count is None or max(numbers) <= count
 
 
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
