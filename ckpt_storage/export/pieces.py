@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, GridBoxes, find_grid, interval_boxes
 from ckpt_storage.format.crc import combine_blocks
 from ckpt_storage.format.selections import box_selection, run_of
@@ -36,12 +35,11 @@ _COPY_BYTES = 256 << 20
 class Piece:
     """Elements of one chunk of the source that go to one place of an output file.
 
-    Source: box `region`, counted from the chunk's first element, of the chunk of `segment` that
-    begins at `chunk_offsets` (None: stored bytes), seen as a C-order array of `chunk_sizes`
-    elements. A chunk whose elements follow one another in the segment is seen as a 1-dimensional
-    array, so that its part of an interval is one run.
-    Destination: the C-order array of shape `dest_sizes` whose first byte is byte `dest_start` of
-    the file; in it the box of `region.sizes` at `dest_offsets`.
+    Source: `region` of the chunk of `segment` that begins at `chunk_offsets` (None: stored bytes),
+    seen as an array of `chunk_sizes`; 1-dimensional where its elements follow one another in the
+    segment, so that its part of an interval is one run.
+    Destination: the array of shape `dest_sizes` whose first byte is byte `dest_start` of the file;
+    in it the box of `region.sizes` at `dest_offsets`.
     """
 
     segment: Elements | Stored
@@ -58,10 +56,7 @@ class Piece:
         return self.segment.fqn, self.chunk_offsets
 
     def runs(self) -> tuple[range, range] | None:
-        """Return bytes of the chunk's payload, and bytes of the file that they are as stored.
-
-        None if they are not one run in both, or are cast on the way.
-        """
+        """Return its bytes in payload and file if they are one run in both and are not cast."""
         segment, size = self.segment, self.segment.item_bytes
         if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
             return None
@@ -81,20 +76,14 @@ class PieceFinder:
         self._info = lru_cache(maxsize=64)(lambda fqn: _findable(tensors[fqn]))
 
     def pieces_of(self, file: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces that make up bytes [start, stop) of the file at position `file`, lazily.
+        """Yield what makes up bytes [start, stop) of the file at a position, lazily.
 
-        Together with what is fixed they are every byte of the interval once. No end of the interval
-        is within an element.
+        With what is fixed it is every byte of the interval once. No end may be within an element.
         """
         for segment, origin, first, last in self._segments(file, start, stop):
             if isinstance(segment, Stored):
                 yield _run_piece(segment, None, segment.size_bytes, origin, first, last)
             elif isinstance(segment, Elements):
-                if (first - origin) % segment.item_bytes or (last - origin) % segment.item_bytes:
-                    raise InvalidInputError(
-                        f"Bytes [{start}, {stop}) cut an element of {segment.name}.",
-                        next_step="Ask for whole regions or parts; this is a bug.",
-                    )
                 yield from _pieces(self._info(segment.fqn), segment, origin, first, last)
 
     def fixed_of(self, file: int, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -274,8 +263,7 @@ def cut_region(
 def cut(run: Part, able: Capabilities, unit: int, stream_bytes: int) -> list[Part]:
     """Return parts of about equal length, none shorter than `unit` unless the run is.
 
-    Streamed ones have about `stream_bytes`: not more, unless the storage's least is more than half
-    of that, and then at most twice that least.
+    Streamed ones have at most `stream_bytes`, or twice the storage's least where that is more.
     """
     length, first, edge = run.size_bytes, run.source_start, run.edge_bytes
     if run.place is None:

@@ -46,13 +46,13 @@ class Region:
 class Plan:
     """All that is written, and by whom.
 
-    `regions` are in order of file and start. Every byte of every file is in exactly one, but for
-    the files of `checks`, position to rank: they are said to be complete, and their rank reads them
-    back, and writes those that are damaged. Files without bytes are the coordinator's.
+    Every byte is in one of `regions`, which are in order, but for the files of `checks`, position
+    to rank: they are said to be complete, and their rank reads them back, and writes those that are
+    damaged. Files without bytes are the coordinator's.
 
-    `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places. It
-    depends neither on ranks nor on names of files. `able` is the output storage, and `part_bytes`
-    the size of a part that suits it: smaller ones are planned where that balances the ranks.
+    `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places; neither
+    for ranks nor for names of files. `able` is the output storage, and `part_bytes` the size of a
+    part that suits it: smaller ones are planned where that balances the ranks.
     """
 
     layout: Layout
@@ -102,18 +102,13 @@ class Plan:
         return [at for at, owner in self.checks.items() if owner == rank]
 
     def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
-        """Return the plan for what is left where the files of `done` are said to be complete.
-
-        Those of `sealed` are neither written nor checked: they only lack their names.
-        """
-        sizes = [file.size_bytes for file in self.files]
-        left = [at for at in range(len(sizes)) if at not in {*done, *sealed}]
-        checked = sorted(done)
-        owners = _whole_files([sizes[at] for at in checked], self.world_size)
+        """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
+        sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
+        left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
         return replace(
             self,
-            regions=_regions(sizes, left, self.world_size, self.able, self.part_bytes),
-            checks=dict(zip(checked, owners, strict=True)),
+            regions=divide(left, self.world_size, self.able, self.part_bytes),
+            checks=_whole_files({at: sizes[at] for at in sorted(done)}, self.world_size),
         )
 
 
@@ -124,14 +119,14 @@ def plan(
 
     `source` (JSON) stands for the content that they are made of.
     """
-    sizes = [file.size_bytes for file in layout.files]
+    sizes = {at: file.size_bytes for at, file in enumerate(layout.files)}
     return Plan(
         layout=layout,
         world_size=world_size,
         able=able,
         part_bytes=part_bytes,
         identity=_identity(layout, source),
-        regions=_regions(sizes, range(len(sizes)), world_size, able, part_bytes),
+        regions=divide(sizes, world_size, able, part_bytes),
         checks={},
     )
 
@@ -158,44 +153,37 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _regions(
-    sizes: Sequence[int], files: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
-) -> tuple[Region, ...]:
-    wanted = [at for at in files if sizes[at]]
-    regions = divide([sizes[at] for at in wanted], world_size, able, part_bytes)
-    return tuple(replace(region, file=wanted[region.file]) for region in regions)
-
-
 def divide(
-    sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
-) -> list[Region]:
-    """Return regions that hold every byte of files of `sizes_bytes` once, in order.
+    files: Mapping[int, int], world_size: int, able: Capabilities, part_bytes: int
+) -> tuple[Region, ...]:
+    """Return regions that hold every byte of files once, in order; `files` maps number to bytes.
 
-    Where files can be shared, the files one after another are cut into `world_size` stretches of
-    equal length, each cut moved back to the start of a part. A rank then has at most one part
-    more than the mean, and parts are a fortieth of the mean where the storage takes such small
-    ones; so the most is at most 1.05 times the mean if the mean is 20 parts of the least size.
-    Elsewhere whole files go to ranks.
+    Where files can be shared, all bytes are cut into `world_size` stretches of equal length, each
+    cut moved back to the start of a part. A rank has at most one part more than the mean: at most
+    1.05 times the mean if that is 20 parts of the storage's least size. Elsewhere whole files go
+    to ranks.
     """
-    starts = list(itertools.accumulate(sizes_bytes, initial=0))
-    pieces: list[tuple[int, int, int, int]] = []
+    files = {at: size for at, size in files.items() if size}
+    numbers, sizes = list(files), list(files.values())
+    found: list[tuple[int, int, int, int]] = []
     if not able.tokens_travel:
-        owners = _whole_files(sizes_bytes, world_size)
-        pieces = [(at, 0, size, owners[at]) for at, size in enumerate(sizes_bytes)]
-    elif sizes_bytes:
-        parts = _part_sizes(sizes_bytes, world_size, able, part_bytes)
-        total = starts[-1]
-        cuts = [_cut(total * rank // world_size, starts, parts) for rank in range(world_size + 1)]
-        pieces = [
-            (at, max(begin, starts[at]) - starts[at], min(end, starts[at + 1]) - starts[at], rank)
+        owners = _whole_files(files, world_size)
+        found = [(at, 0, size, owners[at]) for at, size in files.items()]
+    elif files:
+        starts = list(itertools.accumulate(sizes, initial=0))
+        parts = _part_sizes(sizes, world_size, able, part_bytes)
+        ends = [starts[-1] * rank // world_size for rank in range(world_size)]
+        cuts = [*(_cut(end, starts, parts) for end in ends), starts[-1]]
+        found = [
+            (numbers[i], max(begin - starts[i], 0), min(end - starts[i], sizes[i]), rank)
             for rank, (begin, end) in enumerate(itertools.pairwise(cuts))
             if begin < end
-            for at in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))
+            for i in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))
         ]
-    return [
-        Region(file=at, start=start, stop=stop, owner=rank, file_bytes=sizes_bytes[at])
-        for at, start, stop, rank in pieces
-    ]
+    return tuple(
+        Region(file=at, start=start, stop=stop, owner=rank, file_bytes=files[at])
+        for at, start, stop, rank in found
+    )
 
 
 def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
@@ -225,20 +213,18 @@ def _part_sizes(
 
 def _cut(position: int, starts: Sequence[int], parts: Sequence[int]) -> int:
     """Return the last start of a part, counted over all files, that is not behind `position`."""
-    if position >= starts[-1]:
-        return starts[-1]
     at = bisect_right(starts, position) - 1
     return position - (position - starts[at]) % parts[at]
 
 
-def _whole_files(sizes_bytes: Sequence[int], world_size: int) -> list[int]:
+def _whole_files(files: Mapping[int, int], world_size: int) -> dict[int, int]:
     """Return the rank of each file: the largest first, each to the rank that has least.
 
     LPT; Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
-    owners = [0] * len(sizes_bytes)
+    owners = dict.fromkeys(files, 0)
     loads = [(0, rank) for rank in range(world_size)]
-    for at in sorted(range(len(sizes_bytes)), key=lambda at: (-sizes_bytes[at], at)):
+    for at in sorted(files, key=lambda at: (-files[at], at)):
         load, owners[at] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + sizes_bytes[at], owners[at]))
+        heapq.heappush(loads, (load + files[at], owners[at]))
     return owners

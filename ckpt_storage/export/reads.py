@@ -81,7 +81,7 @@ class SegmentReader:
         self._loaded: tuple[ChunkPlace, bytes] | None = None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
-        """Fetch, in one go, what tells where bytes [start, stop) of a file come from.
+        """Fetch what tells where bytes [start, stop) of a file come from, in one go.
 
         Return the length of the longest buffer that reading them takes.
         """
@@ -102,8 +102,7 @@ class SegmentReader:
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
         """Put bytes [start, stop) of a file into `window`; return the bytes read.
 
-        Raises what the store raises, with the tensor and the rank that wrote it, `IntegrityError`
-        for damage, and `FormatError` for a chunk that is not as long as its tensor says.
+        Errors name the tensor and the rank that wrote it.
         """
         for at, data in self.finder.fixed_of(file, start, stop):
             window[at - start : at - start + len(data)] = data
@@ -124,10 +123,7 @@ class SegmentReader:
         return self._read(reads)
 
     def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
-        """Read bytes [start, stop) of a payload and check them; return their CRC-32C.
-
-        Where there are checksums, both are ends of blocks.
-        """
+        """Read and check bytes [start, stop) of a payload, whole blocks; return their CRC-32C."""
         crc, block = 0, place.block_bytes
         step = max(block, self._options.part_bytes // block * block)
         buffer = memoryview(bytearray(min(step, stop - start)))
@@ -202,10 +198,7 @@ class SegmentStream:
         self._left = memoryview(b"")
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next segment, `count` of them; each view is the taker's to keep.
-
-        Raises as a reader.
-        """
+        """Yield the `count` bytes of the next segment; each view is the taker's to keep."""
         yield from self._next(count)
         deque(self._next(-count % ELEMENTS_BYTES), maxlen=0)
 

@@ -47,9 +47,8 @@ _NEVER_S = 10 * 365 * 86_400.0
 class Found:
     """What the coordinator opened: a commit record of ours and its slot, or neither.
 
-    `state` (JSON) stands for the content of what has no save id. Where the storage does not tell
-    when files were written it is another one each time, and nothing of an earlier run is kept.
-    `file` is the folder and name of a source that is one file.
+    `state` (JSON) stands for the content of what has no save id; another one each time where the
+    storage does not tell when files were written. `file` is the folder and name of a single file.
     """
 
     record: bytes = b""
@@ -149,8 +148,7 @@ def run(
 
     Before a byte is written all ranks agree on plan and storages. On return the output is complete,
     checked and published. After an error what was there before counts, or, if it happened at the
-    last write, this output. Raises on the rank that failed what happened, on others what their
-    operation says.
+    last write, this output.
     """
     start_s = time.monotonic()
     site = Site(setting)
@@ -294,10 +292,10 @@ def run_together(
     timeouts: Timeouts,
     job: Callable[[], tuple[Setting, Mapping[str, str], Callable[[Site], Task[R]]]],
 ) -> R:
-    """Run the task of a job on all ranks of a group, or, without one, on this process alone.
+    """Run a job on all ranks of a group, or, without one, on this process alone.
 
-    The job is its setting, what all ranks must have in common, and its task. The work may take as
-    long as bytes move.
+    It is a setting, what all ranks must have in common, and a task. It may take as long as bytes
+    move.
     """
     is_alone = process_group is None
     group = RankGroup.alone() if is_alone else RankGroup.of(process_group, lane=name)

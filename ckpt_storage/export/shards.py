@@ -9,18 +9,18 @@ import os
 import pickle
 import socket
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.crc import combine_many
 from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.source.model import TensorInfo
 
-from .layout import Fixed, Layout, Segment, boxes_of, elements_of, out_file
+from .layout import Elements, Fixed, Layout, Segment, boxes_of, elements_of, out_file
+from .write import Span, joined
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -61,87 +61,83 @@ def lay_out_shards(
     for number, group in enumerate(_groups(tensors, blobs, max_file_bytes)):
         segments: list[Segment] = []
         edges: list[int] = []
-        columns: dict[str, list[Any]] = {name: [] for name in ItemTable.__slots__}
+        rows: list[tuple[Any, ...]] = []
         at = 0
-        for fqn, info, box, payload in group:
-            head, tail, dtype = b"", b"", -1
-            if info is not None and box is not None:
-                envelope = tensor_envelope(info.dtype, box.sizes)
+        for fqn, part in group:
+            head, tail, dtype, offsets, sizes = b"", b"", -1, None, None
+            if isinstance(part, Elements):
+                offsets, sizes = part.box
+                envelope = tensor_envelope(part.dtype, sizes)
                 head, tail = envelope.head, envelope.tail
-                dtype = dtypes.setdefault(info.dtype, len(dtypes))
+                dtype = dtypes.setdefault(part.dtype, len(dtypes))
             start = at + -at % PAYLOAD_ALIGN_BYTES
             begin = start + len(head)
-            end = begin + payload.size_bytes
-            segments += [Fixed(b"\0" * (start - at) + head), payload, Fixed(tail)]
+            end = begin + part.size_bytes
+            segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
             at = end + len(tail)
-            columns["fqn"].append(fqns.setdefault(fqn, len(fqns)))
-            columns["dtype"].append(dtype)
-            columns["offsets"].append(box and box.offsets)
-            columns["sizes"].append(box and box.sizes)
-            columns["item_start"].append(start)
-            columns["item_bytes"].append(at - start)
-            columns["payload_start"].append(begin)
-            columns["payload_bytes"].append(payload.size_bytes)
+            fqn_number = fqns.setdefault(fqn, len(fqns))
+            rows.append((fqn_number, dtype, offsets, sizes, start, at - start, begin, end - begin))
             if block_bytes is not None:
                 edges += [*range(begin, end, block_bytes), end]
         if block_bytes is not None:
             edges.append(at)
         files.append(out_file(number + 1, path_of(number), segments, edges=edges))
-        tables.append(ItemTable(**columns))
+        columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
+        tables.append(ItemTable(**columns, block_crcs=(), frame_crcs=()))
     layout = Layout(files=tuple(files))
     return Shards(layout=layout, tables=tables, fqns=list(fqns), dtypes=list(dtypes))
 
 
-_Item = tuple[str, TensorInfo | None, Box | None, Segment]
+_COLUMNS = (
+    *("fqn", "dtype", "offsets", "sizes"),
+    *("item_start", "item_bytes", "payload_start", "payload_bytes"),
+)
 
 
 def _groups(
     tensors: Iterable[TensorInfo], blobs: Mapping[str, Segment], max_file_bytes: int
-) -> list[list[_Item]]:
-    groups: list[list[_Item]] = [[]]
+) -> Iterator[list[tuple[str, Segment]]]:
+    """Yield what goes into each file; objects never fill one."""
+    group: list[tuple[str, Segment]] = []
     size = 0
-    found: list[_Item] = [
-        (info.fqn, info, box, elements_of(info, box)) for info in tensors for box in boxes_of(info)
-    ]
-    for item in [*found, *((fqn, None, None, blobs[fqn]) for fqn in sorted(blobs))]:
-        item_bytes = 0 if item[1] is None else item[3].size_bytes
-        if groups[-1] and size + item_bytes > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += item_bytes
-    return [group for group in groups if group]
-
-
-Spans = Sequence[tuple[int, int, int]]
-"""(start, length, CRC-32C) of consecutive bytes of a file, ascending."""
+    chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
+    for fqn, part in [*chunks, *sorted(blobs.items())]:
+        part_bytes = part.size_bytes if isinstance(part, Elements) else 0
+        if group and size + part_bytes > max_file_bytes:
+            yield group
+            group, size = [], 0
+        group.append((fqn, part))
+        size += part_bytes
+    if group:
+        yield group
 
 
 def rank_manifest(
     shards: Shards,
-    spans: Sequence[Spans],
+    spans: Sequence[Sequence[Span]],
     *,
     save_id: str,
     block_bytes: int,
     ties: Mapping[str, str],
 ) -> RankManifest:
-    """Return what describes files of ours that have these checksums, as of one rank."""
+    """Return what describes files of ours, of which these spans were written, as of one rank."""
     files = []
     for file, items, crcs in zip(shards.layout.files, shards.tables, spans, strict=True):
-        within = _Crcs(crcs)
+        parts: dict[int, list[Span]] = {}
+        for span in crcs:
+            parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
+        # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
+        found = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
         block_crcs, frame_crcs = array("I"), array("I")
-        at = 0
-        for start, length in zip(items.payload_start, items.payload_bytes, strict=True):
-            frame_crcs.append(within.of(at, start))
-            at = start + length
-            for block in range(start, at, block_bytes):
-                block_crcs.append(within.of(block, min(block + block_bytes, at)))
-        frame_crcs.append(within.of(at, file.size_bytes))
+        for length in items.payload_bytes:
+            frame_crcs.append(next(found))
+            block_crcs.extend(islice(found, -(-length // block_bytes)))
+        frame_crcs.append(next(found))
         files.append(
             ShardFile(
                 path=file.name,
                 size_bytes=file.size_bytes,
-                crc32c=within.of(0, file.size_bytes),
+                crc32c=joined(crcs)[2],
                 block_bytes=block_bytes,
                 items=replace(items, block_crcs=block_crcs, frame_crcs=frame_crcs),
             )
@@ -157,21 +153,6 @@ def rank_manifest(
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-
-
-class _Crcs:
-    """The checksums of one file."""
-
-    def __init__(self, spans: Spans) -> None:
-        self._spans = [span for span in spans if span[1]]
-        self._starts = [start for start, _, _ in self._spans]
-
-    def of(self, start: int, stop: int) -> int:
-        """Return that of bytes [start, stop), both of which are ends of spans."""
-        inner = self._spans[bisect_left(self._starts, start) : bisect_left(self._starts, stop)]
-        if len(inner) == 1:
-            return inner[0][2]
-        return combine_many([crc for _, _, crc in inner], [n for _, n, _ in inner])
 
 
 def metadata_of(tensors: Iterable[TensorInfo], blobs: Collection[str], paths: Paths) -> Metadata:

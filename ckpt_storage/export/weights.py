@@ -26,8 +26,7 @@ def lay_out_model(
 ) -> Layout:
     """Return the weight files that a consolidation makes, named for an empty folder.
 
-    `ties` are the recorded ones, alias to target in FQNs. Fetches nothing, not even rank manifests.
-    Raises `InvalidInputError` for options that do not fit the checkpoint.
+    `ties` are the recorded ones. Raises `InvalidInputError` for options that do not fit.
     """
     choice = choose_model(source, options, ties)
     if options.fqn_to_index_mapping is None:
@@ -85,10 +84,9 @@ def with_suffix(layout: Layout, suffix: str) -> Layout:
 def index_document(
     layout: Layout, *, save_id: str | None = None, fingerprint: str | None = None
 ) -> bytes:
-    """Return the bytes of `model.safetensors.index.json`.
+    """Return the bytes of `model.safetensors.index.json`; `total_size` counts tensors alone.
 
-    `total_size` counts the tensors' bytes, as Hugging Face's libraries do. `save_id` and
-    `fingerprint` tell which export of ours the files belong to; other readers pass over them.
+    `save_id` and `fingerprint` tell which export of ours the files belong to.
     """
     metadata: dict[str, object] = {"total_size": layout.tensor_bytes}
     if fingerprint is not None:

@@ -65,9 +65,8 @@ def make(
     """Make all files of `output.plan`; all ranks call it, and the coordinator gets what was made.
 
     Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, after `before_names`. Raises what the
-    stores raise, naming tensor and rank, and `IntegrityError` for damage of the source; then no
-    upload of this run stays open but those of sealed files.
+    others, the coordinator completes when all have reported, after `before_names`. After an error
+    no upload of this run stays open but those of sealed files.
     """
     work = _Work(operation, output, on_bytes)
     files: Mapping[int, FileRef] = {}
@@ -132,18 +131,8 @@ class _Work:
                 log.info("%s was sealed by an earlier run", plan.files[at].name)
         if not regions:
             return self._result
-        writer = RegionWriter(
-            plan,
-            source=source,
-            source_store=site.source,
-            target_store=site.target,
-            options=site.options,
-            deadline=site.deadline,
-            copies=site.setting.copies,
-            on_bytes=self._on_bytes,
-            paces=site.paces,
-        )
         try:
+            writer = RegionWriter(site, plan, source, self._on_bytes)
             writer.write(regions, self._begin, self._end)
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.crc import combine_many, crc32c_of
@@ -27,7 +27,6 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
@@ -38,6 +37,9 @@ from ckpt_storage.transfer.workers import Workers
 from .pieces import Part, copy_runs, cut, cut_region
 from .plan import Plan, Region, number_unit_bytes
 from .reads import Readable, SegmentReader
+
+if TYPE_CHECKING:
+    from .output import Site
 
 Copies = Literal["auto", "always", "never"]
 """Which parts the storage copies: where that pays, wherever it can, none."""
@@ -101,9 +103,8 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """Bytes of file number `file` - 1 as they were written.
+    """Bytes of the file at a position as they were written: several spans if it has edges.
 
-    spans: consecutive bytes, of files with edges cut there and between parts, else one.
     `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` the storage copied.
     """
 
@@ -117,6 +118,8 @@ class Portion:
 def joined(spans: Iterable[Span]) -> Span:
     """Return spans that lie side by side, in any order, as one."""
     starts, lengths, crcs = zip(*sorted(spans), strict=True)
+    if len(starts) == 1:
+        return starts[0], lengths[0], crcs[0]
     crc32c = UNKNOWN_CRC if UNKNOWN_CRC in crcs else combine_many(crcs, lengths)
     return starts[0], sum(lengths), crc32c
 
@@ -126,51 +129,38 @@ End = Callable[[Region, Upload, Portion], None]
 
 
 class RegionWriter:
-    """Writes regions of one plan on one rank.
+    """Writes regions of a plan on one rank, paced by both storages.
 
-    Buffers take at most `options.memory_limit_bytes` of the process's budget. `paces` decides how
-    many parts are under way; for what is heard of the target, uploads are begun on a store that
-    tells it. `on_bytes` gets the bytes that are done; it is called from several threads. After a
-    failure the writer must not be used again, since a thread that hangs may still fill a buffer.
+    Buffers take at most `options.memory_limit_bytes` of the process's budget. `on_bytes` gets the
+    bytes that are done; it is called from several threads. After a failure the writer must not be
+    used again, since a thread that hangs may still fill a buffer.
     """
 
-    def __init__(  # all named
-        self,
-        plan: Plan,
-        *,
-        source: Readable,
-        source_store: Store,
-        target_store: Store,
-        options: TransferOptions,
-        deadline: Deadline,
-        copies: Copies = "auto",
-        on_bytes: Callable[[int], None] = lambda _: None,
-        paces: Paces | None = None,
+    def __init__(
+        self, site: Site, plan: Plan, source: Readable, on_bytes: Callable[[int], None]
     ) -> None:
+        options, able, copies = site.options, site.target.capabilities, site.setting.copies
+        self.site = site
         self.plan = plan
-        self.able = able = target_store.capabilities
+        self.able = able
+        self.deadline = site.deadline
+        self.on_bytes = on_bytes
         self.window_bytes = read_bytes = options.part_bytes
-        if not (able.is_remote or source_store.capabilities.is_remote):
-            self.window_bytes = min(_LOCAL_WINDOW_BYTES, options.part_bytes)
-            read_bytes = min(_LOCAL_READ_BYTES, options.part_bytes)
-        self.paces = paces or Paces(options)
-        self.source_store = source_store.bounded(deadline, throttled=self.paces.source.slowed_down)
+        if not (able.is_remote or site.source.capabilities.is_remote):
+            read_bytes = min(_LOCAL_READ_BYTES, read_bytes)
         self.reader = SegmentReader(
             plan.files,
             source=source,
-            store=self.source_store,
+            store=site.source,
             # Parallelism is ours: each thread reads for its own part.
             options=replace(options, thread_count=1, part_bytes=read_bytes),
-            deadline=deadline,
-            pacer=self.paces.source,
+            deadline=site.deadline,
+            pacer=site.paces.source,
         )
-        self.deadline = deadline
-        self.on_bytes = on_bytes
         self.copies = (
             copies != "never"
             and able.tokens_travel
-            and able.copy_min_bytes is not None
-            and target_store.can_copy_from(source_store, at_any_price=copies == "always")
+            and site.target.can_copy_from(site.source, at_any_price=copies == "always")
         )
         self.turns = threading.Condition()
         self.failure: BaseException | None = None
@@ -180,18 +170,16 @@ class RegionWriter:
         self._free: list[memoryview] = []
 
     def write(self, regions: Iterable[Region], begin: Begin, end: End) -> None:
-        """Write all parts of all regions, side by side.
+        """Write all parts of all regions, side by side, or in order where the storage wants that.
 
         `begin` gives the upload of a region; `end` is called, in some thread, once all of the
-        region was written to it. Part numbers count in units of `plan.number_unit_bytes`, alike on
-        all ranks; parts go in order where the storage wants that. Raises what the stores raise,
-        naming tensor and rank.
+        region was written to it. Raises what the stores raise, naming tensor and rank.
         """
         with Workers(
             self._thread_count,
             name=f"export to {self.plan.files[0].name}",
             deadline=self.deadline,
-            limit=lambda: min(self._thread_count, self.paces.limit()),
+            limit=lambda: min(self._thread_count, self.site.paces.limit()),
         ) as workers:
             try:
                 for region in regions:
@@ -239,10 +227,7 @@ class RegionWriter:
 
     @contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:
-        """Lend `size_bytes`, kept from part to part; not if an error came meanwhile.
-
-        Fresh memory costs the kernel more than the copies that go through it.
-        """
+        """Lend `size_bytes`; fresh memory costs the kernel more than the copies through it."""
         # One list operation is atomic: no lock.
         try:
             found = self._free.pop()
@@ -327,7 +312,7 @@ class _Job:
                 begin_s = time.monotonic()
                 is_last = stop == self._region.file_bytes
                 self._upload.write_part(start // self._unit, start, [window], last=is_last)
-                writer.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
+                writer.site.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
         self._took(spans, read_bytes=read_bytes)
 
     @contextmanager
@@ -349,7 +334,7 @@ class _Job:
     def _copied(self, part: Part, place: ChunkPlace) -> bool:
         """Have the storage copy a part; return False if it will not."""
         writer, first, length = self._writer, part.source_start, part.size_bytes
-        source = writer.source_store.copy_source(place.path)
+        source = writer.site.source.copy_source(place.path)
         if source is None:
             return False
         begin_s = time.monotonic()
@@ -368,7 +353,7 @@ class _Job:
                 writer.copies = False
                 return False
             raise writer.reader.explained(error, [place]) from error
-        writer.paces.target.succeeded(time.monotonic() - begin_s, length)
+        writer.site.paces.target.succeeded(time.monotonic() - begin_s, length)
         read_bytes, expected = 0, part.crc32c
         if told is None and (place.fqn or self._file.crc32c is not None):
             told, read_bytes = writer.reader.verify(place, first, first + length), length
@@ -377,7 +362,7 @@ class _Job:
             writer.reader.verify(place, first, first + length)
             raise StorageError(
                 f"The storage copied bytes [{place.start + first}, {place.start + first + length}) "
-                f"of {writer.source_store.url}/{place.path}, which belong to {place.fqn}, wrongly: "
+                f"of {writer.site.source.url}/{place.path}, which belong to {place.fqn}, wrongly: "
                 "the source is sound, and what it wrote has another checksum.",
                 path=place.path,
                 rank=place.rank,

@@ -218,7 +218,7 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
         max_part_count=max_part_count,
         part_multiple_bytes=multiple,
     )
-    regions = divide(sizes, world_size, able, part_bytes)
+    regions = divide(dict(enumerate(sizes)), world_size, able, part_bytes)
     loads = [0] * world_size
     at = [0] * len(sizes)
     for region in regions:
@@ -312,7 +312,7 @@ def test_every_cut_of_a_region_is_legal(
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
     """Without shared files every region is a file, and the largest file sets the pace."""
     sizes = [100, 900, 300, 500, 200, 400]
-    regions = divide(sizes, 3, WHOLE, 8 * MIB)
+    regions = divide(dict(enumerate(sizes)), 3, WHOLE, 8 * MIB)
     assert [(r.file, r.start, r.stop) for r in regions] == [(i, 0, s) for i, s in enumerate(sizes)]
     loads = [sum(r.size_bytes for r in regions if r.owner == rank) for rank in range(3)]
     assert sorted(loads) == [700, 800, 900]
