@@ -56,6 +56,7 @@ _ALGORITHM = "CRC32C"
 _CHECKSUMS = {"ChecksumAlgorithm": _ALGORITHM, "ChecksumType": "FULL_OBJECT"}
 _EARLIER = 0.9
 _OK = 200
+_RECEIVED_BYTES = MIB
 
 # What servers answer, as codes of S3; digits are the status of an answer without a body.
 _UNKNOWN_HEADER = frozenset(
@@ -120,6 +121,10 @@ class S3Backend(CloudBackend):
         is_whole = answer["ResponseMetadata"]["HTTPStatusCode"] == _OK
         told = answer["ContentLength"] if is_whole else total_of(answer.get("ContentRange"))
         async with answer["Body"] as body:
+            connection = body.raw_stream.connection
+            if connection is not None and connection.transport is not None:
+                # Asyncio takes a quarter of it at a time, and each time wakes the reader.
+                connection.transport.max_size = _RECEIVED_BYTES
             yield Body(
                 # As it came: asking for a length joins what came.
                 pieces=body.raw_stream.content.iter_any(),
