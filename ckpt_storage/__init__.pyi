@@ -62,7 +62,7 @@ from .manager.retention import RetentionPolicy as RetentionPolicy
 from .options import ProgressEvent as ProgressEvent
 from .options import RetryPolicy as RetryPolicy
 from .options import Timeouts as Timeouts
-from .saves.running import save as save
+from .saves.save import save as save
 from .store.registry import register_backend as register_backend
 
 __all__: list[str]  # noqa: PYI035  # lazy_loader makes it of these names

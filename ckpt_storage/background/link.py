@@ -32,7 +32,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import hear_outcome, look_up_outcome
+from ckpt_storage.saves.save import hear_outcome, look_up_outcome
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import halted

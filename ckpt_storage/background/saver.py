@@ -29,8 +29,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.chaining import Chained
-from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
 from .arena import Arenas

@@ -26,8 +26,14 @@ from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.saves.hostcopy import is_as_stored
 from ckpt_storage.saves.items import LiveItems
-from ckpt_storage.saves.planning import Kept, LocalPlan, PlanMemory, Structure, checked
-from ckpt_storage.saves.refusals import naming_refused
+from ckpt_storage.saves.planning import (
+    Kept,
+    LocalPlan,
+    PlanMemory,
+    Structure,
+    checked,
+    naming_refused,
+)
 from ckpt_storage.saves.shardfile import Item
 
 from .arena import Arena, Arenas
@@ -317,7 +323,7 @@ def _rank_plan(live: LocalPlan) -> RankPlan:
         plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
     plan, key = checked(plan), os.urandom(16).hex()
     if structure is not None:
-        _planned.keep(structure, Kept(plan_id=key, plan=plan, item_count=0, metadata=None))
+        _planned.keep(structure, Kept(plan_id=key, plan=plan))
     return RankPlan(key=key, plan=plan, structure=structure)
 
 

@@ -26,7 +26,7 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import run_save
+from ckpt_storage.saves.save import run_save
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import abandoned_thread_count
 

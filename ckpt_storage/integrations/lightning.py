@@ -30,7 +30,7 @@ from ckpt_storage.loads.load import load
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import save, save_on
+from ckpt_storage.saves.save import save, save_on
 
 from .packing import OUTLINE, pack, unpack
 from .whole import WholePlanner
@@ -113,7 +113,7 @@ class CheckpointStorageIO(CheckpointIO):
             overwrite=True,
             storage_options=self._storage.with_options(storage_options),
         )
-        save_on(RankGroup.alone(), lambda: pack(checkpoint), path, lambda: options)
+        save_on(RankGroup.alone(), lambda: pack(checkpoint), path, options)
 
     def load_checkpoint(
         self,

@@ -23,7 +23,7 @@ from ckpt_storage.loads.load import load
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.running import save
+from ckpt_storage.saves.save import save
 
 __all__ = ["CheckpointStorageManager"]
 

@@ -15,7 +15,7 @@ from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import save_on
+from ckpt_storage.saves.save import save_on
 from ckpt_storage.store.deadline import Deadline
 
 from .job import Job
@@ -63,7 +63,7 @@ class StepSave:
 
         committed: CheckpointInfo | None = None
         try:
-            committed = save_on(ranks, prepared, self.target, lambda: self.options)
+            committed = save_on(ranks, prepared, self.target, self.options)
         except CheckpointError as error:
             # The checkpoint counts, whatever went wrong after its commit.
             committed = getattr(error, "info", None)

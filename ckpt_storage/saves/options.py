@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.export.consolidate import ConsolidateJob
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
@@ -27,7 +28,8 @@ from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import write_options
 
-from .chaining import Chained
+Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
+"""What `save(consolidate=...)` takes: whether, where to, or all options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,31 @@ class SaveOptions:
     def commits(self) -> Location | None:
         """Where commit records go, if not below the checkpoint."""
         return Location.of(self.commit_url, self.storage_options) if self.commit_url else None
+
+    def consolidation(self, source: Location) -> ConsolidateJob | None:
+        """Return the consolidation that a save to `source` goes on with; None: none.
+
+        Raises `InvalidInputError`, before anything is saved.
+        """
+        chained = self.consolidate
+        if chained is None or chained is False:
+            return None
+        options = chained if isinstance(chained, ConsolidateOptions) else ConsolidateOptions()
+        if isinstance(chained, str | os.PathLike):
+            options = replace(options, output=chained)
+        elif chained is not True and chained is not options:
+            raise InvalidInputError(
+                f"consolidate is {chained!r:.80}.",
+                next_step="Give True, the URL of the output, or ConsolidateOptions.",
+            )
+        return ConsolidateJob.of(
+            source,
+            replace(options, page_cache=options.page_cache or self.page_cache),
+            timeouts=self.timeouts,
+            retry=self.retry,
+            progress=self.progress,
+            commits=self.commits,
+        )
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
         """Return how bytes go to a storage; None: to any remote one."""

@@ -1,62 +1,49 @@
-"""How the ranks of a front door's save come to their plans: planned anew, or as the last time.
+"""How the ranks of a save come to their plans: planned anew, or as the last time.
 
-Torch's planner takes some 100 us for each item of each rank, on every save; a state is compared in
-about one. So the plans of the last few structures are kept for the process, and no tensor of any
-state. A rank that kept a plan for this structure sends its id in place of the plan. Only if every
-rank sends the same id, and the coordinator has kept it too, the kept plans are used; so no rank can
-go by another plan than the others, whatever failed before.
+Torch's planner takes some 100 us for each item of each rank; a state is compared in about one. So a
+process keeps the plans of the last few structures. A rank that has one for this structure sends its
+id. Kept plans are used only if every rank sends the same id and the coordinator has kept it too.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.plans import exchange_plans, takes
-from ckpt_storage.errors import CheckpointError, RankMismatchError
-from ckpt_storage.loads.resolving import Placements, parts_of, placements_key
+from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
+from .hostcopy import MAKE_PLAIN, fault_of
 from .items import ItemSource, LiveItems
-from .refusals import check_plan
 from .session import Granted, SaveSession
-from .ties import ties_of
+from .ties import named_tensors, ties_of
 
 _KEPT_COUNT = 2
 """A model and one thing besides; each has an object for every item of this rank."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
+Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
+"""Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """All of a flat state that `DefaultSavePlanner` looks at, and who plans.
-
-    What a DTensor's write item says follows from its shape, its mesh, this rank's place there and
-    its placements; and from dtype, layout and `requires_grad` of the local tensor. Strides and
-    devices are in no plan.
-    """
-
-    rank: int
-    world_size: int
-    values: tuple[object, ...]
-    paths: Mapping[str, object]
+A DTensor's write item follows from its shape, mesh, placements and this rank's place in the mesh,
+and from dtype, layout and `requires_grad` of the local tensor. Strides and devices are in no plan.
+"""
 
 
 def structure_of(
@@ -97,31 +84,22 @@ def structure_of(
             return None
         else:
             values.append(fqn)
-    return Structure(rank=rank, world_size=world_size, values=tuple(values), paths=dict(paths))
+    return rank, world_size, tuple(values), dict(paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What was planned: under which id, the rank's final plan, how many items all ranks have.
+    """What was planned: its id, the rank's final plan, how many items all ranks have.
 
-    `metadata` is there on the coordinator only; of many items it `has_chunks` no more, which only
+    `metadata` is there on the coordinator only. Of many items it `has_chunks` no more, which only
     `.metadata` needs: they are an object for every item of every rank.
     """
 
     plan_id: str
     plan: SavePlan
-    item_count: int
-    metadata: Metadata | None
+    item_count: int = 0
+    metadata: Metadata | None = None
     has_chunks: bool = True
-
-
-def without_chunks(metadata: Metadata) -> Metadata:
-    """Return metadata that says of tensors all but how they are cut."""
-    described = {
-        fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
-        for fqn, entry in metadata.state_dict_metadata.items()
-    }
-    return replace(metadata, state_dict_metadata=described)
 
 
 class PlanMemory:
@@ -131,7 +109,7 @@ class PlanMemory:
         self._lock = threading.Lock()
         self._kept: list[tuple[Structure, Kept]] = []
 
-    def find(self, structure: Structure) -> Kept | None:
+    def find(self, structure: Structure | None) -> Kept | None:
         """Return what was kept of an equal structure, None if nothing was."""
         with self._lock:
             return next((kept for known, kept in self._kept if known == structure), None)
@@ -157,8 +135,7 @@ class LocalPlan:
     """One rank's part of planning: what it can say before it hears of other ranks.
 
     `plan` makes the local plan, `planner` those for all ranks and the final one, and `source` gives
-    its items. `ties` maps alias to target. `structure` is that of the state, None where plans are
-    not kept.
+    its items. `ties` maps alias to target. `structure` is None where plans are not kept.
     """
 
     plan: Callable[[], SavePlan]
@@ -181,16 +158,19 @@ class LocalPlan:
 
         Raises what the planner raises.
         """
-        chosen = planner or DefaultSavePlanner()
-        _set_up(chosen, state, url, is_coordinator=rank == 0)
+        chosen: Any = planner or DefaultSavePlanner()
+        is_coordinator = rank == 0
+        if takes(chosen.set_up_planner, "storage_meta"):
+            meta = StorageMeta(checkpoint_id=url)
+            chosen.set_up_planner(
+                state_dict=state, storage_meta=meta, is_coordinator=is_coordinator
+            )
+        else:
+            chosen.set_up_planner(state, is_coordinator)
         structure = None
         if planner is None:
-            paths: Mapping[str, Any] = chosen.mappings  # type: ignore[attr-defined]  # torch's
             structure = structure_of(
-                chosen.state_dict,  # type: ignore[attr-defined]  # torch's own
-                paths,
-                rank=rank,
-                world_size=world_size,
+                chosen.state_dict, chosen.mappings, rank=rank, world_size=world_size
             )
         return cls(
             plan=chosen.create_local_plan,
@@ -199,17 +179,6 @@ class LocalPlan:
             ties=ties_of(chosen),
             structure=structure,
         )
-
-
-def _set_up(planner: SavePlanner, state: dict[str, Any], url: str, *, is_coordinator: bool) -> None:
-    if takes(planner.set_up_planner, "storage_meta"):
-        planner.set_up_planner(
-            state_dict=state,
-            storage_meta=StorageMeta(checkpoint_id=url),
-            is_coordinator=is_coordinator,
-        )
-    else:
-        planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]  # old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,71 +202,36 @@ class _Answer:
     leave: Granted | CheckpointError | None = None
 
 
-class PlanExchange:
-    """One exchange of plans, on one rank. `metadata` is there on the coordinator afterwards."""
+def exchange(
+    operation: Operation, session: SaveSession, local: LocalPlan
+) -> tuple[SavePlan, Granted, Metadata | None]:
+    """Return this rank's final plan, the coordinator's leave, and there, the metadata; all ranks.
 
-    def __init__(self, operation: Operation, session: SaveSession, local: LocalPlan) -> None:
-        self._operation = operation
-        self._session = session
-        self._local = local
-        self._kept: Kept | None = None
-        self.metadata: Metadata | None = None
+    Raises on all ranks what the coordinator refused the save for; no byte was written then.
+    """
+    structure, metadata = local.structure, None
+    kept = None if structure is None else PLANS.find(structure)
 
-    def run(self) -> tuple[SavePlan, Granted]:
-        """Return this rank's final plan and the coordinator's leave.
-
-        Raises on all ranks what the coordinator refused the save for; no byte was written then.
-        """
-        structure = self._local.structure
-        kept = self._kept = None if structure is None else PLANS.find(structure)
-        answer = self._exchange(kept)
-        if answer.plan is None:
-            kept = self._kept = None
-            answer = self._exchange(None)
-        assert answer.plan is not None  # noqa: S101  # who proposed a plan gets one
-        if kept is not None and kept.plan_id == answer.plan_id:
-            plan = kept.plan
-        else:
-            plan = self._local.planner.finish_plan(answer.plan)
-            if structure is not None:
-                self._keep(structure, plan, answer)
-        if not isinstance(answer.leave, Granted):
-            assert answer.leave is not None  # noqa: S101  # it comes with a plan
-            raise answer.leave
-        return plan, answer.leave
-
-    def _keep(self, structure: Structure, plan: SavePlan, answer: _Answer) -> None:
-        has_chunks = answer.item_count <= STOCK_ENTRY_LIMIT
-        metadata = self.metadata
-        kept = Kept(
-            plan_id=answer.plan_id,
-            plan=plan,
-            item_count=answer.item_count,
-            metadata=metadata if has_chunks or metadata is None else without_chunks(metadata),
-            has_chunks=has_chunks,
-        )
-        PLANS.keep(structure, kept)
-
-    def _exchange(self, kept: Kept | None) -> _Answer:
-        plan = SavePlan([]) if kept else checked(self._local.plan())
-        proposal = _Proposal(plan=plan, plan_id=kept.plan_id if kept else None)
-        return exchange_plans(self._operation, proposal, self._decide)
-
-    def _decide(self, proposals: Sequence[_Proposal]) -> list[_Answer]:
+    def decide(proposals: Sequence[_Proposal]) -> list[_Answer]:
+        nonlocal metadata
         plans = [proposal.plan for proposal in proposals]
         ids = {proposal.plan_id for proposal in proposals}
-        kept = self._kept
         refusal = unlike([plan.items for plan in plans])
         if ids == {None}:
-            plans, self.metadata = self._local.planner.create_global_plan(plans)
+            plans, metadata = local.planner.create_global_plan(plans)
             plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
-        elif kept is not None and kept.metadata is not None and self._suffices(kept, ids):
-            self.metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
+        elif (
+            kept is not None
+            and kept.metadata is not None
+            and ids == {kept.plan_id}
+            and (kept.has_chunks or not session.options.is_stock_wanted(kept.item_count))
+        ):
+            metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
         else:
             return [_Answer(plan=None) for _ in proposals]
         leave: Granted | CheckpointError
         try:
-            leave = refusal or self._session.begin(len(plans), item_count)
+            leave = refusal or session.begin(len(plans), item_count)
         except CheckpointError as error:
             leave = error
         return [
@@ -305,10 +239,41 @@ class PlanExchange:
             for plan in plans
         ]
 
-    def _suffices(self, kept: Kept, ids: set[str | None]) -> bool:
-        """Return whether all ranks kept this plan, and all that this save's documents need."""
-        is_whole = kept.has_chunks or not self._session.options.is_stock_wanted(kept.item_count)
-        return is_whole and ids == {kept.plan_id}
+    plan_id = None if kept is None else kept.plan_id
+    plan = checked(local.plan()) if kept is None else SavePlan([])
+    answer = exchange_plans(operation, _Proposal(plan=plan, plan_id=plan_id), decide)
+    if answer.plan is None:
+        kept = None
+        proposal = _Proposal(plan=checked(local.plan()), plan_id=None)
+        answer = exchange_plans(operation, proposal, decide)
+    if kept is not None and kept.plan_id == answer.plan_id:
+        plan = kept.plan
+    else:
+        assert answer.plan is not None  # noqa: S101  # who proposed a plan gets one
+        plan = local.planner.finish_plan(answer.plan)
+        if structure is not None:
+            has_chunks = answer.item_count <= STOCK_ENTRY_LIMIT
+            found = Kept(
+                plan_id=answer.plan_id,
+                plan=plan,
+                item_count=answer.item_count,
+                metadata=metadata if has_chunks or metadata is None else without_chunks(metadata),
+                has_chunks=has_chunks,
+            )
+            PLANS.keep(structure, found)
+    if not isinstance(answer.leave, Granted):
+        assert answer.leave is not None  # noqa: S101  # it comes with a plan
+        raise answer.leave
+    return plan, answer.leave, metadata
+
+
+def without_chunks(metadata: Metadata) -> Metadata:
+    """Return metadata that says of tensors all but how they are cut."""
+    described = {
+        fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return replace(metadata, state_dict_metadata=described)
 
 
 def checked(plan: SavePlan) -> SavePlan:
@@ -317,12 +282,13 @@ def checked(plan: SavePlan) -> SavePlan:
     So plans of many small tensors travel small, and keep the garbage collector idle. Raises
     `InvalidInputError` for tensors of whose elements nobody knows the bytes.
     """
-    check_plan(plan)
     known: dict[object, Any] = {}
     items = []
     for item in plan.items:
         data = item.tensor_data
-        if data is not None and type(data) is TensorWriteData:
+        if data is not None:
+            _check_bytes(item.index.fqn, data)
+        if type(data) is TensorWriteData:
             chunk, kind = data.chunk, data.properties
             key = (
                 *(tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size), kind.dtype),
@@ -331,6 +297,45 @@ def checked(plan: SavePlan) -> SavePlan:
             data = known.setdefault(key, data)
         items.append(replace(item, tensor_data=data))
     return replace(plan, items=items)
+
+
+def _check_bytes(fqn: str, data: TensorWriteData) -> None:
+    dtype = dtype_name(data.properties.dtype)
+    if any(isinstance(length, torch.SymInt) for length in data.size):
+        raise _refusal(fqn, "it is a nested tensor")
+    if dtype.startswith(("qint", "quint")):
+        raise _refusal(fqn, "it is quantised")
+    if dtype not in DTYPES:
+        raise _refusal(fqn, f"its dtype {dtype} cannot be stored")
+
+
+def _refusal(fqn: str, reason: str) -> InvalidInputError:
+    told = f"{fqn} cannot be saved: {reason}."
+    return InvalidInputError(told, phase="plan", next_step=MAKE_PLAIN)
+
+
+@contextmanager
+def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a planner raises at into `InvalidInputError` naming the tensor, where it is plain.
+
+    A tensor of a kind that torch cannot plan is not stored either.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RecursionError as error:
+        raise InvalidInputError(
+            "The state cannot be saved: a container in it holds itself, or is nested too deeply.",
+            phase="plan",
+            next_step="Break the circle.",
+        ) from error
+    except Exception as error:
+        for fqn, tensor in named_tensors(state, ""):
+            reason = fault_of(tensor)
+            if reason is not None:
+                raise _refusal(f"{fqn} ({type(tensor).__qualname__})", reason) from error
+        raise
 
 
 def unlike(items_of: Sequence[Sequence[WriteItem]]) -> RankMismatchError | None:

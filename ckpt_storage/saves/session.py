@@ -18,6 +18,7 @@ from ckpt_storage.commit.delete import delete_attempt
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import read_log
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     CommitConflictError,
@@ -85,6 +86,19 @@ class SaveSession:
         self.options = options
         self._phase = phase
         self._checkpoint_id = checkpoint_id
+
+    @classmethod
+    def on(
+        cls, operation: Operation, url: str | os.PathLike[str], options: SaveOptions
+    ) -> SaveSession:
+        """Take up a save to `url` whose phases are those of an operation."""
+        return cls(
+            url,
+            options,
+            rank=operation.rank,
+            is_coordinator=operation.is_coordinator,
+            phase=operation.phase,
+        )
 
     @property
     def url(self) -> str:

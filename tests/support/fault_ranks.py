@@ -39,7 +39,7 @@ WEIGHT_COUNT = 800_000
 _PR_SET_PDEATHSIG = 1
 _OURS = [
     f"ckpt_storage.{name}"
-    for name in ("loads.load", "background.saver", "saves.running", "export.consolidate")
+    for name in ("loads.load", "background.saver", "saves.save", "export.consolidate")
 ]
 
 Where = Literal["call", "local plan", "global plan", ""]

@@ -29,8 +29,8 @@ from ckpt_storage.background import link
 from ckpt_storage.background.worker import PipedOperation
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.saves import save as saving
 from ckpt_storage.saves import session
-from ckpt_storage.saves.planning import PlanExchange
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
@@ -142,7 +142,7 @@ def _patch() -> None:
     if hasattr(_assembly.commit, "inner"):
         return
     inner_commit = _assembly.commit
-    _hold_before(PlanExchange, "run", "local plan")
+    _hold_before(saving, "exchange", "local plan")
     _hold_before(session, "write_shard", "write")
     for kind in (Operation, PipedOperation):
         _hold_before(kind, "outcome", "outcome")

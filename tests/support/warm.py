@@ -28,7 +28,7 @@ _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "ckpt_storage.loads.load",
-    "ckpt_storage.saves.running",
+    "ckpt_storage.saves.save",
 ]
 
 

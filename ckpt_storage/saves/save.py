@@ -1,8 +1,4 @@
-"""`save`: one bounded, collective save.
-
-Takes a planner and a `SaveSession` through DCP's steps over an `Operation`, without torch's
-collectives.
-"""
+"""`save`: one bounded, collective save, over an `Operation` in place of torch's collectives."""
 
 from __future__ import annotations
 
@@ -20,12 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import (
-    Report,
-    as_checkpoint_errors,
-    place_of,
-    told_by,
-)
+from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, place_of, told_by
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import COORDINATOR
 from ckpt_storage.coordination.operation import Operation
@@ -33,11 +24,14 @@ from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
+    ConsolidationError,
     NotPublishedError,
     PhaseTimeoutError,
     RankFailedError,
     SaveCancelledError,
+    StorageError,
 )
+from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
 from ckpt_storage.options import (
     PageCache,
     Progress,
@@ -47,18 +41,14 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 
-from .chaining import Chained, chained_job, consolidate_committed
-from .options import SaveOptions
-from .planning import LocalPlan, PlanExchange
-from .refusals import naming_refused
+from .options import Chained, SaveOptions
+from .planning import LocalPlan, exchange, naming_refused
 from .session import Granted, SaveSession
 
 log = logging.getLogger("ckpt_storage")
 
-_LOOK = (
-    "Open the checkpoint once that rank has ended: the save is committed if and only if the newest "
-    "save there has its save id, or a later one replaced it."
-)
+State = Callable[[], dict[str, Any] | LocalPlan]
+"""Gives a state, or this rank's part of planning, made before."""
 
 
 def save(  # the public surface, all keyword-only
@@ -84,10 +74,9 @@ def save(  # the public surface, all keyword-only
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
 
-    Does what `dcp.save` does, and besides: no collective runs on any process group, so no
-    watchdog of the trainer counts; each phase has its own deadline; a rank that fails, dies or
-    hangs is named by an error on every live rank. Before a byte is written all ranks agree on
-    `url` and options. On return the checkpoint is committed and durable.
+    Does what `dcp.save` does. No collective runs on any process group, and each phase has its own
+    deadline. A rank that fails, dies or hangs is named by an error on every live rank. Ranks agree
+    on `url` and options before a byte is written. On return the checkpoint is durable.
 
     Args:
         state: state dict as for `dcp.save`: nested dicts of tensors, DTensors, ShardedTensors,
@@ -124,59 +113,55 @@ def save(  # the public surface, all keyword-only
             begun; and with `ConsolidationError`: only its consolidation failed.
 
     """
-
-    def options() -> SaveOptions:
-        return SaveOptions(
-            timeouts=Timeouts.of(timeout),
-            overwrite=overwrite,
-            consolidate=consolidate,
-            storage_options=storage_options,
-            planner=planner,
-            thread_count=thread_count,
-            part_bytes=part_bytes,
-            memory_limit_bytes=memory_limit_bytes,
-            page_cache=page_cache,
-            sync_files=sync_files,
-            commit_url=commit_url,
-            stock_metadata=stock_metadata,
-            unsafe_values=unsafe_values,
-            retry=retry,
-            progress=progress,
-        )
-
-    return save_on(RankGroup.of(process_group), lambda: plain_state(state), url, options)
+    try:
+        timeouts, refusal = Timeouts.of(timeout), None
+    except CheckpointError as error:
+        # The other ranks are waiting to be told.
+        timeouts, refusal = Timeouts(), error
+    options = SaveOptions(
+        timeouts=timeouts,
+        overwrite=overwrite,
+        consolidate=consolidate,
+        storage_options=storage_options,
+        planner=planner,
+        thread_count=thread_count,
+        part_bytes=part_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
+        sync_files=sync_files,
+        commit_url=commit_url,
+        stock_metadata=stock_metadata,
+        unsafe_values=unsafe_values,
+        retry=retry,
+        progress=progress,
+    )
+    ranks = RankGroup.of(process_group)
+    return save_on(ranks, lambda: plain_state(state), url, options, refusal=refusal)
 
 
 def save_on(
     ranks: RankGroup,
-    state: Callable[[], dict[str, Any]],
+    state: State,
     url: str | os.PathLike[str],
-    options: Callable[[], SaveOptions],
+    options: SaveOptions,
+    *,
+    refusal: CheckpointError | None = None,
 ) -> CheckpointInfo:
     """Save in an operation of all `ranks`; as `save`.
 
-    What `state` and `options` raise reaches all ranks.
+    All ranks hear of a `refusal` of this one, and of what `state` raises.
     """
-    try:
-        chosen, refusal = options(), None
-    except CheckpointError as error:
-        # The other ranks are waiting to be told.
-        chosen, refusal = SaveOptions(), error
-    with save_operation(ranks, url, chosen) as operation:
+    with save_operation(ranks, url, options) as operation:
         if refusal is not None:
             raise refusal
-        return run_save(operation, url, chosen, state)
+        return run_save(operation, url, options, state)
 
 
 @contextmanager
 def save_operation(
     ranks: RankGroup, url: str | os.PathLike[str], options: SaveOptions
 ) -> Iterator[Operation]:
-    """Run a save as one operation of all ranks.
-
-    What a void one wrote is deleted at the end, if nobody writes any more; else it is freed as that
-    of a dead save.
-    """
+    """Run a save as one operation of all ranks; delete what a void one wrote."""
     operation: Operation | None = None
     what = f"the save to {place_of(url)}"
     try:
@@ -184,100 +169,86 @@ def save_operation(
             yield operation
     finally:
         if operation is not None and operation.save_id is not None and operation.is_void:
-            _session(operation, url, options).discard(operation.save_id, is_whole=True)
-
-
-def _session(
-    operation: Operation, url: str | os.PathLike[str], options: SaveOptions
-) -> SaveSession:
-    return SaveSession(
-        url,
-        options,
-        rank=operation.rank,
-        is_coordinator=operation.is_coordinator,
-        phase=operation.phase,
-    )
+            SaveSession.on(operation, url, options).discard(operation.save_id, is_whole=True)
 
 
 def run_save(
     operation: Operation,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    state: Callable[[], dict[str, Any] | LocalPlan],
+    state: State,
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run one save as the whole of `operation`.
+    """Run one save, and the consolidation that it goes on with, as the whole of `operation`.
 
-    `state` may return this rank's part of planning, made before. Raises as `save`; with
-    `in_background` an exit that a planner asks for is an error like any other.
+    Raises as `save`; with `in_background` an exit that a planner asks for is an error like others.
     """
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-        session = _session(operation, url, options)
+        session = SaveSession.on(operation, url, options)
         operation.what = f"the save to {session.url}"
-        job = chained_job(
-            options.consolidate,
-            session.location,
-            commits=options.commits,
-            page_cache=options.page_cache,
-            timeouts=options.timeouts,
-            retry=options.retry,
-            progress=options.progress,
-        )
-        terms = {**session.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        save = _Save(operation, session, options, in_background=in_background)
-        info = save.run(state(), terms)
+        job = options.consolidation(session.location)
+        part = state()
+        operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
+        save = _Save(operation, session, in_background=in_background)
+        info = save.lead(part) if operation.is_coordinator else save.follow(part)
         if job is None:
             return info
         operation.committed = info
         job = replace(job, slot=info.slot)
-        report = consolidate_committed(operation, job, info, in_background=in_background)
-        return replace(info, export=report.output_url)
+        return _consolidated(operation, job, info, in_background=in_background)
 
 
 class _Save:
-    """One save on one rank, step by step."""
+    """One save on one rank, once all have met."""
 
-    def __init__(
-        self,
-        operation: Operation,
-        session: SaveSession,
-        options: SaveOptions,
-        *,
-        in_background: bool,
-    ) -> None:
+    def __init__(self, operation: Operation, session: SaveSession, *, in_background: bool) -> None:
         self._operation = operation
         self._session = session
-        self._options = options
+        self._in_background = in_background
         self._granted: Granted | None = None
         self._metadata: Metadata | None = None
-        self._in_background = in_background
 
-    def run(self, state: dict[str, Any] | LocalPlan, terms: Mapping[str, str]) -> CheckpointInfo:
-        operation = self._operation
-        operation.meet(terms)
-        if not operation.is_coordinator:
-            written = self._write_part(state)
-            write = operation.deadline
-            self._send(written)
-            # The last rank may take the whole write phase, and only then the commit begins.
-            operation.phase("commit", write.remaining_s() + self._options.timeouts.commit)
-            return hear_outcome(operation, self._session)
+    def follow(self, state: dict[str, Any] | LocalPlan) -> CheckpointInfo:
+        """Write this rank's part; return what the coordinator commits."""
+        operation, timeouts = self._operation, self._session.options.timeouts
+        written = self._write_part(state)
+        write = operation.deadline
         try:
-            gathered = self._gathered(state)
-            info = self._commit(gathered)
+            operation.gather(written)
+        except SaveCancelledError:
+            raise  # before anything was sent; so the coordinator cannot have committed
         except CheckpointError as error:
+            # It may have arrived all the same, and then the save is committed.
+            operation.phase("commit", timeouts.commit)
+            raise _without_coordinator(operation, self._session, error) from error
+        # The last rank may take the whole write phase, and only then the commit begins.
+        operation.phase("commit", write.remaining_s() + timeouts.commit)
+        return hear_outcome(operation, self._session)
+
+    def lead(self, state: dict[str, Any] | LocalPlan) -> CheckpointInfo:
+        """Write this rank's part, commit once all have written theirs, and tell what came of it."""
+        operation = self._operation
+        try:
+            reports = self._gathered(state)
+            granted, metadata = self._granted, self._metadata
+            assert granted is not None and metadata is not None  # noqa: S101, PT018  # planning set both
+            info = self._session.finish(granted, metadata, reports)
+        except CheckpointError as error:
+            failure = operation.failure()
+            is_open = isinstance(error, CommitUnknownError | NotPublishedError)
+            if failure is not None and failure is not error and is_open:
+                error.args = (f"{error} It was given up for this reason: {failure}",)
+                error.rank = failure.rank
             # Whoever waits for the commit learns that there will be none, or that it is in doubt.
-            told = self._with_reason(error)
-            self._announce(told)
-            if told is error:
-                raise
-            raise told from error
+            self._announce(error)
+            raise
         except BaseException as error:
             if operation.deadline.phase == "commit":
                 # An interrupt leaves the request that commits on its way.
-                doubt = self._in_doubt(error)
+                told = f"{type(error).__name__} ended rank {COORDINATOR} while it committed"
+                doubt = _in_doubt(told, operation, self._session)
                 self._announce(doubt)
                 if self._in_background:
                     raise doubt from error
@@ -285,63 +256,19 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[bytes]:
-        """Write this rank's part; return what all ranks tell of theirs, on the coordinator."""
+    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[Any]:
+        """Write this rank's part; return the reports of all ranks."""
         try:
-            return self._operation.gather(self._write_part(state))
+            packed = self._operation.gather(self._write_part(state))
         except CheckpointError as error:
-            is_silence = isinstance(error, RankFailedError) and error.is_silent
             # A storage or a rank that hangs would keep this one waiting once more.
-            hangs = is_silence or isinstance(error, PhaseTimeoutError)
+            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
             self._operation.is_void = self._granted is not None and not hangs
             raise
-
-    def _in_doubt(self, error: BaseException) -> CommitUnknownError:
-        save_id, url = self._operation.save_id or "", self._session.url
-        return CommitUnknownError(
-            f"{type(error).__name__} ended rank {COORDINATOR} while it committed; whether save "
-            f"{save_id} to {url} is or will be committed cannot be told.",
-            save_id=save_id,
-            rank=COORDINATOR,
-            phase="commit",
-            next_step=_LOOK,
-        )
-
-    def _with_reason(self, error: CheckpointError) -> CheckpointError:
-        """Return `error`; if it was given up on the way, with what made the coordinator do so."""
-        failure = self._operation.failure()
-        if failure is None or failure is error:
-            return error
-        told = f"{error} It was given up for this reason: {failure}"
-        if isinstance(error, NotPublishedError):
-            return NotPublishedError(
-                told, info=error.info, rank=failure.rank, phase=error.phase, path=error.path
-            )
-        if not isinstance(error, CommitUnknownError):
-            return error
-        return CommitUnknownError(
-            told,
-            save_id=error.save_id,
-            slot=error.slot,
-            rank=failure.rank,
-            phase=error.phase,
-            path=error.path,
-        )
-
-    def _send(self, written: bytes) -> None:
-        """Tell the coordinator what this rank wrote."""
-        operation = self._operation
-        try:
-            operation.gather(written)
-        except SaveCancelledError:
-            raise  # before anything was sent; so the coordinator cannot have committed
-        except CheckpointError as error:
-            # It may have arrived all the same, and then the save is committed.
-            operation.phase("commit", self._options.timeouts.commit)
-            raise _without_coordinator(operation, self._session, error) from error
+        return [pickle.loads(report) for report in packed]  # noqa: S301  # our own ranks
 
     def _write_part(self, state: dict[str, Any] | LocalPlan) -> bytes:
-        """Plan and write; return what the coordinator is to know of it."""
+        """Plan and write; return this rank's report."""
         operation, session = self._operation, self._session
         operation.phase("plan")
         with naming_refused({} if isinstance(state, LocalPlan) else state):
@@ -350,24 +277,17 @@ class _Save:
                 if isinstance(state, LocalPlan)
                 else LocalPlan.of(
                     state,
-                    self._options.planner,
+                    session.options.planner,
                     url=session.url,
                     rank=operation.rank,
                     world_size=operation.world_size,
                 )
             )
-            exchange = PlanExchange(operation, session, local)
-            plan, granted = exchange.run()
-        self._metadata, self._granted = exchange.metadata, granted
+            plan, granted, self._metadata = exchange(operation, session, local)
+        self._granted = granted
         # Before the phase is told to anyone who watches.
         operation.save_id = granted.grant.save_id
         return pickle.dumps(session.write(granted, plan, local.source, local.ties))
-
-    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
-        granted, metadata = self._granted, self._metadata
-        assert granted is not None and metadata is not None  # noqa: S101, PT018  # planning set both
-        reports = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
-        return self._session.finish(granted, metadata, reports)
 
     def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
         try:
@@ -375,6 +295,18 @@ class _Save:
         except CheckpointError as error:
             # The outcome stands; ranks that do not hear of it look for themselves.
             log.warning("Telling the ranks what became of the save failed: %s", error)
+
+
+def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUnknownError:
+    save_id = operation.save_id or ""
+    return CommitUnknownError(
+        f"{told}; whether save {save_id} to {session.url} is or will be committed cannot be told.",
+        save_id=save_id,
+        rank=COORDINATOR,
+        phase="commit",
+        next_step="Open the checkpoint once that rank has ended: the save is committed if and only "
+        "if the newest save there has its save id, or a later one replaced it.",
+    )
 
 
 def hear_outcome(
@@ -404,20 +336,13 @@ def look_up_outcome(
     operation: Operation, session: SaveSession, error: CheckpointError
 ) -> CheckpointInfo | CommitUnknownError:
     """Return what became of a save whose coordinator was lost, as `error` says, in its commit."""
-    save_id = operation.save_id or ""
     try:
-        info = session.outcome(save_id)
+        info = session.outcome(operation.save_id or "")
     except CheckpointError as failure:
         info = None
         error.add_note(f"Looking for the outcome failed too: {failure}")
-    return info or CommitUnknownError(
-        f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase; whether save "
-        f"{save_id} to {session.url} is or will be committed cannot be told. {error}",
-        save_id=save_id,
-        rank=COORDINATOR,
-        phase="commit",
-        next_step=_LOOK,
-    )
+    told = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase ({error})"
+    return info or _in_doubt(told, operation, session)
 
 
 def _without_coordinator(
@@ -434,3 +359,36 @@ def _without_coordinator(
         phase="commit",
         info=found,
     )
+
+
+def _consolidated(
+    operation: Operation, job: ConsolidateJob, info: CheckpointInfo, *, in_background: bool
+) -> CheckpointInfo:
+    """Consolidate what was just committed, in the same operation; return `info` with the export.
+
+    Raises `ConsolidationError` with `info`: the checkpoint stays committed.
+    """
+    try:
+        what = f"the consolidation of {info.url}"
+        with as_checkpoint_errors(what, operation.rank, in_background=in_background):
+            report = run_consolidate(operation, job, as_one_phase=True)
+            return replace(info, export=report.output_url)
+    except CheckpointError as caught:
+        error = caught
+        failure = operation.failure()
+        if failure is not None and isinstance(caught, StorageError):
+            # Requests that were given up say so; what matters is why.
+            error = failure
+        told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
+        next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
+        if isinstance(error.__cause__, ConsolidationError):
+            # Another rank's error says all of this already.
+            told, next_step = f"Rank {error.rank}: {error.__cause__}", None
+        raise ConsolidationError(
+            told,
+            info=info,
+            rank=error.rank,
+            phase=error.phase or "consolidate",
+            path=error.path,
+            next_step=next_step,
+        ) from error
