@@ -1,12 +1,10 @@
 """Reads that ranks share: each owner reads its units and passes them on, in order of number.
 
 It cannot lock up. Take the lowest unit that some rank still misses. All lower ones are delivered,
-so one of its owner's threads reads this one, and sends it to the ranks in turn. Each rank that
-misses it has one of its receiving threads wait for it, since they take units in order of number
-and wait for nothing else. So it moves, with one thread of each kind, too.
+so a thread of its owner reads it and sends it to the ranks in turn. Each rank that misses it has a
+thread that waits for it and for nothing else, since units are taken in order. So it moves.
 
-What arrives is held to the checkpoint's own checksums (I9), where there are any and the reader
-verifies.
+What arrives is held to the checkpoint's own checksums.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
@@ -41,16 +38,6 @@ _LINK_S = 60.0
 """Where ranks cannot reach one another within this, each reads for itself."""
 
 
-class Transport(Protocol):
-    """Messages between the ranks of a load; every wait ends by the deadline."""
-
-    def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
-        """Send `data` to rank `to`."""
-
-    def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
-        """Fill `into` with what rank `source` sends under `tag`."""
-
-
 class SharedReads:
     """One rank's part of the shared reads of one load.
 
@@ -63,14 +50,14 @@ class SharedReads:
         self,
         order: ShareOrder,
         reads: Mapping[Key, Sequence[ChunkRead]],
-        transport: Transport,
+        peers: Peers,
         ranges: RangeReader,
         *,
         window: int,
     ) -> None:
         self._rank = order.rank
         self._reads = reads
-        self._transport = transport
+        self._peers = peers
         self._deadline = ranges.deadline
         # Each thread has one request under way.
         options = dataclasses.replace(ranges.options, thread_count=1)
@@ -169,11 +156,11 @@ class SharedReads:
         self._deliver(parts)
         for rank in unit.ranks:
             if rank != self._rank:
-                self._transport.send(rank, buffer, _TAG + unit.number, self._deadline)
+                self._peers.send(rank, buffer, _TAG + unit.number, self._deadline)
         self._on_bytes(len(buffer))
 
     def _receive(self, unit: Unit, buffer: memoryview) -> None:
-        self._transport.receive(unit.owner, buffer, _TAG + unit.number, self._deadline)
+        self._peers.receive(unit.owner, buffer, _TAG + unit.number, self._deadline)
         parts = list(self._parts(unit, buffer))
         for reads, start, part in parts:
             reads[0].place.check(part, start)
@@ -213,23 +200,19 @@ class Links:
 
         All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
         """
-        is_joined = False
-        if self._all(can_share):
-            is_joined = self._all(self._has_reached(deadline))
-            if not is_joined:
-                self.peers.drop()
-        if not is_joined:
-            yield False
-            return
+        is_joined = self._all(is_met=can_share) and self._all(is_met=self._has_reached(deadline))
         try:
-            yield True
+            yield is_joined
         except BaseException:
             # What is under way between these ranks belongs to nobody now.
-            self.peers.drop()
+            is_joined = False
             raise
+        finally:
+            if not is_joined:
+                self.peers.drop()
 
-    def _all(self, answer: bool) -> bool:  # noqa: FBT001  # a vote
-        return set(self.operation.all_gather(b"yes" if answer else b"no")) == {b"yes"}
+    def _all(self, *, is_met: bool) -> bool:
+        return set(self.operation.all_gather(b"yes" if is_met else b"no")) == {b"yes"}
 
     def _has_reached(self, deadline: Deadline) -> bool:
         try:

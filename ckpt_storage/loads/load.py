@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ def load(  # the public surface, all keyword-only
             minutes and an hour.
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
-            Ranks may differ in it; the coordinator's sees all plans.
+            All ranks give one, or none; the coordinator's sees all plans.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
@@ -124,8 +124,7 @@ def load(  # the public surface, all keyword-only
             session = LoadSession(settings, begin=operation.phase)
             operation.what = f"the load from {session.url}"
             plain = plain_state(dict(sorted(state.items())))
-            chosen = planner or OwnChunksLoadPlanner()
-            _run(operation, peers_of(coordinator), session, chosen, plain)
+            _run(operation, peers_of(coordinator), session, planner, plain)
             operation.all_gather(pickle.dumps(None))
             has_read = True
             for key, value in plain.items():
@@ -148,71 +147,40 @@ def load(  # the public surface, all keyword-only
             return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Proposal:
-    """What a rank sends: its plan, without items if nobody else needs them.
-
-    With `is_own` its planner is ours, and no other rank's planner has a say in the plan.
-    """
-
-    plan: LoadPlan
-    is_own: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What a rank is told: its plan, None if it is as the rank proposed, and what it shares."""
-
-    plan: LoadPlan | None
-    order: ShareOrder | None
-
-
 def _run(
     operation: Operation,
     peers: Peers,
     session: LoadSession,
-    planner: LoadPlanner,
+    given: LoadPlanner | None,
     state: dict[str, Any],
 ) -> None:
     """Plan and read.
 
-    A planner that was given may look at all ranks' plans, as under `dcp.load`. With ours, ranks
-    still agree on what they read, but their plans travel only where reads may be shared. Where some
-    ranks give a planner and others none, all send their plans in full, once that is known.
+    A planner that was given looks at all ranks' plans, as under `dcp.load`. With ours, ranks still
+    agree on what they read, but plans travel only where reads may be shared.
     """
-    operation.meet(session.terms())
+    operation.meet({**session.terms(), "planner": "the default one" if given is None else "given"})
     operation.phase("load")
-    is_own = type(planner) is OwnChunksLoadPlanner
-    metadata = session.metadata(lazy=is_own)
-    planner.set_up_planner(state, metadata, operation.is_coordinator)
+    planner = given or OwnChunksLoadPlanner()
+    planner.set_up_planner(state, session.metadata(lazy=given is None), operation.is_coordinator)
     session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     told = plan
-    if is_own and session.share_policy(operation.world_size) is None:
+    if given is None and session.share_policy(operation.world_size) is None:
         told = replace(plan, items=[])
-    proposal = _Proposal(plan=session.propose(told), is_own=is_own)
 
-    def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
-        plans = [proposal.plan for proposal in proposals]
-        if len({proposal.is_own for proposal in proposals}) > 1:
-            return [None] * len(plans)
-        if not is_own:
-            return decide_in_full(plans)
-        session.check()
-        return [_Answer(plan=None, order=order) for order in session.share_orders(plans)]
-
-    def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
-        plans = planner.create_global_plan(plans)
+    def decide(plans: list[LoadPlan]) -> Sequence[tuple[LoadPlan | None, ShareOrder | None]]:
+        if given is not None:
+            plans = planner.create_global_plan(plans)
         session.check()
         orders = session.share_orders(plans)
-        return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
+        return [
+            (None if given is None else final, order)
+            for final, order in zip(plans, orders, strict=True)
+        ]
 
-    answer = exchange_plans(operation, proposal, decide)
-    if answer is None:
-        answer = exchange_plans(operation, session.propose(plan), decide_in_full)
-    if answer.plan is not None:
-        plan = planner.finish_plan(answer.plan)
-    links = None
-    if answer.order is not None:
-        links = Links(order=answer.order, operation=operation, peers=peers)
+    final, order = exchange_plans(operation, session.propose(told), decide)
+    if final is not None:
+        plan = planner.finish_plan(final)
+    links = None if order is None else Links(order=order, operation=operation, peers=peers)
     session.read(plan, planner, links)

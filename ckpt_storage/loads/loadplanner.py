@@ -12,7 +12,6 @@ from itertools import starmap
 from typing import Any, overload
 
 import torch
-from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,30 +34,14 @@ from .resolving import Parts, Placements, parts_of, placements_key
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
-def metadata_of(source: Source, *, url: str) -> Metadata:
-    """Return what planners are told of a checkpoint."""
-    state: dict[str, _Entry] = {}
-    sizes: dict[tuple[int, ...], torch.Size] = {}
-    # By identity: who made the boxes of tensors that are cut alike made them once.
-    made: dict[int, ChunkList] = {}
-    for fqn, info in source.tensors.items():
-        size = sizes.get(info.shape)
-        if size is None:
-            size = sizes[info.shape] = torch.Size(info.shape)
-        chunks = made.get(id(info.boxes))
-        if chunks is None:
-            chunks = made[id(info.boxes)] = ChunkList(info)
-        state[fqn] = _tensor_metadata(info, size, chunks)
-    state.update((fqn, BytesStorageMetadata()) for fqn in source.blobs)
-    return _metadata(source, state, url=url)
+def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
+    """Return what planners are told of a checkpoint.
 
-
-def lazy_metadata_of(source: Source, *, url: str) -> Metadata:
-    """Return the same for a planner of ours: no entry is kept, each is made when asked for."""
-    return _metadata(source, _Entries(source), url=url)
-
-
-def _metadata(source: Source, state: Mapping[str, _Entry], *, url: str) -> Metadata:
+    With `lazy`, for a planner of ours, no entry is kept: each is made when it is asked for.
+    """
+    state: Mapping[str, _Entry] = _Entries(source)
+    if not lazy:
+        state = dict(state)
     planner_data = source.planner_data
     return Metadata(
         state_dict_metadata=state,  # type: ignore[arg-type]  # read only, as a dict is read
@@ -70,14 +53,25 @@ def _metadata(source: Source, state: Mapping[str, _Entry], *, url: str) -> Metad
 
 
 class _Entries(Mapping[str, _Entry]):
+    """Entries made as they are asked for; tensors that are cut alike share their chunks."""
+
     def __init__(self, source: Source) -> None:
         self._tensors, self._blobs = source.tensors, source.blobs
+        # By identity: who made the boxes of tensors that are cut alike made them once.
+        self._made: dict[int, ChunkList] = {}
 
     def __getitem__(self, fqn: str) -> _Entry:
         if fqn in self._blobs:
             return BytesStorageMetadata()
         info = self._tensors[fqn]
-        return _tensor_metadata(info, torch.Size(info.shape), ChunkList(info))
+        chunks = self._made.get(id(info.boxes))
+        if chunks is None:
+            chunks = self._made[id(info.boxes)] = ChunkList(info)
+        return TensorStorageMetadata(
+            properties=_properties(info.dtype),
+            size=_size(info.shape),
+            chunks=chunks,  # type: ignore[arg-type]  # a list in all but its type
+        )
 
     def __iter__(self) -> Iterator[str]:
         yield from self._tensors
@@ -90,20 +84,15 @@ class _Entries(Mapping[str, _Entry]):
         return fqn in self._tensors or fqn in self._blobs
 
 
-def _tensor_metadata(
-    info: TensorInfo, size: torch.Size, chunks: ChunkList
-) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=_properties(info.dtype),
-        size=size,
-        chunks=chunks,  # type: ignore[arg-type]  # a list in all but its type
-    )
-
-
 @functools.cache
 def _properties(dtype: str) -> TensorProperties:
     # One for all: fewer objects are fewer for the collector to look at.
     return TensorProperties(dtype=getattr(torch, dtype))
+
+
+@functools.lru_cache(256)
+def _size(shape: tuple[int, ...]) -> torch.Size:
+    return torch.Size(shape)
 
 
 _MOST_KEPT = 256
@@ -202,8 +191,6 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         metadata = self.metadata
         if metadata is None:
             raise AssertionError("set_up_planner was not called")
-        if self.flatten_state_dict:
-            self._follow_old_names(metadata)
         items: list[ReadItem] = []
         cuts = _Cuts()
         saved_of = metadata.state_dict_metadata
@@ -224,25 +211,6 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
             else:
                 items += _create_read_items(fqn, saved, value)
         return LoadPlan(items)
-
-    def _follow_old_names(self, metadata: Metadata) -> None:
-        """Name values as torch 2.3 did, if that is how the checkpoint names some of them."""
-        strange = metadata.state_dict_metadata.keys() - self.state_dict.keys()
-        if not strange:
-            return
-        state: dict[str, Any] = {}
-        mappings: dict[str, tuple[str | int, ...]] = {}
-
-        def visit(path: tuple[str | int, ...], value: object) -> None:
-            name = ".".join(map(str, path))
-            if name in state:
-                raise ValueError(f"duplicated flatten key {name}")
-            state[name], mappings[name] = value, path
-
-        # Not by flatten_state_dict, which a global of torch's, of all threads, tells to do so.
-        traverse_state_dict_v_2_3(self.original_state_dict, visit)
-        if strange & state.keys():
-            self.state_dict, self.mappings = state, mappings
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

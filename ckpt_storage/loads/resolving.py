@@ -44,13 +44,6 @@ def parts_of(tensor: torch.Tensor) -> Parts | None:
     return None if None in found else found  # type: ignore[return-value]  # four names
 
 
-def mark_parts(tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Make a tensor say what another one said; return it."""
-    for name, value in zip(_NAMES, parts, strict=True):
-        setattr(tensor, name, value)
-    return tensor
-
-
 def placements_key(placements: Iterable[object]) -> Placements:
     """Return what tells placements apart.
 

@@ -6,8 +6,8 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -47,7 +47,7 @@ from ckpt_storage.transfer.ranges import RangeReader
 
 from .exchange import Links, SharedReads
 from .items import LoadItems, wanted_regions
-from .loadplanner import lazy_metadata_of, metadata_of
+from .loadplanner import metadata_of
 from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares
 from .targets import Rings
 
@@ -126,7 +126,7 @@ class LoadSession:
         self._opened: Store
         self._source: Source | None = None
         self._marks: FileMarks | None = None
-        self._catching_up: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
         self._newer: FormatError | None = None
 
     @property
@@ -162,7 +162,7 @@ class LoadSession:
         Raises errors of the opening.
         """
         self._source = None
-        return (lazy_metadata_of if lazy else metadata_of)(self.open(), url=self.url)
+        return metadata_of(self.open(), url=self.url, lazy=lazy)
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
@@ -173,17 +173,35 @@ class LoadSession:
             return
         # No step of the load: its phases and their time are left alone.
         limit_s = min(_PUBLISH_S, self._settings.timeouts.load / 2)
-        catch_up = partial(
-            self._roll_forward, store.bounded(Deadline("load", limit_s)), source.save_id
-        )
+        publish = partial(self._publish, store.bounded(Deadline("load", limit_s)), source.save_id)
         if not store.capabilities.is_remote:
-            catch_up()
+            publish()
             return
         # Two round trips at least, which no byte of the load has to wait for.
-        self._catching_up = threading.Thread(
-            target=catch_up, name=f"publish {store.url}", daemon=True
-        )
-        self._catching_up.start()
+        name = f"publish {store.url}"
+        self._publishing = threading.Thread(target=publish, name=name, daemon=True)
+        self._publishing.start()
+
+    def _publish(self, store: Store, save_id: str) -> None:
+        try:
+            publishing.roll_forward(store, save_id)
+        except FormatError as error:
+            self._newer = error
+        except CheckpointError as error:
+            # The next saver publishes.
+            is_denied = isinstance(error, StorageError) and error.kind == "permission"
+            level = logging.DEBUG if is_denied else logging.WARNING
+            log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
+
+    def _finish_publishing(self, deadline: Deadline) -> None:
+        """Wait for what `set_up` began; raise what it found of a newer save."""
+        if self._publishing is not None:
+            self._publishing.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
+            if self._publishing.is_alive():
+                log.warning("%s: .metadata may not be up to date: no answer in time.", self.url)
+        newer, self._newer, self._publishing = self._newer, None, None
+        if newer is not None:
+            raise newer
 
     def propose(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
@@ -244,35 +262,34 @@ class LoadSession:
         `CheckpointGoneError` (also if another writer has saved over its files since they were
         opened), `UnsafeContentError`, `StorageError`, `PhaseTimeoutError`.
         """
-        source, settings = self.open(), self._settings
+        source, settings, marks = self.open(), self._settings, self._marks
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
         options = settings.transfer_options(is_remote=store.capabilities.is_remote)
         ranges = RangeReader(store, options, deadline)
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         rings = Rings(max(1, min(options.thread_count + 1, share)))
-        with (
-            deadline.governs(f"Loading from {store.url}", rank=self._rank),
-            self._unchanged(store) as paths,
-        ):
-            source.renew(store, deadline)
-            items = LoadItems(
-                source,
-                plan,
-                planner,
-                rings,
-                verify=settings.verify,
-                allow_lossy=settings.allow_lossy,
-            )
-            if self._marks is not None:
-                paths.update(items.paths)
-            if links is None:
-                self._read(items, ranges, None)
-            else:
-                self._read_together(items, ranges, links)
-            rings.finish()
+        with deadline.governs(f"Loading from {store.url}", rank=self._rank):
+            # Files of ours are written once, and have checksums: nothing is asked of them.
+            with nullcontext() if marks is None else told_from_damage(partial(marks.check, store)):
+                source.renew(store, deadline)
+                items = LoadItems(
+                    source,
+                    plan,
+                    planner,
+                    rings,
+                    verify=settings.verify,
+                    allow_lossy=settings.allow_lossy,
+                )
+                if links is None:
+                    self._read(items, ranges, None)
+                else:
+                    self._read_together(items, ranges, links)
+                rings.finish()
+            if marks is not None:
+                marks.check(store, set(items.paths))
         items.commit(unsafe_pickle=settings.unsafe_pickle)
-        self._join_catching_up(deadline)
+        self._finish_publishing(deadline)
 
     def _read_together(self, items: LoadItems, ranges: RangeReader, links: Links) -> None:
         """Read what the order says, and take what others read; alone if any rank cannot."""
@@ -285,18 +302,15 @@ class LoadSession:
             and items.share(order.keys, order.unit_bytes)
         )
         with links.joined(ranges.deadline, can_share=can_share) as is_joined:
+            shared = None
             if is_joined:
                 # With what a client holds of each; the rest is for this rank's own reads.
                 window = options.memory_limit_bytes // (4 * order.unit_bytes)
                 window = max(1, min(window, options.thread_count))
-                self._read(
-                    items,
-                    ranges,
-                    SharedReads(order, items.shared, links.peers, ranges, window=window),
-                )
-                return
-        items.share_nothing()
-        self._read(items, ranges, None)
+                shared = SharedReads(order, items.shared, links.peers, ranges, window=window)
+            else:
+                items.share_nothing()
+            self._read(items, ranges, shared)
 
     def _read(self, items: LoadItems, ranges: RangeReader, shared: SharedReads | None) -> None:
         is_remote = ranges.store.capabilities.is_remote
@@ -323,44 +337,6 @@ class LoadSession:
                 items.read_opaque(chunks)
             except (StorageError, IntegrityError) as error:
                 raise items.explain(error) from error
-
-    def _roll_forward(self, store: Store, save_id: str) -> None:
-        """Finish what a crashed saver left undone, where that is allowed."""
-        try:
-            publishing.roll_forward(store, save_id)
-        except FormatError as error:
-            self._newer = error
-        except CheckpointError as error:
-            # The next saver publishes.
-            is_denied = isinstance(error, StorageError) and error.kind == "permission"
-            level = logging.DEBUG if is_denied else logging.WARNING
-            log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
-
-    def _join_catching_up(self, deadline: Deadline) -> None:
-        """Wait for what `set_up` began; raise what it found of a newer save."""
-        catching_up, self._catching_up = self._catching_up, None
-        if catching_up is not None:
-            catching_up.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
-            if catching_up.is_alive():
-                log.warning("%s: .metadata may not be up to date: no answer in time.", self.url)
-        newer, self._newer = self._newer, None
-        if newer is not None:
-            raise newer
-
-    @contextmanager
-    def _unchanged(self, store: Store) -> Iterator[set[str]]:
-        """Raise `CheckpointGoneError` if another save touched another writer's files meanwhile.
-
-        Gives a set for the paths that are read. Ours are written once, and have checksums: nothing
-        is asked of the storage then.
-        """
-        marks, paths = self._marks, set[str]()
-        if marks is None:
-            yield paths
-            return
-        with told_from_damage(partial(marks.check, store)):
-            yield paths
-        marks.check(store, paths)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:

@@ -65,25 +65,6 @@ class CudaMover:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class PlainMover:
-    """Moves bytes to a device of another kind, at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
-        """Move and use it."""
-        use(data.to(self._device))
-        return lambda: None
-
-    def finish(self) -> None:
-        """Nothing is left."""
-
-
 class UploadRing:
     """A few buffers that windows go through on their way to one device; for several threads.
 
@@ -127,24 +108,19 @@ def _nothing() -> None:
     pass
 
 
-def mover_of(device: torch.device) -> Mover:
-    """Return what brings bytes to a device that is not the CPU."""
-    return CudaMover(device) if device.type == "cuda" else PlainMover(device)
-
-
 class Rings:
-    """The rings of one load: one for each device that targets are on."""
+    """The rings of one load: one for each CUDA device that targets are on."""
 
     def __init__(
-        self, buffer_count: int, make: Callable[[torch.device], Mover] | None = None
+        self, buffer_count: int, make: Callable[[torch.device], Mover] = CudaMover
     ) -> None:
         self._buffer_count = buffer_count
-        self._make = make or mover_of
+        self._make = make
         self._rings: dict[torch.device, UploadRing] = {}
 
     def of(self, device: torch.device) -> UploadRing | None:
-        """Return the ring to a device; None where elements are copied by the CPU itself."""
-        if device.type == "cpu":
+        """Return the ring to a device; None where `copy_` waits, as on all but CUDA's."""
+        if device.type != "cuda":
             return None
         ring = self._rings.get(device)
         if ring is None:
@@ -213,4 +189,4 @@ class TensorTarget:
                 for dim, size in enumerate(copy.sizes):
                     if size != shape[dim]:
                         dest = dest.narrow(dim, copy.dest_offsets[dim], size)
-                dest.copy_(source, non_blocking=True)
+                dest.copy_(source, non_blocking=self._ring is not None)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_stores import local_store
 
+from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import WindowCopy, box_selection
@@ -167,8 +168,11 @@ class Ranks:
                 TransferOptions(part_bytes=UNIT_BYTES, block_bytes=KIB),
                 deadline,
             )
+            wire = cast("Peers", Wire(wires, order.rank))
             self.parts.append(
-                SharedReads(order, reads, Wire(wires, order.rank), ranges, window=window)
+                SharedReads(
+                    order, reads, cast("Peers", Wire(wires, order.rank)), ranges, window=window
+                )
             )
 
     def run(self, rest: Callable[[], None] = lambda: None) -> list[BaseException | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import Written, reports_of
 from test_assemble import cuts, tilings
-from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,6 +36,7 @@ from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+W = ("w", (4,), [((0,), (4,))])
 
 
 class Shard(torch.Tensor):
@@ -90,8 +90,8 @@ def spelt(plan: LoadPlan) -> list[str]:
     )  # fmt: skip
 
 
-def both(state: dict[str, Any], *tensors: Any, **options: Any) -> list[Any]:
-    """Return what both planners plan, or the error that they raise."""
+def planned(state: dict[str, Any], *tensors: Any, **options: Any) -> Any:
+    """Return what both planners plan, or the error that they raise: the same."""
     found: list[Any] = []
     for kind in (OwnChunksLoadPlanner, DefaultLoadPlanner):
         planner = kind(**options)
@@ -101,7 +101,8 @@ def both(state: dict[str, Any], *tensors: Any, **options: Any) -> list[Any]:
             found.append(spelt(planner.create_local_plan()))
         except (RuntimeError, ValueError) as error:
             found.append((type(error), str(error)))
-    return found
+    assert found[0] == found[1]
+    return found[0]
 
 
 @settings(deadline=None)
@@ -117,10 +118,26 @@ def test_the_same_reads_are_planned(
         picks = [data.draw(st.sampled_from(piece)) for piece in pieces]
         held.append((tuple(a for a, _ in picks), tuple(b for _, b in picks)))
     state = {"whole": torch.zeros(shape), "part": shard(shape, held), "step": 3}
-    tensors = [("whole", shape, chunks), ("part", shape, chunks)]
-    ours, theirs = both(state, *tensors)
-    assert ours == theirs
-    assert sum("'whole'" in item for item in ours) == 2 * len(chunks) // 2
+    items = planned(state, ("whole", shape, chunks), ("part", shape, chunks))
+    assert sum("'whole'" in item for item in items) == len(chunks)
+
+
+def test_odd_targets_are_planned_or_refused_as_torch_does() -> None:
+    """Empty ones, nested ones, other sizes, other kinds of values, and names that are missing."""
+    state: dict[str, Any] = {"e": torch.zeros(0, 3), "w": shard((4,), [((4,), (0,))])}
+    assert planned(state, ("e", (0, 3), [((0, 0), (0, 3))]), W) == []
+    state = {"model": {"a": torch.zeros(4), "deep": {"b": torch.zeros(2, 2)}}, "step": 1}
+    a, b = ("model.a", *W[1:]), ("model.deep.b", (2, 2), [((0, 0), (2, 2))])
+    assert len(planned(state, a, b)) == 3
+    for target in (torch.zeros(5), torch.zeros(4, 1), shard((3,), [])):
+        assert planned({"w": target}, W)[0] is ValueError
+    assert "expected BytesStorageMetadata" in planned({"w": 3}, W)[1]
+    planned({"step": torch.zeros(2)}, W)
+    state = {"w": torch.zeros(4), "new": torch.zeros(2), "blob": 3}
+    for flatten in (True, False):
+        for partial in (True, False):
+            options = {"allow_partial_load": partial, "flatten_state_dict": flatten}
+            assert isinstance(planned(state, W, **options), list) is partial
 
 
 def own_chunks(_rank: int) -> tuple[list[Any], list[Any]]:
@@ -148,144 +165,6 @@ def test_what_a_rank_holds_does_not_depend_on_how_torch_compares_placements(
         assert ours == theirs
 
 
-def test_targets_without_elements_read_nothing() -> None:
-    """Neither empty tensors nor empty shards."""
-    state = {"e": torch.zeros(0, 3), "w": shard((4,), [((4,), (0,))])}
-    ours, theirs = both(state, ("e", (0, 3), [((0, 0), (0, 3))]), ("w", (4,), [((0,), (4,))]))
-    assert ours == theirs == []
-
-
-@pytest.mark.parametrize("partial", [True, False])
-@pytest.mark.parametrize("flatten", [True, False])
-def test_missing_keys_are_treated_alike(*, partial: bool, flatten: bool) -> None:
-    """Left out in a partial load, else the same error."""
-    state: dict[str, Any] = {"w": torch.zeros(4), "new": torch.zeros(2), "blob": 3}
-    ours, theirs = both(
-        state,
-        ("w", (4,), [((0,), (4,))]),
-        ("other", (1,), [((0,), (1,))]),
-        allow_partial_load=partial,
-        flatten_state_dict=flatten,
-    )
-    assert ours == theirs
-    assert isinstance(ours, list) is partial
-
-
-@pytest.mark.parametrize("target", [torch.zeros(5), torch.zeros(4, 1), shard((3,), [])])
-def test_another_size_is_refused_alike(target: torch.Tensor) -> None:
-    """With the same words."""
-    ours, theirs = both({"w": target}, ("w", (4,), [((0,), (4,))]))
-    assert ours == theirs
-    assert ours[0] is ValueError
-
-
-def test_a_value_that_was_a_tensor_is_refused_alike() -> None:
-    """And so is a tensor that was a value."""
-    ours, theirs = both({"w": 3}, ("w", (4,), [((0,), (4,))]))
-    assert ours == theirs
-    assert "expected BytesStorageMetadata" in ours[1]
-    ours, theirs = both({"step": torch.zeros(2)}, ("w", (4,), [((0,), (4,))]))
-    assert ours == theirs
-
-
-def test_names_of_torch_2_3_are_followed() -> None:
-    """A checkpoint that kept lists whole is loaded by the names it has."""
-    state = {"opt": [{"a": torch.zeros(4)}, {"a": torch.zeros(4)}]}
-    tensors = [(f"opt.{n}.a", (4,), [((0,), (4,))]) for n in range(2)]
-    ours, theirs = both(state, *tensors)
-    assert ours == theirs
-
-
-class Noting(dict[str, Any]):
-    """A state that notes which version torch's global names while it is looked through."""
-
-    seen: ClassVar[set[str | None]] = set()
-
-    def items(self) -> Any:
-        """Note it."""
-        self.seen.add(_version._derived_version)  # noqa: SLF001  # what loads of other threads read
-        return super().items()
-
-
-def test_old_names_are_looked_for_without_torchs_global(tmp_path: Path) -> None:
-    """A partial load, which may be one of an old checkpoint, disturbs no other thread's."""
-    ckpt_storage.save({"a": torch.ones(2), "n": {"b": torch.ones(2)}}, tmp_path / "model")
-    target = {"n": Noting(b=torch.zeros(2))}
-    ckpt_storage.load(target, tmp_path / "model")
-    assert target["n"]["b"].tolist() == [1.0, 1.0]
-    assert Noting.seen == {None}
-
-
-def test_nested_state_is_flattened_alike() -> None:
-    """Paths become names as torch makes them."""
-    state = {"model": {"a": torch.zeros(4), "deep": {"b": torch.zeros(2, 2)}}, "step": 1}
-    ours, theirs = both(
-        state, ("model.a", (4,), [((0,), (4,))]), ("model.deep.b", (2, 2), [((0, 0), (2, 2))])
-    )
-    assert ours == theirs
-    assert len(ours) == 3
-
-
-class Looking(DefaultLoadPlanner):
-    """Notes what the ranks want."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[set[str]] = []
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Note them."""
-        self.names = [{item.dest_index.fqn for item in plan.items} for plan in global_plan]
-        return super().create_global_plan(global_plan)
-
-
-def load_with(rank: int, path: str, givers: Sequence[int]) -> tuple[bool, list[set[str]] | None]:
-    """Load on ranks of which some give a planner; tell whether all came, and what it saw."""
-    target: dict[str, Any] = {"w": torch.zeros(6, 4), "step": 0, f"own.{rank}": torch.zeros(3)}
-    planner = Looking() if rank in givers else None
-    ckpt_storage.load(target, path, planner=planner)
-    is_right = (
-        torch.equal(target["w"], torch.arange(24.0).reshape(6, 4))
-        and target["step"] == 7
-        and torch.equal(target[f"own.{rank}"], torch.full((3,), float(rank)))
-    )
-    return is_right, None if planner is None else planner.names
-
-
-@pytest.mark.parametrize("givers", [(), (0,), (1,), (0, 2), (0, 1, 2)])
-def test_some_ranks_give_a_planner(
-    ranks: RankPool, tmp_path: Path, givers: tuple[int, ...]
-) -> None:
-    """All ranks are filled, and a planner of the coordinator sees what all of them want."""
-    state = {"w": torch.arange(24.0).reshape(6, 4), "step": 7}
-    state |= {f"own.{rank}": torch.full((3,), float(rank)) for rank in range(3)}
-    ckpt_storage.save(state, tmp_path / "model")
-    told = ranks.run(load_with, str(tmp_path / "model"), givers, world_size=3)
-    assert [is_right for is_right, _ in told] == [True] * 3
-    seen = [{"w", "step", f"own.{rank}"} for rank in range(3)]
-    wanted = [None if rank not in givers else [] if rank else seen for rank in range(3)]
-    assert [names for _, names in told] == wanted
-
-
-def load_without_memory(rank: int, path: str) -> tuple[str, int | None]:
-    """Load on ranks of which the second has a target without memory; return the error."""
-    target = torch.zeros(6, 4)
-    if rank == 1:
-        target.untyped_storage().resize_(0)
-    with pytest.raises(ckpt_storage.CheckpointError) as caught:
-        ckpt_storage.load({"w": target}, path)
-    return type(caught.value).__name__, caught.value.rank
-
-
-def test_a_rank_whose_reads_cannot_be_planned_is_named_on_all(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """The rank that cannot be filled ends the load of all."""
-    ckpt_storage.save({"w": torch.arange(24.0).reshape(6, 4)}, tmp_path / "model")
-    told = ranks.run(load_without_memory, str(tmp_path / "model"), world_size=2)
-    assert told == [("RankFailedError", 1), ("InvalidInputError", 1)]
-
-
 class Dropping(DefaultLoadPlanner):
     """Keeps the last rank from reading what is its own."""
 
@@ -296,19 +175,30 @@ class Dropping(DefaultLoadPlanner):
         return global_plan
 
 
-def load_dropping(rank: int, path: str) -> list[float]:
-    """Load; the coordinator's planner is told of nothing before all plans are there."""
+def load_in_many_ways(rank: int, path: str) -> list[tuple[str, str, int | None]]:
+    """Load with planners on both ranks; then with one, and with a target that has no memory."""
     target = {"w": torch.zeros(4), f"own.{rank}": torch.zeros(3)}
-    ckpt_storage.load(target, path, planner=None if rank else Dropping())
+    ckpt_storage.load(target, path, planner=DefaultLoadPlanner() if rank else Dropping())
     assert torch.equal(target["w"], torch.arange(4.0))
-    return target[f"own.{rank}"].tolist()
+    assert target[f"own.{rank}"].tolist() == [1.0 - rank] * 3
+    told = []
+    freed = torch.zeros(4)
+    if rank == 1:
+        freed.untyped_storage().resize_(0)
+    for value, planner in ((torch.zeros(4), DefaultLoadPlanner() if rank else None), (freed, None)):
+        with pytest.raises(ckpt_storage.CheckpointError) as caught:
+            ckpt_storage.load({"w": value}, path, planner=planner)
+        told.append((type(caught.value).__name__, str(caught.value), caught.value.rank))
+    return told
 
 
-def test_a_planner_of_the_coordinator_decides_what_others_read(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """It may take items away from ranks that gave no planner."""
+def test_ranks_load_by_their_planners(ranks: RankPool, tmp_path: Path) -> None:
+    """The coordinator's decides for all; a planner of one rank alone, or a failure, all hear of."""
     state = {"w": torch.arange(4.0), "own.0": torch.ones(3), "own.1": torch.ones(3)}
     ckpt_storage.save(state, tmp_path / "model")
-    told = ranks.run(load_dropping, str(tmp_path / "model"), world_size=2)
-    assert told == [[1.0] * 3, [0.0] * 3]
+    told = ranks.run(load_in_many_ways, str(tmp_path / "model"), world_size=2)
+    for (unlike, text, _), _ in told:
+        assert unlike == "RankMismatchError"
+        assert "the default one" in text
+    failed = [(kind, rank) for _, (kind, _, rank) in told]
+    assert failed == [("RankFailedError", 1), ("InvalidInputError", 1)]

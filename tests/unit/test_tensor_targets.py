@@ -108,7 +108,7 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     (tmp_path / "f").write_bytes(wanted.numpy().tobytes())
     place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=wanted.nbytes)
     rings = Rings(buffer_count, make=lambda _: LateMover())
-    device = torch.device("meta")  # any that is not the CPU: the mover decides
+    device = torch.device("cuda")  # the mover decides
     targets = [torch.zeros(40, 1000, dtype=torch.float64), torch.zeros(20, 1024)]
     wheres = [(range(40), range(24, 1024)), (range(0, 40, 2), range(1024))]
     reads = [
