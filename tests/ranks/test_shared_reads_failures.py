@@ -169,11 +169,7 @@ class Ranks:
                 deadline,
             )
             wire = cast("Peers", Wire(wires, order.rank))
-            self.parts.append(
-                SharedReads(
-                    order, reads, cast("Peers", Wire(wires, order.rank)), ranges, window=window
-                )
-            )
+            self.parts.append(SharedReads(order, reads, wire, ranges, window=window))
 
     def run(self, rest: Callable[[], None] = lambda: None) -> list[BaseException | None]:
         """Run all ranks at a time; return what each raised."""
