@@ -32,7 +32,6 @@ from ckpt_storage import (
     CheckpointError,
     IntegrityError,
     InvalidInputError,
-    ProgressEvent,
     list_checkpoints,
     verify,
 )
@@ -95,38 +94,30 @@ def test_a_planner_may_give_views_and_streams_at_any_position(tmp_path: Path) ->
     assert same(target, STATE)
 
 
-def wrong_shape(item: WriteItem, value: Any) -> Any:
-    """Give one row less."""
-    return value[1:] if item.index.fqn == "w" else value
+WRONG: list[tuple[Callable[[WriteItem, Any], Any], str]] = [
+    (
+        lambda item, value: value[1:] if item.index.fqn == "w" else value,
+        "w has shape [39, 30]; the plan says [40, 30].",
+    ),
+    (
+        lambda item, value: value.tolist() if item.index.fqn == "w" else value,
+        "The planner gave list for the tensor w.",
+    ),
+    (
+        lambda item, value: value.getvalue() if item.index.fqn == "step" else value,
+        "The planner gave bytes for the blob step.",
+    ),
+]
 
 
-def no_tensor(item: WriteItem, value: Any) -> Any:
-    """Give a list for a tensor."""
-    return value.tolist() if item.index.fqn == "w" else value
-
-
-def no_stream(item: WriteItem, value: Any) -> Any:
-    """Give bytes for a stream."""
-    return value.getvalue() if item.index.fqn == "step" else value
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (wrong_shape, "w has shape [39, 30]; the plan says [40, 30]."),
-        (no_tensor, "The planner gave list for the tensor w."),
-        (no_stream, "The planner gave bytes for the blob step."),
-    ],
-)
-def test_a_planner_that_gives_the_wrong_thing_is_told_what(
-    tmp_path: Path, change: Callable[[WriteItem, Any], Any], text: str
-) -> None:
+def test_a_planner_that_gives_the_wrong_thing_is_told_what(tmp_path: Path) -> None:
     """The error names the value and what it should have been; nothing commits."""
-    error = save_error(Resolving(change), tmp_path / "run")
-    assert isinstance(error, InvalidInputError)
-    assert text in str(error)
-    assert error.rank == 0
-    assert not list(tmp_path.rglob("*.distcp"))
+    for change, text in WRONG:
+        error = save_error(Resolving(change), tmp_path / "run")
+        assert isinstance(error, InvalidInputError)
+        assert text in str(error)
+        assert error.rank == 0
+        assert not list(tmp_path.rglob("*.distcp"))
 
 
 class Losing(dcp.DefaultSavePlanner):
@@ -145,42 +136,22 @@ class Losing(dcp.DefaultSavePlanner):
         ], metadata
 
 
-@pytest.mark.parametrize("fqn", ["w", "step"])
-def test_a_value_that_no_rank_wrote_is_found_before_the_commit(tmp_path: Path, fqn: str) -> None:
+def test_a_value_that_no_rank_wrote_is_found_before_the_commit(tmp_path: Path) -> None:
     """What the plan promises and nobody writes is an error that names it; nothing commits."""
-    error = save_error(Losing(fqn), tmp_path / "run")
-    assert isinstance(error, IntegrityError)
-    assert error.fqn == fqn
-    assert f"of {fqn}," in str(error) or f"wrote {fqn}," in str(error)
-    assert "Nothing was committed." in str(error)
-
-
-class Doubling(dcp.DefaultSavePlanner):
-    """A planner that lets a rank write everything twice."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan, and repeat."""
-        plans, metadata = super().create_global_plan(all_plans)
-        return [dataclasses.replace(plan, items=plan.items * 2) for plan in plans], metadata
-
-
-def test_values_that_one_rank_wrote_twice_count_once(tmp_path: Path) -> None:
-    """A plan with the same items twice makes a checkpoint that loads and verifies."""
-    dcp_cases.save(dict(STATE), tmp_path, planner=Doubling())
-    for load in (dcp_cases.load, dcp_cases.load_stock):
-        target = zeros_like(STATE)
-        load(target, tmp_path)
-        assert same(target, STATE)
-    assert verify(str(tmp_path)).problems == []
+    for fqn in ("w", "step"):
+        error = save_error(Losing(fqn), tmp_path / "run")
+        assert isinstance(error, IntegrityError)
+        assert error.fqn == fqn
+        assert "Nothing was committed." in str(error)
 
 
 class Replicating(dcp.DefaultSavePlanner):
-    """A planner that lets every rank write its replica."""
+    """A planner that lets every rank write its replica, twice."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan, and give every rank back what it planned itself."""
         _, metadata = super().create_global_plan(all_plans)
-        return all_plans, metadata
+        return [dataclasses.replace(plan, items=plan.items * 2) for plan in all_plans], metadata
 
 
 def save_replicas(_rank: int, path: Path) -> None:
@@ -188,11 +159,11 @@ def save_replicas(_rank: int, path: Path) -> None:
     dcp_cases.save(dict(STATE), path, planner=Replicating())
 
 
-def test_replicas_that_all_ranks_wrote_count_once(ranks: RankPool, tmp_path: Path) -> None:
-    """A value that lies in the files of three ranks loads from one of them."""
+def test_replicas_count_once(ranks: RankPool, tmp_path: Path) -> None:
+    """A value that lies twice in the files of three ranks loads from one of them."""
     ranks.run(save_replicas, tmp_path, world_size=3)
     files = list(tmp_path.rglob("*.distcp"))
-    assert sum(raw_bytes(seeded(1, 40, 30)) in file.read_bytes() for file in files) == 3
+    assert sum(file.read_bytes().count(raw_bytes(seeded(1, 40, 30))) for file in files) == 6
     for load in (dcp_cases.load, dcp_cases.load_stock):
         target = zeros_like(STATE)
         load(target, tmp_path)
@@ -243,24 +214,6 @@ def test_shards_that_make_no_whole_tensor_are_found_before_the_commit(
         assert text in str(error)
         assert error.fqn == "rows"
     assert list_checkpoints(str(tmp_path)) == []
-
-
-class OwnData(dcp.DefaultSavePlanner):
-    """A planner with planner data of its own kind."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan, and put something else where the flattening map is."""
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans, dataclasses.replace(metadata, planner_data=["mine", 7])
-
-
-def test_planner_data_of_any_kind_is_kept_for_torchs_readers(tmp_path: Path) -> None:
-    """Data that are no flattening map stay in `.metadata`, and hinder nobody."""
-    dcp_cases.save(dict(STATE), tmp_path, planner=OwnData())
-    assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data == ["mine", 7]
-    target = zeros_like(STATE)
-    dcp_cases.load(target, tmp_path)
-    assert same(target, STATE)
 
 
 def test_a_state_that_is_not_flattened_survives(tmp_path: Path) -> None:
@@ -368,19 +321,6 @@ def test_blobs_in_a_format_of_ones_own_need_trust(tmp_path: Path) -> None:
         dcp_cases.load(dict(target), tmp_path, planner=OwnBlob())
     dcp_cases.load(target, tmp_path, planner=OwnBlob(), unsafe_pickle=True)
     assert target["step"] == b"own format"
-
-
-def test_progress_never_tells_more_than_all(tmp_path: Path) -> None:
-    """Bytes done rise to the bytes in all and not beyond, for a save and for a load."""
-    state = {f"t{i}": seeded(i, 10) for i in range(50)} | {"big": seeded(99, 1_000_000), "step": 1}
-    for phase, act in (("write", dcp_cases.save), ("load", dcp_cases.load)):
-        events: list[ProgressEvent] = []
-        act(dict(state), tmp_path, progress=events.append)
-        assert {(event.phase, event.rank) for event in events} == {(phase, 0)}
-        done = [event.done_bytes for event in events]
-        assert done == sorted(done)
-        assert done[-1] >= 4_000_000
-        assert all(event.done_bytes <= event.total_bytes for event in events)
 
 
 class Halving(dcp.DefaultSavePlanner):

@@ -91,7 +91,7 @@ def counted_reads() -> Iterator[list[int]]:
 
 
 def load_sharded(rank: int, path: Path, dim: int, names: list[str]) -> tuple[int, int, int]:
-    """Load tensors cut along one dimension over all ranks and compare with slices.
+    """Load tensors cut along one dimension, by both doors, and compare with slices.
 
     Returns bytes and requests as the store saw them, and bytes as progress told.
     """
@@ -110,7 +110,10 @@ def load_sharded(rank: int, path: Path, dim: int, names: list[str]) -> tuple[int
 
     with counted_reads() as lengths:
         dcp_cases.load(state, path, progress=progress)
+    again = {name: torch.zeros_like(value) for name, value in state.items()}
+    ckpt_storage.load(again, path)
     for name in names:
+        assert same(again[name].to_local(), state[name].to_local()), name
         original = whole(name)
         parts = torch.chunk(original, size, min(dim, original.ndim - 1))
         expected = parts[rank] if rank < len(parts) else original.narrow(0, 0, 0)
@@ -119,34 +122,13 @@ def load_sharded(rank: int, path: Path, dim: int, names: list[str]) -> tuple[int
     return sum(lengths), len(lengths), told["load"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("size", "dim"), [(1, 0), (2, 0), (3, 0), (3, 1)])
 def test_a_load_with_another_sharding_equals_slicing(
     ranks: RankPool, saved: Path, size: int, dim: int
 ) -> None:
     """Every rank of one, two or three holds exactly its slice, cut along rows or columns."""
     for counted, _, told in ranks.run(load_sharded, saved, dim, list(SHAPES), world_size=size):
         assert counted == told
-
-
-def load_by_our_door(rank: int, path: Path, names: list[str]) -> None:
-    """Load tensors by columns with `ckpt_storage.load` and compare with slices."""
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    state: dict[str, Any] = {
-        name: distribute_tensor(torch.zeros_like(whole(name)), mesh, [Shard(1)]) for name in names
-    }
-    ckpt_storage.load(state, path)
-    for name in names:
-        expected = torch.chunk(whole(name), size, 1)[rank].contiguous()
-        assert same(state[name].to_local(), expected), name
-
-
-def test_ranks_of_one_host_that_cut_a_local_file_into_columns_load_right(
-    ranks: RankPool, saved: Path
-) -> None:
-    """Each holds exactly its columns of what several files have as blocks and rows."""
-    ranks.run(load_by_our_door, saved, ["wide", "odd", "narrow"], world_size=3)
 
 
 def cut(length: int, count: int) -> list[Interval]:
@@ -204,7 +186,7 @@ def needed(name: str, box: tuple[Interval, Interval]) -> tuple[int, int]:
     return total, request_count
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(("name", "dim"), [("wide", 0), ("wide", 1), ("tall", 0)])
 def test_a_load_fetches_the_bytes_it_needs_and_few_more(
     ranks: RankPool, saved: Path, size: int, name: str, dim: int
@@ -244,13 +226,14 @@ def test_part_of_a_state_dict_reads_that_part_only(saved: Path) -> None:
 
 
 def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
-    """Values are converted to the target's dtype; strided and transposed targets are filled."""
+    """Values are converted to the target's dtype; strided and conjugate targets are filled."""
     flat, wide = whole("narrow"), whole("wide")
     target = {
         "narrow": torch.zeros(3, 1001, dtype=torch.int64).t(),
         "wide": torch.zeros(4, 2 * MIB, dtype=torch.float64)[:, ::2],
         "odd": torch.zeros(SHAPES["odd"][0], dtype=torch.float32),
         "tall": torch.zeros(2, 3 * MIB, dtype=torch.float32).t(),
+        "few": torch.zeros(3, 5, dtype=torch.complex128).conj(),
     }
     strides = {name: value.stride() for name, value in target.items()}
     dcp_cases.load(dict(target), saved)
@@ -258,34 +241,15 @@ def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
     assert same(target["wide"].contiguous(), wide.double())
     assert same(target["odd"], whole("odd").float())
     assert same(target["tall"].contiguous(), whole("tall").float())
+    assert same(target["few"], whole("few"))
     assert strides == {name: value.stride() for name, value in target.items()}
 
 
-def test_conjugate_and_negative_targets_are_filled_by_value(saved: Path) -> None:
-    """A lazily conjugated target reads back as the value, not as its conjugate."""
-    target = torch.zeros(3, 5, dtype=torch.complex128).conj()
-    assert target.is_conj()
-    dcp_cases.load({"few": target}, saved)
-    assert same(target, whole("few"))
-
-
-def load_odd(_rank: int, path: Path, name: str, shape: tuple[int, ...]) -> None:
-    """Load one tensor of some shape."""
-    dcp_cases.load({name: torch.zeros(shape)}, path)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "text"),
-    [("absent", (3,), "Missing key in checkpoint state_dict: absent"), ("few", (5, 3), "few")],
-)
-def test_missing_keys_and_other_shapes_fail_on_all_ranks(
-    ranks: RankPool, saved: Path, name: str, shape: tuple[int, ...], text: str
-) -> None:
-    """A name that was not saved, or of another shape, raises torch's error naming it everywhere."""
-    for outcome in ranks.outcomes(load_odd, saved, name, shape, world_size=2):
-        failures = failures_of(outcome.error)
-        assert sorted(failures) == [0, 1]
-        assert all(text in str(error) for error in failures.values())
+def test_missing_keys_and_other_shapes_are_named(saved: Path) -> None:
+    """A name that was not saved, or of another shape, raises torch's error naming it."""
+    for name, shape, text in (("absent", (3,), "Missing key .*: absent"), ("few", (5, 3), "few")):
+        with pytest.raises(CheckpointException, match=text):
+            dcp_cases.load({name: torch.zeros(shape)}, saved)
 
 
 def test_a_partial_load_leaves_other_targets_alone(saved: Path) -> None:

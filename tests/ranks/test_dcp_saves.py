@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -59,8 +58,8 @@ class WaitingPlanner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def overlapping_saves(folder: Path, group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Save two steps at the same time in two threads with one writer; each to its own id."""
+def overlapping_saves(_rank: int, folder: Path) -> None:
+    """Save two steps at once in two threads and groups with one writer; each to its own id."""
     writer = CheckpointStorageWriter(folder, sync_files=False)
     begun: list[Future[None]] = [Future(), Future()]
     saves = [
@@ -69,7 +68,7 @@ def overlapping_saves(folder: Path, group: Callable[[], dist.ProcessGroup | None
             checkpoint_id=f"step-{step}",
             storage_writer=writer,
             planner=WaitingPlanner(begun[step], begun[1 - step]),
-            process_group=group(),
+            process_group=dist.new_group(),
         )
         for step in (0, 1)
     ]
@@ -77,39 +76,34 @@ def overlapping_saves(folder: Path, group: Callable[[], dist.ProcessGroup | None
         save.result(timeout=60)  # type: ignore[union-attr]  # no stager, so a plain future
 
 
-def test_overlapping_saves_of_one_writer_go_to_their_own_folders(tmp_path: Path) -> None:
-    """Two saves with one writer, both writing at the same time, do not mix."""
-    overlapping_saves(tmp_path, lambda: None)
+def test_overlapping_saves_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
+    """Two saves with one writer, both writing at the same time, go to their own folders."""
+    ranks.run(overlapping_saves, tmp_path, world_size=2)
     assert {info.name for info in list_checkpoints(str(tmp_path))} == {"step-0", "step-1"}
     for step in (0, 1):
         assert_holds(tmp_path / f"step-{step}", step)
 
 
-def overlapping_on_ranks(_rank: int, folder: Path) -> None:
-    """Let two saves overlap, each in a group of its own."""
-    overlapping_saves(folder, dist.new_group)
-
-
-def test_overlapping_saves_of_several_ranks_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
-    """The agreement of two overlapping saves stays apart on two ranks, too."""
-    ranks.run(overlapping_on_ranks, tmp_path, world_size=2)
-    for step in (0, 1):
-        assert_holds(tmp_path / f"step-{step}", step)
-
-
-def save_alone(rank: int, folder: Path) -> None:
-    """Save on each rank for itself, although there is a default group."""
-    writer = CheckpointStorageWriter(folder / f"alone-{rank}", sync_files=False)
+def save_alone(rank: int, folder: Path) -> str:
+    """Save on each rank for itself; then without collectives; return what the writer says."""
+    writer = CheckpointStorageWriter(folder, sync_files=False)
+    arguments: dict[str, Any] = {"checkpoint_id": f"alone-{rank}", "storage_writer": writer}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state_of(rank), storage_writer=writer, no_dist=True)
+        dcp.save(state_of(rank), no_dist=True, **arguments)
+    meta = writer.storage_meta()
+    assert meta is not None
+    with pytest.raises(InvalidInputError, match="Leave use_collectives at True"):
+        dcp.save(state_of(0), checkpoint_id="run", storage_writer=writer, use_collectives=False)
+    return str(meta.checkpoint_id)
 
 
-def test_no_dist_saves_one_process_for_itself(ranks: RankPool, tmp_path: Path) -> None:
-    """With `no_dist` each rank is its own coordinator and needs nobody."""
-    ranks.run(save_alone, tmp_path, world_size=2)
+def test_a_rank_saves_for_itself_only_if_it_is_told_so(ranks: RankPool, tmp_path: Path) -> None:
+    """With `no_dist`, which leaves no place for the next save; not with `use_collectives=False`."""
+    assert ranks.run(save_alone, tmp_path, world_size=2) == [str(tmp_path)] * 2
     for rank in (0, 1):
         assert_holds(tmp_path / f"alone-{rank}", rank)
+    assert not (tmp_path / "run").exists()
 
 
 def save_on_two_of_three(rank: int, folder: Path) -> str:
@@ -139,24 +133,6 @@ def test_a_sub_group_saves_and_loads_without_the_others(ranks: RankPool, tmp_pat
     for said in outcomes[1:]:
         assert said.count("The save runs on 2 ranks; the writer's process_group has 3.") == 2
     assert not (tmp_path / "wrong").exists()
-
-
-def save_without_collectives(_rank: int, folder: Path) -> None:
-    """Save with `use_collectives=False`."""
-    writer = CheckpointStorageWriter(folder / "run")
-    dcp.save(state_of(0), storage_writer=writer, use_collectives=False)
-
-
-def test_saving_without_collectives_is_refused_on_all_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Every rank raises an error of ours that says what to do, and nothing is created."""
-    outcomes = ranks.outcomes(save_without_collectives, tmp_path, world_size=2, timeout_s=20)
-    for outcome in outcomes:
-        assert isinstance(outcome.error, InvalidInputError)
-        assert "use_collectives=False" in str(outcome.error)
-        assert "Leave use_collectives at True" in str(outcome.error)
-    assert list(tmp_path.iterdir()) == []
 
 
 def refused_then_accepted(_rank: int, folder: Path) -> None:
@@ -227,20 +203,6 @@ def test_an_exception_that_does_not_pickle_reaches_all_ranks(
         assert "UnpicklableError: 503 Slow Down" in str(told[1])
     assert list_checkpoints(str(tmp_path)) == []
     assert not any(name.endswith("__1_0.distcp") for name in files_below(tmp_path))
-
-
-def id_after_a_save(_rank: int, folder: Path) -> str:
-    """Return what the writer calls its place after a save to an id below it."""
-    writer = CheckpointStorageWriter(folder, sync_files=False)
-    dcp.save(state_of(0), checkpoint_id="step-0", storage_writer=writer)
-    meta = writer.storage_meta()
-    assert meta is not None
-    return str(meta.checkpoint_id)
-
-
-def test_a_save_is_forgotten_when_it_has_ended(ranks: RankPool, tmp_path: Path) -> None:
-    """After a save no rank's planner is told the place of that save for the next one."""
-    assert ranks.run(id_after_a_save, tmp_path, world_size=2) == [str(tmp_path)] * 2
 
 
 @pytest.mark.parametrize("kind", [CheckpointStorageReader, CheckpointStorageWriter])

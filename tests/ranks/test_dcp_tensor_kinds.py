@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,18 +44,19 @@ def assert_survives(state: dict[str, Any], expected: dict[str, Any], path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@pytest.mark.parametrize("name", NAMES)
-def test_every_dtype_survives_in_every_shape(tmp_path: Path, name: str) -> None:
+def test_every_dtype_survives_in_every_shape(tmp_path: Path) -> None:
     """Scalars, empty ones, transposed ones and ones larger than a block come back bit by bit."""
-    dtype: torch.dtype = getattr(torch, name)
-    state = {
-        "scalar": seeded(1, dtype=dtype),
-        "one": seeded(2, 1, dtype=dtype),
-        "odd": seeded(3, 7, 5, 3, dtype=dtype),
-        "empty": seeded(4, 0, 4, dtype=dtype),
-        "transposed": seeded(5, 6, 3, dtype=dtype).t(),
-        "large": seeded(6, 3, 70_001, dtype=dtype),
-    }
+    state: dict[str, Any] = {}
+    for name in NAMES:
+        dtype: torch.dtype = getattr(torch, name)
+        state[name] = {
+            "scalar": seeded(1, dtype=dtype),
+            "one": seeded(2, 1, dtype=dtype),
+            "odd": seeded(3, 7, 5, 3, dtype=dtype),
+            "empty": seeded(4, 0, 4, dtype=dtype),
+            "transposed": seeded(5, 6, 3, dtype=dtype).t(),
+            "large": seeded(6, 3, 70_001, dtype=dtype),
+        }
     assert_survives(state, state, tmp_path)
 
 
@@ -128,30 +130,26 @@ def test_a_load_into_no_memory_is_refused_by_name(tmp_path: Path) -> None:
     dcp_cases.load({"empty": freed(0)}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
-        (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
-        (lambda: torch.empty(3, device="meta"), "meta device"),
-        (lambda: freed(3), "memory was given back"),
-        (lambda: freed(1 << 20), "memory was given back"),
-        (lambda: nn.Parameter(freed(3)), "memory was given back"),
-        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised"),
-    ],
-    ids=["sparse", "csr", "meta", "freed", "freed-large", "freed-parameter", "quantised"],
-)
+REFUSED: list[tuple[Callable[[], torch.Tensor], str]] = [
+    (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+    (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
+    (lambda: torch.empty(3, device="meta"), "meta device"),
+    (lambda: freed(3), "memory was given back"),
+    (lambda: freed(1 << 20), "memory was given back"),
+    (lambda: nn.Parameter(freed(3)), "memory was given back"),
+    (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised"),
+]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_no_dense_tensor_is_refused_by_name(
-    tmp_path: Path, make: Callable[[], torch.Tensor], reason: str
-) -> None:
+def test_what_is_no_dense_tensor_is_refused_by_name(tmp_path: Path) -> None:
     """A tensor without elements stored as such is an error that names it and commits nothing."""
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.save({"odd one": make()}, tmp_path)
-    (error,) = failures_of(caught.value).values()
-    assert isinstance(error, InvalidInputError)
-    assert "odd one" in str(error)
-    assert reason in str(error)
+    for make, reason in REFUSED:
+        with pytest.raises(CheckpointException) as caught:
+            dcp_cases.save({"odd one": make()}, tmp_path)
+        (error,) = failures_of(caught.value).values()
+        assert isinstance(error, InvalidInputError)
+        assert re.search(f"odd one.*{reason}", str(error)), error
 
 
 def test_blobs_come_back_equal(tmp_path: Path) -> None:
@@ -332,17 +330,6 @@ def test_values_of_single_ranks_survive(ranks: RankPool, tmp_path: Path) -> None
         for rank in range(3):
             assert target[f"own {rank}"] == rank
             assert same(target[f"tensor {rank}"], seeded(rank, 3))
+    assert len(list(tmp_path.rglob("rank-*.json"))) == 3
     held = [path.read_bytes().count(raw_bytes(seeded(9, 5))) for path in tmp_path.rglob("*.distcp")]
     assert sum(held) == 1
-
-
-def save_nothing_on_most_ranks(rank: int, path: Path) -> int:
-    """Save one replicated scalar on four ranks; return how many items this rank's file has."""
-    dcp_cases.save({"x": torch.tensor(4.5)}, path)
-    return len(list(path.rglob(f"__{rank}_*.distcp")))
-
-
-def test_a_rank_without_data_writes_no_shard_file(ranks: RankPool, tmp_path: Path) -> None:
-    """A tensor that all ranks have lies in one file; the other ranks only report."""
-    assert sum(ranks.run(save_nothing_on_most_ranks, tmp_path)) == 1
-    assert len(list(tmp_path.rglob("rank-*.json"))) == 4

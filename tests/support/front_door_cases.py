@@ -5,9 +5,6 @@ Functions here run in the processes of a `RankPool`, so they are importable and 
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,11 +83,6 @@ def save(_rank: int, path: str | Path, step: int, **options: Any) -> str | None:
     """Save and return the save id."""
     options = {"sync_files": False} | options
     return ckpt_storage.save(state_of(step), path, **options).save_id
-
-
-def save_with(rank: int, path: str, step: int, options: dict[str, Any]) -> str | None:
-    """Save with options, as a job."""
-    return save(rank, path, step, **options)
 
 
 def load_both_ways(_rank: int, path: Path, step: int) -> None:
@@ -177,30 +169,41 @@ def caught(
     return seen
 
 
-def save_failing(rank: int, path: str, who: int, where: str, kind: str) -> tuple[str, str, int]:
-    """Save with a failure on rank `who`; return the error's type and text and the good next id."""
-    state, planner = state_of(1), None
-    if rank == who:
-        if where == "state_dict":
+Told = tuple[str, str, int]
+
+
+def _told(error: ckpt_storage.CheckpointError) -> Told:
+    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+
+
+def save_failing(rank: int, path: str, failures: list[tuple[int, str, str]]) -> list[Told]:
+    """Save with each failure (rank, place, kind), then well; return what this rank was told."""
+    told = []
+    for who, where, kind in failures:
+        state, planner = state_of(1), None
+        if rank == who and where == "state_dict":
             state["counter"] = FailingState(kind)
-        else:
+        elif rank == who:
             planner = FailingSave(where, kind)
-    error = caught(ckpt_storage.save, state, path, planner=planner, timeout=20.0, sync_files=False)
-    save(rank, path + "-next", 2)
-    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+        options: dict[str, Any] = {"planner": planner, "timeout": 20.0, "sync_files": False}
+        told.append(_told(caught(ckpt_storage.save, state, path, **options)))
+    save(rank, path + "-next", 1)
+    return told
 
 
-def load_failing(rank: int, path: str, who: int, where: str, kind: str) -> tuple[str, str, int]:
-    """Load with a failure on rank `who`; return the error's type and text; load well after it."""
-    state, planner = state_of(1, zeros=True), None
-    if rank == who:
-        if where == "state_dict":
+def load_failing(rank: int, path: str, failures: list[tuple[int, str, str]]) -> list[Told]:
+    """Load with each failure (rank, place, kind), then well; return what this rank was told."""
+    told = []
+    for who, where, kind in failures:
+        state = state_of(1, zeros=True)
+        planner = dcp.DefaultLoadPlanner()
+        if rank == who and where == "state_dict":
             state["counter"] = FailingState(kind)
-        else:
+        elif rank == who:
             planner = FailingLoad(where, kind)
-    error = caught(ckpt_storage.load, state, path, planner=planner, timeout=20.0)
+        told.append(_told(caught(ckpt_storage.load, state, path, planner=planner, timeout=20.0)))
     load_ours(rank, path, 1)
-    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+    return told
 
 
 @contextmanager
@@ -214,27 +217,6 @@ def faulty_disk(rules: Sequence[Rule]) -> Iterator[list[FaultPosix]]:
 
     with patch("ckpt_storage.store.backends.local.Posix", make):
         yield made
-
-
-@contextmanager
-def captured_output() -> Iterator[Path]:
-    """Send what this process prints, C code included, to a file; give its path."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "output"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        kept = os.dup(1), os.dup(2)
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        try:
-            yield path
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for number, descriptor in zip((1, 2), kept, strict=True):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
 
 
 @contextmanager
