@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,36 +91,23 @@ def test_a_save_and_loads_on_either_side(place: tuple[str, dict[str, Any]], devi
     assert same(loaded(state, url, **options), expected)
 
 
-def by_thread(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
-    """Save by a saver's thread, and change the state as soon as that is allowed."""
-    with ckpt_storage.AsyncSaver(mode="thread") as saver:
-        handle = saver.save(state, url, **options)
-        change()
+def saved(state: dict[str, Any], url: str, way: Any) -> None:
+    """Save by a saver's thread or process, and zero the state as soon as that is allowed.
+
+    With "guarded" it is copied in the background too: the change waits for the copies.
+    """
+    blocks = way != "guarded"
+    with ckpt_storage.AsyncSaver(mode=way if blocks else "thread") as saver:
+        handle = saver.save(state, url, block_until_staged=blocks)
+        with saver.step_guard() if not blocks else nullcontext():
+            for value in tensors_of(state).values():
+                value.zero_()
         handle.result()
 
 
-def by_process(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
-    """As `by_thread`, by a saver's process."""
-    with ckpt_storage.AsyncSaver(mode="process") as saver:
-        handle = saver.save(state, url, **options)
-        change()
-        handle.result()
-
-
-def guarded(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
-    """As `by_thread`, copied in the background too: the change waits for the copies."""
-    with ckpt_storage.AsyncSaver(mode="thread") as saver:
-        handle = saver.save(state, url, block_until_staged=False, **options)
-        with saver.step_guard():
-            change()
-        handle.result()
-
-
-@pytest.mark.parametrize("saved", [by_thread, by_process, guarded])
+@pytest.mark.parametrize("way", ["thread", "process", "guarded"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_background_save_has_the_state_as_it_was(
-    tmp_path: Path, device: str, saved: Callable[..., None]
-) -> None:
+def test_a_background_save_has_the_state_as_it_was(tmp_path: Path, device: str, way: str) -> None:
     """Kernels enqueued before the call are in it, later ones are not; twice, for the buffers."""
     state = state_on(device)
     for number in range(2):
@@ -127,12 +115,7 @@ def test_a_background_save_has_the_state_as_it_was(
             state["large"] += 1
         expected = on_host(state)
         url = str(tmp_path / f"run-{number}")
-
-        def change() -> None:
-            for value in tensors_of(state).values():
-                value.zero_()
-
-        saved(state, url, change)
+        saved(state, url, way)
         assert same(loaded(state, url), expected)
         for name, value in tensors_of(state_on(device)).items():
             state[name].copy_(value)

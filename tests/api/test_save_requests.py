@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,8 @@ from remote_tools import ops, options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, verify
-from ckpt_storage.options import TransferOptions
-from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer import writing
-from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.pacing import Pacer
 
 MIB = 1 << 20
@@ -70,75 +66,29 @@ def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(server: S3Server)
     assert all(is_sound(server, name) for name in ("few", "many", "large"))
 
 
-class Kept(Pacer):
-    """A pacer that the test can ask."""
-
-    made: ClassVar[list[Kept]] = []
-
-    def __init__(self, *args: Any, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.heard = 0
-        self.cuts: list[tuple[int, int]] = []
-        self.made.append(self)
-
-    def slowed_down(self) -> None:
-        """Count, and note the limits before and after."""
-        self.heard += 1
-        before = super().limit()
-        super().slowed_down()
-        self.cuts.append((before, super().limit()))
-
-
-@pytest.fixture
-def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
-    """The pacers of all uploads of the test."""
-    monkeypatch.setattr(writing, "Pacer", Kept)
-    monkeypatch.setattr(Kept, "made", [])
-    return Kept.made
-
-
 def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
-    server: S3Server, pacers: list[Kept]
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SlowDown lowers the number of parts under way, and the save succeeds."""
+    cuts: list[tuple[int, int]] = []
+
+    class Noting(Pacer):
+        """Notes the limits before and after it heard of one."""
+
+        def slowed_down(self) -> None:
+            """Note them."""
+            before = super().limit()
+            super().slowed_down()
+            cuts.append((before, super().limit()))
+
+    monkeypatch.setattr(writing, "Pacer", Noting)
     server.faults([FaultRule(op="part", action="status", times=3)])
     state = {"w": torch.ones(10 * PART_BYTES, dtype=torch.uint8)}
     save(server, state, thread_count=8, memory_limit_bytes=256 * MIB)
-    (pacer,) = pacers
-    assert pacer.heard == 3
-    assert any(after <= before // 2 for before, after in pacer.cuts)
+    assert len(cuts) == 3
+    assert any(after <= before // 2 for before, after in cuts)
     assert ops(server)["part"] == 11 + 3
     assert is_sound(server)
-
-
-def test_a_save_keeps_to_its_memory_limit(server: S3Server) -> None:
-    """With 64 MiB allowed, no more than that is ever claimed, and all of it is given back."""
-    BUDGET.reset()
-    limit_bytes = 64 * MIB
-    options = TransferOptions.for_storage(
-        is_remote=True,
-        local_threads=1,
-        local_part_bytes=MIB,
-        thread_count=None,
-        part_bytes=None,
-        memory_limit_bytes=limit_bytes,
-    )
-    store = open_store("s3://bkt/run", storage_options=options_of(server))
-    content = memoryview(bytes(range(256)) * (256 << 10))
-    file = writing.ObjectWriter(
-        store,
-        "saves/x",
-        options=options,
-        planned_bytes=len(content),
-        deadline=Deadline("write", 60),
-        on_bytes=lambda _: None,
-    )
-    file.write(content)
-    file.complete()
-    store.close()
-    assert server.dump()["run/saves/x"] == content
-    assert limit_bytes // 2 <= BUDGET.peak_bytes <= limit_bytes
-    assert BUDGET.held_bytes == 0
 
 
 def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:

@@ -17,16 +17,15 @@ END_S = 30.0
 SHORT = Timeouts(plan=0.3, silence=5)
 LONG = Timeouts(plan=8, silence=5)
 
+Terms = Callable[[int], dict[str, str]]
+
 
 def run(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Run each body in a thread of its own; return what each returned or raised."""
+    """Run each body in a thread of its own; return what each returned."""
     ended: list[Any] = [None] * len(bodies)
 
     def one(number: int) -> None:
-        try:
-            ended[number] = bodies[number]()
-        except Exception as error:  # noqa: BLE001  # looked at by the test
-            ended[number] = error
+        ended[number] = bodies[number]()
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(len(bodies))]
     for thread in threads:
@@ -47,80 +46,68 @@ def tried(group: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: byt
         return error
 
 
-@pytest.mark.parametrize("url", ["same", "new"])
-def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str) -> None:
-    """A state that comes to save 1 after the others gave it up never enters save 2."""
-    board = MemoryKeys()
-    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+def after_giving_up(late: Callable[[RankGroup], list[Any]], terms: Terms, steps: range) -> Any:
+    """Let rank 0 give up step 1 and go on with `steps`; rank 1 does `late` once it gave up."""
+    keys = MemoryKeys()
+    ranks = [RankGroup(keys, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
-    terms = [{"url": "x"}, {"url": "x" if url == "same" else "y"}]
-
-    def coordinator() -> list[Any]:
-        ended = [tried(ranks[0], SHORT, terms[0], b"first")]
-        gave_up.set()
-        ended.append(tried(ranks[0], LONG, terms[1], b"second"))
-        return ended
-
-    def late() -> list[Any]:
-        gave_up.wait(END_S)
-        return [
-            tried(ranks[1], LONG, terms[0], b"first"),
-            tried(ranks[1], LONG, terms[1], b"second"),
-        ]
-
-    ours, others = run([coordinator, late])
-    assert isinstance(ours[0], CheckpointError)
-    assert isinstance(others[0], CheckpointError)
-    assert ours[1] == others[1] == [b"second", b"second"]
-
-
-@pytest.mark.parametrize("same_url", [True, False])
-def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
-    """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
-    board = MemoryKeys()
-    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
-    gave_up = threading.Event()
-
-    def terms(step: int) -> dict[str, str]:
-        return {"url": "x" if same_url else f"x{step}"}
-
-    def good(group: RankGroup) -> list[Any]:
-        return [tried(group, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
 
     def coordinator() -> list[Any]:
         first = tried(ranks[0], SHORT, terms(1), b"1")
         gave_up.set()
-        return [first, *good(ranks[0])]
+        assert isinstance(first, CheckpointError)
+        return [tried(ranks[0], LONG, terms(step), b"%d" % step) for step in steps]
 
-    def failing() -> list[Any]:
+    def other() -> list[Any]:
         gave_up.wait(END_S)
+        return late(ranks[1])
+
+    return run([coordinator, other])
+
+
+def same_url(_step: int) -> dict[str, str]:
+    """Return terms of saves to one URL."""
+    return {"url": "x"}
+
+
+def own_url(step: int) -> dict[str, str]:
+    """Return terms of saves to a URL of their own each."""
+    return {"url": f"x{step}"}
+
+
+@pytest.mark.parametrize("terms", [same_url, own_url])
+def test_a_late_rank_is_not_taken_for_one_of_the_next_save(terms: Terms) -> None:
+    """A state that comes to save 1 after the others gave it up never enters save 2."""
+
+    def late(group: RankGroup) -> list[Any]:
+        return [tried(group, LONG, terms(step), b"%d" % step) for step in (1, 2)]
+
+    ours, others = after_giving_up(late, terms, range(2, 3))
+    assert isinstance(others[0], CheckpointError)
+    assert ours == others[1:] == [[b"2", b"2"]]
+
+
+@pytest.mark.parametrize("terms", [same_url, own_url])
+def test_a_late_failure_harms_no_later_operation(terms: Terms) -> None:
+    """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
+
+    def failing(group: RankGroup) -> list[Any]:
         with (
             pytest.raises(CheckpointError, match="my own"),
-            ranks[1].operation("the save to x", timeouts=LONG),
+            group.operation("the save to x", timeouts=LONG),
         ):
             raise CheckpointError("my own")
-        return good(ranks[1])
+        return [tried(group, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
 
-    ours, others = run([coordinator, failing])
-    assert isinstance(ours[0], CheckpointError)
-    assert ours[1:] == others == [[b"%d" % step] * 2 for step in (2, 3, 4)]
+    ours, others = after_giving_up(failing, terms, range(2, 5))
+    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3, 4)]
 
 
 def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
     """Where each save has a URL of its own, one that was never called costs only itself."""
-    board = MemoryKeys()
-    ranks = [RankGroup(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
-    gave_up = threading.Event()
 
-    def coordinator() -> list[Any]:
-        first = tried(ranks[0], SHORT, {"url": "1"}, b"1")
-        gave_up.set()
-        return [first, *(tried(ranks[0], LONG, {"url": n}, b"x") for n in "23")]
+    def other(group: RankGroup) -> list[Any]:
+        return [tried(group, LONG, own_url(step), b"%d" % step) for step in (2, 3)]
 
-    def other() -> list[Any]:
-        gave_up.wait(END_S)
-        return [tried(ranks[1], LONG, {"url": n}, b"x") for n in "23"]
-
-    ours, others = run([coordinator, other])
-    assert isinstance(ours[0], CheckpointError)
-    assert ours[1:] == others == [[b"x", b"x"]] * 2
+    ours, others = after_giving_up(other, own_url, range(2, 4))
+    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3)]

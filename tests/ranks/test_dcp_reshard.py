@@ -110,7 +110,7 @@ def load_sharded(rank: int, path: Path, dim: int, names: list[str]) -> tuple[int
 
     with counted_reads() as lengths:
         dcp_cases.load(state, path, progress=progress)
-    again = {name: torch.zeros_like(value) for name, value in state.items()}
+    again: dict[str, Any] = {name: torch.zeros_like(value) for name, value in state.items()}
     ckpt_storage.load(again, path)
     for name in names:
         assert same(again[name].to_local(), state[name].to_local()), name

@@ -181,7 +181,9 @@ class Ranks:
             except BaseException as error:  # noqa: BLE001  # returned
                 errors[number] = error
 
-        threads = [threading.Thread(target=one, args=(n,)) for n in range(len(self.parts))]
+        threads = [
+            threading.Thread(target=one, args=(n,), name=f"of {n}") for n in range(len(self.parts))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -234,36 +236,28 @@ def left() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
 
 
-@pytest.mark.parametrize("where", ["passing on", "receiving"])
-@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt, CheckpointError])
-def test_a_target_that_raises_ends_the_reads_of_all(
+@pytest.mark.parametrize("where", ["passing on", "receiving", "own"])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, CheckpointError])
+def test_what_raises_on_one_rank_ends_the_reads_of_all(
     tmp_path: Path, kind: type[BaseException], where: str
 ) -> None:
     """The error leaves `run` of its rank as it is; the other is told; no thread is left."""
 
     def note(rank: int) -> None:
         if rank == 1 and where in threading.current_thread().name:
-            raise kind("the target broke")
+            raise kind("it broke")
+
+    def rest() -> None:
+        if where == "own" and threading.current_thread().name.startswith("of 1"):
+            raise kind("it broke")
 
     ranks = replicated(tmp_path, note)
     begin = time.monotonic()
-    errors = ranks.run()
+    errors = ranks.run(rest)
     assert time.monotonic() - begin < 10
     assert type(errors[1]) is kind
-    assert "the target broke" in str(errors[0])
-    assert "the target broke" in str(ranks.operation.told[0])
-    assert left() == []
-
-
-def test_an_interrupt_of_a_ranks_own_reads_ends_the_reads_of_all(tmp_path: Path) -> None:
-    """A Ctrl-C while others are awaited is told, too, and leaves no thread."""
-    ranks = replicated(tmp_path, lambda _: None)
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    assert any(isinstance(error, KeyboardInterrupt) for error in ranks.run(interrupted))
-    assert ranks.operation.told
+    assert "it broke" in str(errors[0])
+    assert "it broke" in str(ranks.operation.told[0])
     assert left() == []
 
 

@@ -84,21 +84,6 @@ def test_each_wanted_element_arrives_once(
     assert torch.equal(target, wanted)
 
 
-def test_a_target_of_another_type_is_converted() -> None:
-    """The planner may want other elements than are stored."""
-    target = torch.zeros(2, 2, dtype=torch.float64)
-    read = ChunkRead(
-        place=ChunkPlace(path="f", fqn="w", start=0, size_bytes=32),
-        item_bytes=4,
-        chunk_sizes=(2, 4),
-        where=(range(2), range(2, 4)),
-        target=TensorTarget(target, torch.float32),
-    )
-    payload = torch.arange(8, dtype=torch.float32).numpy().tobytes()
-    put(read, 0, memoryview(bytearray(payload)))
-    assert target.tolist() == [[2, 3], [6, 7]]
-
-
 @pytest.mark.parametrize("buffer_count", [1, 3])
 def test_elements_on_their_way_to_a_device_are_not_overwritten(
     tmp_path: Path, buffer_count: int
