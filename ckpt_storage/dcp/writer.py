@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.plans import Hello
+from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
@@ -33,14 +34,13 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.saves.items import LiveItems
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import checked
+from ckpt_storage.saves.planning import checked, unlike
 from ckpt_storage.saves.session import Granted, SaveSession
 from ckpt_storage.saves.ties import ties_of
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .border import at_dcp_border, rank_of_call
-from .riders import answers_to, hello_of, leave_for
 
 
 @dataclass(slots=True)
@@ -225,7 +225,9 @@ class CheckpointStorageWriter(StorageWriter):
         """Attach what this rank has to say to its plan; all ranks. Raises `InvalidInputError`."""
         save = self._save()
         plan = checked(plan)
-        save.hello = hello_of(save.session.rank, save.session.terms(), plan)
+        inbox(anew=True)
+        nonce, terms = os.urandom(16).hex(), save.session.terms()
+        save.hello = Hello(nonce=nonce, rank=save.session.rank, terms=terms, items=plan.items)
         return replace(plan, storage_data=save.hello)
 
     @at_dcp_border
@@ -238,7 +240,7 @@ class CheckpointStorageWriter(StorageWriter):
         save, group = self._save(), self._process_group
         assert save.hello is not None  # noqa: S101  # DCP has called `prepare_local_plan`
         group_size = None if group is None else dist.get_world_size(group)
-        return answers_to(save.hello, plans, save.session, group_size)
+        return _answers_to(save.hello, plans, save.session, group_size)
 
     @at_dcp_border
     def write_data(
@@ -252,7 +254,7 @@ class CheckpointStorageWriter(StorageWriter):
         save = self._save()
         session = save.session
         assert save.hello is not None  # noqa: S101  # as above
-        save.granted = leave_for(save.hello)
+        save.granted = _leave_for(save.hello)
         save.hello = None
         report = session.write(save.granted, plan, LiveItems(planner), ties_of(planner))
         self._threads.save_id = save.granted.grant.save_id
@@ -285,3 +287,84 @@ def _report_in(results: list[WriteResult]) -> RankReport | None:
     """Return the report in what DCP gathered of one rank, None if there is none."""
     found = (result.storage_data for result in results)
     return next((data for data in found if isinstance(data, RankReport)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The coordinator's answer to the hello with the same nonce: its leave, or why there is none.
+
+    It rides in a plan, and takes effect when it is unpickled, as a `Hello` does. A refusal is no
+    exception in the planning step: with plan caching, every later save would fail.
+    """
+
+    nonce: str
+    leave: Granted | CheckpointError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_receive, (self.nonce, self.leave))
+
+
+def _receive(nonce: str, leave: Granted | CheckpointError) -> _Answer:
+    answer = inbox().answers[nonce] = _Answer(nonce=nonce, leave=leave)
+    return answer
+
+
+def _answers_to(
+    own: Hello, plans: Sequence[SavePlan], session: SaveSession, group_size: int | None
+) -> list[SavePlan]:
+    """Check that all ranks agree, begin the save, and return the plans with an answer for each.
+
+    `group_size` is what the number of ranks has to be, if that is known.
+    """
+    hellos = _hellos_of_all(own, len(plans))
+    # The items of all ranks are many: nobody keeps them.
+    inbox().hellos.clear()
+    leave: Granted | CheckpointError
+    try:
+        if group_size not in {None, len(plans)}:
+            raise InvalidInputError(
+                f"The save runs on {len(plans)} ranks; the writer's process_group has "
+                f"{group_size}.",
+                phase="plan",
+                next_step="Pass the same process_group to dcp.save and to the writer.",
+            )
+        check_terms({hello.rank: hello.terms for hello in hellos}, phase="plan")
+        refusal = unlike([hello.items for hello in hellos])
+        # Plans that a planner dropped count as 0.
+        item_count = sum(len(plan.items) for plan in plans)
+        leave = refusal or session.begin(len(plans), item_count)
+    except CheckpointError as error:
+        leave = error
+    answers = [_Answer(nonce=hello.nonce, leave=leave) for hello in hellos]
+    inbox().answers[own.nonce] = answers[own.rank]
+    return [replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)]
+
+
+def _hellos_of_all(own: Hello, world_size: int) -> list[Hello]:
+    """Return what every rank said of this save, by rank; the coordinator's `own` is not sent."""
+    hellos = {**inbox().hellos, own.rank: own}
+    missing = sorted(set(range(world_size)) - set(hellos))
+    if missing:
+        raise InvalidInputError(
+            f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+            phase="plan",
+            next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
+            "keeps SavePlan objects.",
+        )
+    return [hellos[rank] for rank in range(world_size)]
+
+
+def _leave_for(hello: Hello) -> Granted:
+    """Return the coordinator's leave. Raises what it refused the save for."""
+    answer = inbox().answers.get(hello.nonce)
+    if not isinstance(answer, _Answer):
+        raise InvalidInputError(
+            f"Rank {hello.rank} got no save id for this save; it writes nothing.",
+            rank=hello.rank,
+            phase="write",
+            next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
+            "(enable_plan_caching=False).",
+        )
+    if not isinstance(answer.leave, Granted):
+        raise answer.leave
+    return answer.leave

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from ckpt_storage.dcp.folded import FoldedPlan
+from ckpt_storage.dcp.reader import FoldedPlan
 
 
 def _item(fqn: str) -> ReadItem:
