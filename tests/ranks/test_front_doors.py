@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from pathlib import Path
@@ -12,13 +11,11 @@ import dcp_cases
 import front_door_cases as cases
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import files_below, same, seeded
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, ProgressEvent
-from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -142,38 +139,6 @@ def test_a_failure_on_one_rank_reaches_all(ranks: RankPool, tmp_path: Path) -> N
     assert_told(results, LOAD_FAILURES, path)
 
 
-def save_on_full_disk(rank: int, path: str) -> Told:
-    """Save with a full disk on rank 0, and on rank 2, and well after each."""
-    told = []
-    for who in (0, 2):
-        rule = Rule(action="error", operation="pwritev", errno=errno.ENOSPC, hit_count=None)
-        with cases.faulty_disk([rule] if rank == who else []):
-            error = cases.caught(cases.save, rank, f"{path}-{who}", 1)
-        left = 0 if rank else len(list(Path(f"{path}-{who}").rglob("*.distcp")))
-        cases.save(rank, f"{path}-{who}", 2)
-        assert left == 0, "files of the failed save are left"
-        told.append((type(error).__name__, str(error), -1 if error.rank is None else error.rank))
-    return told
-
-
-def test_a_full_disk_on_one_rank_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
-    """All ranks learn which rank's disk is full; the next save to the same place succeeds."""
-    results = ranks.run(save_on_full_disk, str(tmp_path / "run"), world_size=3)
-    for rank, told in enumerate(results):
-        for who, (name, text, named) in zip((0, 2), told, strict=True):
-            # What the coordinator cannot begin is every rank's error.
-            assert name == ("StorageError" if who in {0, rank} else "RankFailedError"), text
-            assert "space" in text.lower()
-            assert named == who
-            assert f"rank {who}" in text.lower(), text
-            assert " phase" in text, text
-            assert str(tmp_path) in text, text
-    for who in (0, 2):
-        target = cases.state_of(2, zeros=True)
-        dcp_cases.load_stock(target, tmp_path / f"run-{who}")
-        cases.assert_state(target, 2)
-
-
 def save_told(rank: int, path: str) -> tuple[list[ProgressEvent], list[ProgressEvent], str | None]:
     """Save and load with a progress callback; return the events and the save id."""
     saved: list[ProgressEvent] = []
@@ -286,34 +251,6 @@ def test_two_threads_may_save_at_once(ranks: RankPool, tmp_path: Path) -> None:
     for ended in ranks.run(save_in_threads, str(tmp_path / "two"), world_size=2):
         assert set(ended) <= {"saved", "RankMismatchError"}
         assert len(ended) == 2
-
-
-def train_and_save(rank: int, path: str) -> float:
-    """Run collectives on the default group in a thread while saves go on."""
-    stop = threading.Event()
-    sums: list[float] = []
-
-    def train() -> None:
-        while True:
-            value = torch.tensor([1.0, float(stop.is_set())])
-            dist.all_reduce(value)
-            sums.append(float(value[0]))
-            if value[1] == dist.get_world_size():
-                return
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    for step in range(3):
-        ckpt_storage.save({"w": seeded(step, 2000, 10)}, f"{path}/{step}", sync_files=False)
-    stop.set()
-    thread.join()
-    assert set(sums) == {float(dist.get_world_size())}
-    return float(rank)
-
-
-def test_training_may_communicate_while_a_save_runs(ranks: RankPool, tmp_path: Path) -> None:
-    """Collectives on the default group and a save over it do not mix."""
-    assert ranks.run(train_and_save, str(tmp_path), world_size=2) == [0.0, 1.0]
 
 
 def save_and_load_crosswise(rank: int, path: str) -> tuple[str, str]:

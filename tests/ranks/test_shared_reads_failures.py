@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
+import torch
+from dcp_cases import raw_bytes, seeded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_stores import local_store
@@ -22,6 +24,7 @@ from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.loads.exchange import SharedReads
 from ckpt_storage.loads.sharing import Key, SharePolicy, plan_shares
+from ckpt_storage.loads.targets import TensorTarget
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead
@@ -32,40 +35,17 @@ UNIT_BYTES = 64 * KIB
 POLICY = SharePolicy(unit_bytes=UNIT_BYTES, min_saved_bytes=1, max_gap_bytes=KIB)
 
 
-class Operation:
+class Operation(Mock):
     """What the phases of all ranks are told of their operation: the first failure counts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[CheckpointError] = []
-
-    def failure(self) -> CheckpointError | None:
-        """Return the first failure."""
-        return self.told[0] if self.told else None
-
-    def failed(self, error: CheckpointError) -> None:
-        """Note a failure."""
-        self.told.append(error)
-
-    def advanced(self, byte_count: int) -> None:
-        """Ignore progress."""
-
-    expect = advanced
-
-    def ended_file(self) -> None:
-        """Ignore progress."""
+        self.failed = self.told.append
+        self.failure = lambda: self.told[0] if self.told else None
 
 
-class Wires:
-    """Ways between the ranks of one process: a message is taken over when both sides are there."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ways: dict[tuple[int, int, int], queue.SimpleQueue[Any]] = {}
-
-    def way(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[Any]:
-        """Return where a receiver says that it waits."""
-        with self._lock:
-            return self._ways.setdefault((sender, receiver, tag), queue.SimpleQueue())
+Way = queue.SimpleQueue[tuple[memoryview, queue.SimpleQueue[None]]]
 
 
 def wait_for(found: Callable[[], Any], deadline: Deadline) -> Any:
@@ -78,15 +58,15 @@ def wait_for(found: Callable[[], Any], deadline: Deadline) -> Any:
 
 
 class Wire:
-    """One rank's end of the ways."""
+    """One rank's end of the ways: a message is taken over when both sides are there."""
 
-    def __init__(self, wires: Wires, rank: int) -> None:
-        self._wires = wires
+    def __init__(self, ways: dict[tuple[int, int, int], Way], rank: int) -> None:
+        self._ways = ways
         self._rank = rank
 
     def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
         """Wait for the receiver, and fill its memory."""
-        way = self._wires.way(self._rank, to, tag)
+        way = self._ways.setdefault((self._rank, to, tag), queue.SimpleQueue())
         into, arrived = wait_for(lambda: way.get(timeout=0.05), deadline)
         into[:] = data
         arrived.put(None)
@@ -94,30 +74,24 @@ class Wire:
     def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
         """Wait until the sender has filled `into`."""
         arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._wires.way(source, self._rank, tag).put((into, arrived))
+        way = self._ways.setdefault((source, self._rank, tag), queue.SimpleQueue())
+        way.put((into, arrived))
         wait_for(lambda: arrived.get(timeout=0.05), deadline)
 
 
-class Target:
-    """A target without memory, that notes the elements it is given."""
+class Target(TensorTarget):
+    """A target that is told of the elements it gets, piece by piece."""
 
-    memory = None
+    memory = None  # none of it is filled at once
 
     def __init__(self, sizes: Sequence[int], note: Callable[[], None]) -> None:
-        self.array = np.zeros(tuple(sizes), np.uint8)
-        self._note = note
+        super().__init__(torch.zeros(tuple(sizes), dtype=torch.uint8), torch.uint8)
+        self.note = note
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy."""
-        self._note()
-        flat = np.frombuffer(window, np.uint8)
-        for copy in copies:
-            spots = tuple(
-                slice(at, at + n) for at, n in zip(copy.dest_offsets, copy.sizes, strict=True)
-            )
-            self.array[spots] = np.lib.stride_tricks.as_strided(
-                flat[copy.source_offset_elements :], copy.sizes, copy.source_strides
-            )
+        self.note()
+        super().put(window, copies)
 
 
 class Ranks:
@@ -133,42 +107,39 @@ class Ranks:
         note: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.operation = Operation()
-        self.expected: dict[int, list[tuple[Target, Any]]] = {r: [] for r in range(world_size)}
+        self.expected: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.parts: list[SharedReads] = []
         orders = plan_shares(
             wants, lambda key: (shapes[key], 1), world_size=world_size, policy=POLICY
         )
-        self.parts: list[SharedReads] = []
-        wires, places, arrays = Wires(), {}, {}
+        ways: dict[tuple[int, int, int], Way] = {}
+        arrays: dict[Key, torch.Tensor] = {}
         for number, (key, shape) in enumerate(shapes.items()):
-            data = np.random.default_rng(number).integers(0, 256, shape, np.uint8)
-            (folder / f"f{number}").write_bytes(data.tobytes())
-            places[key] = ChunkPlace(path=f"f{number}", fqn=key[0], start=0, size_bytes=data.size)
-            arrays[key] = data
+            arrays[key] = seeded(number, *shape, dtype=torch.uint8)
+            (folder / key[0]).write_bytes(raw_bytes(arrays[key]))
         for order in orders or ():
             reads: dict[Key, list[ChunkRead]] = {key: [] for key in order.keys}
             for key, found in reads.items():
-                for rank, region in wants[key]:
-                    if rank == order.rank:
-                        target = Target(region.sizes, lambda rank=rank: note(rank))  # type: ignore[misc]  # bound
-                        where = box_selection(region)
-                        cut = arrays[key][tuple(slice(r.start, r.stop) for r in where)]
-                        self.expected[rank].append((target, cut))
-                        found.append(
-                            ChunkRead(
-                                place=places[key],
-                                item_bytes=1,
-                                chunk_sizes=shapes[key],
-                                where=where,
-                                target=target,
-                            )
+                size_bytes = arrays[key].numel()
+                place = ChunkPlace(path=key[0], fqn=key[0], start=0, size_bytes=size_bytes)
+                for region in (box for rank, box in wants[key] if rank == order.rank):
+                    target = Target(region.sizes, partial(note, order.rank))
+                    where = box_selection(region)
+                    cut = arrays[key][tuple(slice(r.start, r.stop) for r in where)]
+                    self.expected.append((target.tensor, cut))
+                    found.append(
+                        ChunkRead(
+                            place=place,
+                            item_bytes=1,
+                            chunk_sizes=shapes[key],
+                            where=where,
+                            target=target,
                         )
+                    )
             deadline = Deadline("load", 20, watch=self.operation)
-            ranges = RangeReader(
-                local_store(str(folder)),
-                TransferOptions(part_bytes=UNIT_BYTES, block_bytes=KIB),
-                deadline,
-            )
-            wire = cast("Peers", Wire(wires, order.rank))
+            options = TransferOptions(part_bytes=UNIT_BYTES, block_bytes=KIB)
+            ranges = RangeReader(local_store(str(folder)), options, deadline)
+            wire = cast("Peers", Wire(ways, order.rank))
             self.parts.append(SharedReads(order, reads, wire, ranges, window=window))
 
     def run(self, rest: Callable[[], None] = lambda: None) -> list[BaseException | None]:
@@ -218,8 +189,7 @@ def test_every_rank_gets_what_it_wants(
             )
     ranks = Ranks(tmp_path, wants, shapes, world_size, window)
     assert not any(ranks.run())
-    for target, expected in itertools.chain(*ranks.expected.values()):
-        np.testing.assert_array_equal(target.array, expected)
+    assert all(torch.equal(found, expected) for found, expected in ranks.expected)
 
 
 KEY: Key = ("w", (0, 0))
