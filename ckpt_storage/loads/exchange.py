@@ -41,9 +41,8 @@ _LINK_S = 60.0
 class SharedReads:
     """One rank's part of the shared reads of one load.
 
-    `reads` has what this rank wants, by chunk; those of the order's chunks are served here and by
-    nobody else. The deadline of the `ranges` knows of other ranks' failures. At most `window`
-    units are read, and as many received, at a time.
+    `reads` has what this rank wants, by chunk. The deadline of the `ranges` knows of other ranks'
+    failures. At most `window` units are read, and as many received, at a time.
     """
 
     def __init__(

@@ -38,12 +38,10 @@ Piece = tuple[Key, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharePolicy:
-    """When sharing pays.
+    """When sharing pays: if it spares `min_saved_bytes`.
 
-    `unit_bytes` is the longest unit. Pieces begin at multiples of it, so that blocks of any usual
-    size lie in one unit only. Less than `min_saved_bytes` are not worth the making of links
-    between ranks. Ranks alone read over gaps up to `max_gap_bytes`; where a region has wider
-    ones, they read what they want only.
+    Pieces begin at multiples of `unit_bytes`, the longest unit, so that a block lies in one unit
+    only. A rank alone reads over gaps of a region up to `max_gap_bytes`.
     """
 
     unit_bytes: int = 8 * MIB

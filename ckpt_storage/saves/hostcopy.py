@@ -28,9 +28,8 @@ _ALIGN_BYTES = 64
 class DeviceCopies:
     """Copies through pinned buffers that are used over and over; used by one thread.
 
-    A buffer is free again once no view of it is left, wherever it went: a thread that was given
-    up and still sends a part keeps the memory that it reads. So there are as many buffers as what
-    is in flight needs, which whoever holds the views bounds.
+    A buffer is free again once no view of it is left, wherever it went. So there are as many as
+    what is in flight needs, which whoever holds the views bounds.
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:

@@ -60,10 +60,9 @@ class Granted:
 
 
 class SaveSession:
-    """One save of one rank; belongs to one thread.
+    """One save of one rank, in one thread: rank 0 `begin`s, all `write`, rank 0 `finish`es.
 
-    What must travel is returned and passed in: the coordinator `begin`s, all ranks `write`, and
-    the coordinator `finish`es.
+    What must travel is returned and passed in.
     """
 
     def __init__(
@@ -161,7 +160,10 @@ class SaveSession:
             try:
                 return self._write(granted, plan, source, ties, deadline)
             except StorageError as error:
-                if error.kind != "no-space" or not self._has_freed(grant, deadline):
+                if error.kind != "no-space":
+                    raise
+                self.discard(grant.save_id, is_whole=False)
+                if not free_dead(self._store.bounded(deadline), besides=grant.save_id):
                     raise
             return self._write(granted, plan, source, ties, deadline)
         except CheckpointError as error:
@@ -169,10 +171,6 @@ class SaveSession:
             if not isinstance(error, PhaseTimeoutError):
                 self.discard(grant.save_id, is_whole=False)
             raise
-
-    def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
-        self.discard(grant.save_id, is_whole=False)
-        return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
 
     def _write(
         self,

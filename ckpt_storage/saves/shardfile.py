@@ -76,9 +76,8 @@ class ShardJob:
 class ShardFileWriter:
     """Writes one shard file from front to back and records its checksums.
 
-    The calling thread computes CRCs and cuts parts. Large payloads are sent from where they lie and
-    must not change before `finish` returns. Frames and small payloads are gathered, so that 20,000
-    of them cost neither 20,000 buffers nor as many checksums to combine.
+    Large payloads are sent from where they lie and must not change before `finish` returns. Frames
+    and small payloads are gathered, for fewer buffers and fewer checksums to combine.
     """
 
     def __init__(self, writer: ObjectWriter, block_bytes: int) -> None:
@@ -204,6 +203,8 @@ class _Contents:
             raise CheckpointError(f"{item.fqn} gave {found} bytes, not {length}.")
         if tail:
             file.frame(tail)
+        if item.unsafe is not None:
+            self.unsafe[item.fqn] = item.unsafe
         fqn = self.fqns.setdefault(item.fqn, len(self.fqns))
         lies = (start, file.position - start, payload_start, length)
         self._rows.append((fqn, kind, offsets, sizes, *lies))
@@ -268,7 +269,7 @@ def _write_file(
         file = ShardFileWriter(writer, job.options.block_bytes)
         try:
             for item in items:
-                _check_safe(item, job, contents.unsafe)
+                _check_safe(item, job)
                 contents.write(file, item)
                 job.deadline.check(f"Writing {path}")
             size_bytes, crc32c = file.finish()
@@ -287,11 +288,8 @@ def _write_file(
     )
 
 
-def _check_safe(item: Item, job: ShardJob, unsafe: dict[str, str]) -> None:
-    if item.unsafe is None:
-        return
-    unsafe[item.fqn] = item.unsafe
-    if job.unsafe_values == "refuse":
+def _check_safe(item: Item, job: ShardJob) -> None:
+    if item.unsafe is not None and job.unsafe_values == "refuse":
         raise InvalidInputError(
             f"{item.fqn} is a value ({item.unsafe}) that only pickle can hold; load refuses it.",
             phase="write",
