@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
@@ -22,7 +23,8 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
 from ckpt_storage.transfer.costs import REMOTE_COSTS
-from ckpt_storage.transfer.ranges import RangeReader, ignore
+from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.workers import Workers
 
 from .sharing import Key, ShareOrder, Unit
 
@@ -31,8 +33,6 @@ log = logging.getLogger("ckpt_storage")
 _TAG = 11
 _RECEIVING = 4
 """Threads that receive: more bring nothing, since checking and copying is what takes time."""
-
-_JOIN_S = 30.0
 
 _LINK_S = 60.0
 """Where ranks cannot reach one another within this, each reads for itself."""
@@ -54,7 +54,7 @@ class SharedReads:
         *,
         window: int,
     ) -> None:
-        self._rank = order.rank
+        self._order = order
         self._reads = reads
         self._peers = peers
         self._deadline = ranges.deadline
@@ -62,80 +62,70 @@ class SharedReads:
         options = dataclasses.replace(ranges.options, thread_count=1)
         alone = RangeReader(ranges.store, options, ranges.deadline, pacer=ranges.pacer)
         self._chunks = ChunkReader(alone, REMOTE_COSTS)
-        self._own = [unit for unit in order.units if unit.owner == order.rank]
-        self._awaited = [unit for unit in order.units if unit.owner != order.rank]
         self._window = window
         self._failures: list[BaseException] = []
-        self._on_bytes: Callable[[int], None] = ignore
 
     @property
     def total_bytes(self) -> int:
         """Bytes that this rank reads or others read for it."""
-        return sum(unit.size_bytes for unit in (*self._own, *self._awaited))
+        return sum(unit.size_bytes for unit in self._order.units)
 
     def run(self, read_rest: Callable[[], None], *, on_bytes: Callable[[int], None]) -> None:
         """Read and pass on, take what others read, and call `read_rest` meanwhile.
 
         Raises the first failure, here or of the operation that the deadline belongs to, whatever
-        its kind, after the other ranks were told; no thread of this rank writes into a target
-        then, unless the log says so.
+        its kind, after the other ranks were told; nothing is put into a target from then on.
         """
-        self._on_bytes = on_bytes
-        threads = [
-            *self._threads("passing on", self._own, self._pass_on, self._window),
-            *self._threads(
-                "receiving", self._awaited, self._receive, min(self._window, _RECEIVING)
-            ),
-        ]
-        try:
-            # First what others wait for.
-            for thread in threads:
-                thread.start()
-            read_rest()
-            # Each wait in them ends by the deadline, or soon after the operation failed.
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            self._fail(error)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(_JOIN_S)
-                if thread.is_alive():
-                    log.warning("%s has not ended yet; it writes into no target.", thread.name)
-            if self._failures[0] is not error:
-                raise self._failures[0] from error
-            raise
-        if self._failures:
-            raise self._failures[0]
+        rank = self._order.rank
+        own = [unit for unit in self._order.units if unit.owner == rank]
+        awaited = [unit for unit in self._order.units if unit.owner != rank]
+        with (
+            self._workers("passing on", own, self._window) as passing,
+            self._workers("receiving", awaited, min(self._window, _RECEIVING)) as receiving,
+        ):
+            try:
+                # First what others wait for.
+                self._submit(passing, own, self._pass_on, on_bytes)
+                self._submit(receiving, awaited, self._receive, on_bytes)
+                read_rest()
+                receiving.drain()
+                passing.drain()
+            except BaseException as error:
+                self._fail(error)
+                if self._failures[0] is not error:
+                    raise self._failures[0] from error
+                raise
 
-    def _threads(
+    def _workers(self, what: str, units: Sequence[Unit], count: int) -> Workers:
+        name = f"shared reads of rank {self._order.rank}, {what}"
+        count = min(count, len(units))
+        return Workers(count, name=name, deadline=self._deadline, limit=len(units))
+
+    def _submit(
         self,
-        what: str,
+        workers: Workers,
         units: Sequence[Unit],
         handle: Callable[[Unit, memoryview], None],
-        count: int,
-    ) -> list[threading.Thread]:
-        left = iter(units)
-        lock = threading.Lock()
-        most_bytes = max((unit.size_bytes for unit in units), default=0)
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        # Used again by the next unit, in whatever thread.
+        buffers = queue.SimpleQueue[memoryview]()
 
-        def run() -> None:
+        def run(unit: Unit) -> None:
             try:
-                buffer = memoryview(bytearray(most_bytes))
-                while not self._failures:
-                    with lock:
-                        unit = next(left, None)
-                    if unit is None:
-                        return
-                    handle(unit, buffer[: unit.size_bytes])
-            except BaseException as error:  # noqa: BLE001  # raised by the caller's thread
+                try:
+                    buffer = buffers.get_nowait()
+                except queue.Empty:
+                    buffer = memoryview(bytearray(self._order.unit_bytes))
+                handle(unit, buffer[: unit.size_bytes])
+                buffers.put(buffer)
+                on_bytes(unit.size_bytes)
+            except BaseException as error:
                 self._fail(error)
+                raise
 
-        name = f"shared reads of rank {self._rank}, {what}"
-        return [
-            threading.Thread(target=run, name=f"{name} {number}", daemon=True)
-            for number in range(min(count, len(units)))
-        ]
+        for unit in units:
+            workers.submit(partial(run, unit))
 
     def _fail(self, error: BaseException) -> None:
         """Note why this rank gives up, in whatever thread, and tell the others at once."""
@@ -143,7 +133,7 @@ class SharedReads:
         if not isinstance(error, CheckpointError):
             error = CheckpointError(
                 f"{type(error).__name__}: {error}",
-                rank=self._rank,
+                rank=self._order.rank,
                 phase=self._deadline.phase,
                 next_step="See the log of that rank.",
             )
@@ -154,9 +144,8 @@ class SharedReads:
         self._chunks.read([bytes_read(reads[0].place, part, start) for reads, start, part in parts])
         self._deliver(parts)
         for rank in unit.ranks:
-            if rank != self._rank:
+            if rank != self._order.rank:
                 self._peers.send(rank, buffer, _TAG + unit.number, self._deadline)
-        self._on_bytes(len(buffer))
 
     def _receive(self, unit: Unit, buffer: memoryview) -> None:
         self._peers.receive(unit.owner, buffer, _TAG + unit.number, self._deadline)
@@ -165,7 +154,6 @@ class SharedReads:
             reads[0].place.check(part, start)
         self._deliver(parts)
         self._deadline.advanced(len(buffer))
-        self._on_bytes(len(buffer))
 
     def _parts(
         self, unit: Unit, buffer: memoryview
@@ -181,7 +169,7 @@ class SharedReads:
             for read in reads:
                 if self._failures:
                     # The caller may use the targets again, though this thread came back late.
-                    raise CheckpointError(f"The load of rank {self._rank} was given up.")
+                    raise CheckpointError(f"The load of rank {self._order.rank} was given up.")
                 put(read, start, part)
 
 
