@@ -65,6 +65,7 @@ def test_a_state_of_one_structure_is_planned_once(tmp_path: Path) -> None:
     states = {str(step): state_of(step) for step in range(3)}
     assert [saved(state, tmp_path / name) for name, state in states.items()] == [1, 0, 0]
     for name, change in CHANGES.items():
+        PLANS.clear()
         saved(state_of(2), tmp_path / f"{name}-before")
         state = states[name] = state_of(3)
         change(state)
