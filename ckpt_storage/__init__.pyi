@@ -5,7 +5,6 @@ from .background.handle import SaveProgress as SaveProgress
 from .background.handle import SaveState as SaveState
 from .background.saver import AsyncSaver as AsyncSaver
 from .background.saver import save_async as save_async
-from .commit.catalog import list_checkpoints as list_checkpoints
 from .commit.catalog import publish as publish
 from .commit.info import CheckpointInfo as CheckpointInfo
 from .dcp.reader import CheckpointStorageReader as CheckpointStorageReader
@@ -50,7 +49,6 @@ from .inspect.verify import verify as verify
 from .loads.load import load as load
 from .manager.delete import delete as delete
 from .manager.manager import CheckpointManager as CheckpointManager
-from .manager.prune import PruneReport as PruneReport
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored
 from .manager.retention import Candidate as Candidate
@@ -58,7 +56,9 @@ from .manager.retention import KeepBest as KeepBest
 from .manager.retention import KeepEvery as KeepEvery
 from .manager.retention import KeepLatest as KeepLatest
 from .manager.retention import KeepNewerThan as KeepNewerThan
+from .manager.retention import PruneReport as PruneReport
 from .manager.retention import RetentionPolicy as RetentionPolicy
+from .manager.root import list_checkpoints as list_checkpoints
 from .options import ProgressEvent as ProgressEvent
 from .options import RetryPolicy as RetryPolicy
 from .options import Timeouts as Timeouts

@@ -34,36 +34,30 @@ _HALT_S = 0.3
 
 _in_flight: dict[SaveStatus, tuple[float, Timeouts]] = {}
 _lost: list[SaveStatus] = []
-
-
-def flush_at_exit(save: SaveStatus, timeout_s: float, timeouts: Timeouts) -> None:
-    """Let an interpreter that ends wait for a save, as `flush` does, and name what it loses."""
-    _in_flight[save] = timeout_s, timeouts
-    save.when_ended(lambda: _in_flight.pop(save, None))
-    _register()
-
-
-def _register() -> None:
-    # Before the executors of `concurrent.futures` are shut down, on which clients rely: their
-    # hook came with the import above, and the last to register is the first to run. `atexit` runs
-    # too late for that, but is all that a Python without this hook offers.
-    if _hooks:
-        return
-    _hooks.append(atexit.register(_rest))
-    try:
-        getattr(threading, "_register_atexit", atexit.register)(_flush_all)
-    except RuntimeError:
-        log.warning("The interpreter is ending already: no save is waited for.")
-
-
 _hooks: list[object] = []
 
 # A child of fork has none of the threads that its parent's saves need.
 os.register_at_fork(after_in_child=_in_flight.clear)
 
 
+def flush_at_exit(save: SaveStatus, timeout_s: float, timeouts: Timeouts) -> None:
+    """Let an interpreter that ends wait for a save, as `flush` does, and name what it loses."""
+    _in_flight[save] = timeout_s, timeouts
+    save.add_done_callback(lambda _: _in_flight.pop(save, None))
+    if _hooks:
+        return
+    _hooks.append(atexit.register(_rest))
+    # Before the executors of `concurrent.futures` are shut down, on which clients rely: their
+    # hook came with the import above, and the last to register is the first to run. `atexit` runs
+    # too late for that, but is all that a Python without this hook offers.
+    try:
+        getattr(threading, "_register_atexit", atexit.register)(_flush_all)
+    except RuntimeError:
+        log.warning("The interpreter is ending already: no save is waited for.")
+
+
 def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
-    """Wait for saves in flight and return those that have not ended; nobody waits for these again.
+    """Wait for saves in flight; return those that have not ended: nobody waits for them again.
 
     Each is waited for as long as `flush_at_exit` was told; and no longer without progress than
     `STALL_S`, or than its phase may take and `_GRACE_S`.
@@ -73,28 +67,25 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
     seen: object = None
     while True:
         now = time.monotonic()
-        mark = [_mark(save) for save in limits]
+        told = [save.progress() for save in limits]
+        mark = [
+            (one.state, [(s.rank, s.phase, s.done_bytes) for s in one.ranks.values()])
+            for one in told
+        ]
         if mark != seen:
             seen, moved = mark, now
         waiting = [
             save
             for save, (timeout_s, timeouts) in limits.items()
-            if not save.ended.is_set()
+            if not save.done()
             and now <= min(start + timeout_s, moved + min(STALL_S, _phase_s(save, timeouts)))
         ]
         if not waiting:
             break
-        waiting[0].ended.wait(_LOOK_S)
-    lost = [save for save in limits if not save.ended.is_set()]
-    for save in lost:
-        _in_flight.pop(save, None)
+        time.sleep(_LOOK_S)
+    lost = [save for save in limits if _in_flight.pop(save, None) is not None]
     _lost.extend(lost)
     return lost
-
-
-def _mark(save: SaveStatus) -> object:
-    progress = save.progress()
-    return progress.state, [(s.rank, s.phase, s.done_bytes) for s in progress.ranks.values()]
 
 
 def _phase_s(save: SaveStatus, timeouts: Timeouts) -> float:

@@ -30,6 +30,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     RankFailedError,
 )
+from ckpt_storage.options import Phase
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import hear_outcome, look_up_outcome
@@ -38,7 +39,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import halted
 
 from .arena import Arena
-from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Setup, Step, worker_main
+from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Step, worker_main
 
 if TYPE_CHECKING:
     from .queue import SaveJob
@@ -70,14 +71,14 @@ class _Child:
     Raises `InvalidInputError` where none may be had, `CheckpointError` where none is to be had now.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         context = multiprocessing.get_context(START_METHOD)
         try:
             self.pipe, theirs = context.Pipe()
             self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # a stub
                 target=worker_main,
-                args=(setup, theirs),
-                name=f"ckpt-storage worker {setup.rank}",
+                args=(rank, world_size, log.getEffectiveLevel(), theirs),
+                name=f"ckpt-storage worker {rank}",
                 daemon=True,
             )
             self.process.start()
@@ -87,8 +88,8 @@ class _Child:
             ) from error
         except OSError as error:
             raise CheckpointError(
-                f"Rank {setup.rank} cannot start its worker process: {error}.",
-                rank=setup.rank,
+                f"Rank {rank} cannot start its worker process: {error}.",
+                rank=rank,
                 phase="stage",
                 next_step="See how many processes and open files it has and may have (ulimit -u, "
                 "-n), or use mode='thread'.",
@@ -97,14 +98,14 @@ class _Child:
         _processes.add(self.process)
         self._arenas: dict[int, weakref.ref[Arena]] = {}
         self._plans: list[str] = []
-        self.has_beaten = False
+        self.has_spoken = False
         # Runs before multiprocessing asks it to end and waits: a stopped process never would.
         self.end = Finalize(None, _end, (self.process, self.pipe), exitpriority=100)
 
     @property
     def slack_s(self) -> float:
         """How much longer than a sign of life its first one may take."""
-        return 0.0 if self.has_beaten else _START_S
+        return 0.0 if self.has_spoken else _START_S
 
     def send(self, message: object, timeout_s: float, *, file: int | None = None) -> None:
         """Send a message and a descriptor. Raises `GoneError` if nobody takes it in time."""
@@ -194,11 +195,11 @@ class Worker:
     """
 
     def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
-        self._setup = Setup(rank=rank, world_size=world_size, log_level=log.getEffectiveLevel())
+        self._start = partial(_Child, rank, world_size)
         self._silence_s = silence_s
         self._child: _Child | None = None
         try:
-            self._child = _Child(self._setup)
+            self._child = self._start()
         except InvalidInputError:
             raise
         except CheckpointError as error:
@@ -223,18 +224,20 @@ class Worker:
         A worker that dies, or gives no sign of life, is ended. The save ends with it, unless all
         that it had to tell is told.
         """
+        child = self._child
+        # An idle one says nothing: what can be read is the end of its pipe.
+        if child is not None and (child.pipe.poll() or not child.process.is_alive()):
+            log.warning(
+                "The worker process of rank %d %s; a new one is started.",
+                operation.rank,
+                child.how(),
+            )
+            self.close()
+        child = self._child = self._child or self._start()
         with contextlib.ExitStack() as shown:
-            run = _Run(operation, job, self._silence_s, shown)
+            run = _Run(child, operation, job, self._silence_s, shown)
             try:
-                try:
-                    outcome = run.served_by(self._ready())
-                except GoneError as gone:
-                    if run.has_begun:
-                        raise
-                    # It never took the save up, so no other rank knows of it.
-                    log.warning("The worker process of rank %d %s.", operation.rank, gone)
-                    self.close()  # it may be stopped, not dead
-                    outcome = run.served_by(self._ready())
+                outcome = run.serve()
             except GoneError as gone:
                 error = run.death(str(gone))
                 self.close()
@@ -244,61 +247,44 @@ class Worker:
             self.close()
         operation.is_void = outcome.is_void
         if outcome.error is not None:
-            raise run.own(outcome.error)
+            raise outcome.error
         assert outcome.info is not None  # noqa: S101  # there is one or the other
         return outcome.info
 
-    def _ready(self) -> _Child:
-        child = self._child
-        if child is not None and not child.process.is_alive():
-            log.warning(
-                "The worker process of rank %d %s; a new one is started.",
-                self._setup.rank,
-                child.how(),
-            )
-            self.close()
-        child = self._child = self._child or _Child(self._setup)
-        return child
-
 
 class _Run:
-    """One save in the worker, whose steps are carried out in the trainer's operation.
-
-    `has_begun`: a worker has taken it up.
-    """
+    """One save in the worker, whose steps are carried out in the trainer's operation."""
 
     def __init__(
         self,
+        child: _Child,
         operation: Operation,
         job: SaveJob,
         silence_s: float,
         shown: contextlib.ExitStack,
     ) -> None:
-        self.has_begun = False
+        self._child = child
         self._operation = operation
         self._job = job
         self._silence_s = silence_s
         self._shown = shown
-        self._child: _Child | None = None
         self._outcome: Outcome | None = None
         self._steps: list[Step] = []
         self._gone: str | None = None
+        self._death: RankFailedError | None = None
         self._is_exchanging = self._is_part_told = False
         self._word: bytes | None = None
-        self._death: CheckpointError | None = None
-        self._raised: CheckpointError | None = None
-        self._done_bytes = self._done_files = 0
+        self._done = Beat()
         self._report: Callable[[int], None] | None = None
-        self._heard_s = 0.0
+        self._heard_s = time.monotonic()
         t = job.options.timeouts
         limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         self._end_s = time.monotonic() + limit_s
         operation.also_watch(self._look)
 
-    def served_by(self, child: _Child) -> Outcome:
-        """Carry out the steps of a worker until the save has ended. Raises `GoneError`."""
-        self._child, self._gone, self._heard_s = child, None, time.monotonic()
-        child.send_job(self._job, self._silence_s)
+    def serve(self) -> Outcome:
+        """Carry out the steps of the worker until the save has ended. Raises `GoneError`."""
+        self._child.send_job(self._job, self._silence_s)
         failed_s: float | None = None
         while True:
             halted()
@@ -312,7 +298,8 @@ class _Run:
             failure = self._operation.failure()
             if failure is not None and failed_s is None:
                 failed_s = time.monotonic()
-                self._send(Failed(number=self._job.number, error=travelling(failure)))
+                told = Failed(number=self._job.number, error=travelling(failure))
+                self._child.send(told, self._silence_s)
             elif failed_s and time.monotonic() > failed_s + _GRACE_S + self._silence_s:
                 raise GoneError("did not give up the save and was ended")
 
@@ -333,61 +320,48 @@ class _Run:
         except CheckpointError as error:
             if self._gone is not None:
                 raise GoneError(self._gone) from None
-            self._raised = error
-            reply = Reply(number=self._job.number, error=travelling(error))
+            reply = Reply(error=travelling(error))
         else:
-            reply = Reply(number=self._job.number, value=value)
+            reply = Reply(value=value)
             if step.name == "outcome":
                 self._word = value
         finally:
             self._is_exchanging = False
-        self._send(reply)
+        self._child.send(reply, self._silence_s)
 
-    def _begin_phase(self, phase: Any, timeout_s: float | None, total_bytes: int) -> None:  # noqa: ANN401  # a Phase
+    def _begin_phase(self, phase: Phase, timeout_s: float | None, total_bytes: int) -> None:
         if phase != self._operation.deadline.phase:
             self._report = None
         self._operation.phase(phase, timeout_s, total_bytes=total_bytes)
-        self._done_bytes = self._done_files = 0
-
-    def _send(self, message: object) -> None:
-        assert self._child is not None  # noqa: S101  # it is served
-        self._child.send(message, self._silence_s)
+        self._done = Beat()
 
     def _look(self) -> CheckpointError | None:
         """Read on while the trainer waits in a step; return that the worker is gone."""
-        if self._child is None or not self._is_exchanging or self._death is not None:
+        if not self._is_exchanging or self._death is not None:
             return None
         self._read(0)
         return None if self._gone is None else self.death(self._gone)
 
-    def death(self, how: str) -> CheckpointError:
+    def death(self, how: str) -> RankFailedError:
         """Return the error that names the worker that is gone, and how it went."""
         if self._death is None:
             rank, phase = self._operation.rank, self._operation.deadline.phase
-            pid = self._child.process.pid if self._child is not None else None
             self._death = RankFailedError(
-                f"The worker process {pid} of rank {rank} {how} in the {phase} phase of the save "
-                f"to {place_of(self._job.url)}.",
+                f"The worker process {self._child.process.pid} of rank {rank} {how} in the {phase} "
+                f"phase of the save to {place_of(self._job.url)}.",
                 failures={rank: how},
                 rank=rank,
                 phase=phase,
                 next_step="See why (out of memory?). Training can go on, and the next save starts "
                 "a new worker."
-                if self.has_begun
+                if self._child.has_spoken
                 else "It never took the save up: see what it printed. The trainer's script must be "
                 "importable (`if __name__ == '__main__':`); mode='thread' needs no worker.",
             )
         return self._death
 
-    def own(self, error: CheckpointError) -> CheckpointError:
-        """Return an error that the worker passed on as this process knows it, with its cause."""
-        raised = self._raised
-        is_same = type(raised) is type(error) and str(raised) == str(error)
-        return raised if raised is not None and is_same else error
-
     def ended_without_worker(self, error: CheckpointError) -> CheckpointInfo:
         """Return what the save came to whose worker is gone, or raise it in the operation."""
-        self._child = None
         operation, options = self._operation, self._job.options
         if operation.committed is not None:
             raise _unexported(error, operation.committed)
@@ -419,7 +393,7 @@ class _Run:
     def _read(self, timeout_s: float) -> None:
         """Take in what the worker told, waiting at most so long for the first of it."""
         child = self._child
-        if child is None or self._gone is not None or self._outcome is not None:
+        if self._gone is not None or self._outcome is not None:
             return
         if not wait([child.pipe, child.process.sentinel], timeout_s):
             quiet_s = self._silence_s + child.slack_s
@@ -430,18 +404,16 @@ class _Run:
             return
         try:
             while child.pipe.poll():
-                self._take(child, child.pipe.recv())
+                self._take(child.pipe.recv())
         except (EOFError, OSError):
             self._gone = child.how()
             return
         if not child.process.is_alive() and not child.pipe.poll():
             self._gone = child.how()
 
-    def _take(self, child: _Child, message: Beat | Step | Outcome) -> None:
-        if message.number != self._job.number:
-            return
+    def _take(self, message: Beat | Step | Outcome) -> None:
         self._heard_s = time.monotonic()
-        child.has_beaten = self.has_begun = True
+        self._child.has_spoken = True
         if isinstance(message, Step):
             self._steps.append(message)
         elif isinstance(message, Outcome):
@@ -455,12 +427,14 @@ class _Run:
         operation = self._operation
         if beat.total_bytes:
             operation.expect(beat.total_bytes)
-        for _ in range(beat.done_files - self._done_files):
+        for _ in range(beat.done_files - self._done.done_files):
             operation.ended_file()
-        self._done_files = max(self._done_files, beat.done_files)
-        more_bytes = beat.done_bytes - self._done_bytes
+        more_bytes = beat.done_bytes - self._done.done_bytes
+        self._done = Beat(
+            done_bytes=max(beat.done_bytes, self._done.done_bytes),
+            done_files=max(beat.done_files, self._done.done_files),
+        )
         if more_bytes > 0:
-            self._done_bytes = beat.done_bytes
             operation.advanced(more_bytes)
             self._show(more_bytes, beat.total_bytes)
 

@@ -7,23 +7,19 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointError, RankMismatchError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import LocalPlan
 from ckpt_storage.saves.save import run_save, save_operation
 from ckpt_storage.store.timed import abandoned_thread_count
 
 from .arena import Arenas
 from .handle import SaveStatus
+from .link import Worker
 from .staging import Staged, StagingJob, staged_part
-
-if TYPE_CHECKING:
-    from .link import Worker
 
 log = logging.getLogger("ckpt_storage")
 
@@ -56,12 +52,6 @@ class SaveJob:
         error.phase = error.phase or "stage"
         error.rank = status.rank if error.rank is None else error.rank
         self.refusal = error
-
-    def part(self) -> LocalPlan:
-        """Return this rank's part of the save."""
-        staged = self.staged
-        assert staged is not None  # noqa: S101  # or it were refused
-        return staged_part(staged.plan, staged.places, staged.arena.memory, self.options.planner)
 
 
 class SaveQueue:
@@ -109,19 +99,15 @@ class SaveQueue:
         """Accept no more; idempotent, never waits."""
         with self._lock:
             self._is_closed = True
-            if self._is_busy or self._waiting:
-                return
-        self._end_worker()
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
+            is_idle = not (self._is_busy or self._waiting)
+        if is_idle and self._worker is not None:
             self._worker.close()
 
     def _drain(self) -> None:
         while (job := self._next()) is not None:
             self._end(job)
-        if self._is_closed:
-            self._end_worker()
+        if self._is_closed and self._worker is not None:
+            self._worker.close()
 
     def _next(self) -> SaveJob | None:
         with self._lock:
@@ -134,42 +120,37 @@ class SaveQueue:
             with as_checkpoint_errors(f"the save to {status.url}", status.rank, in_background=True):
                 info = self._carry_out(job)
         except CheckpointError as error:
-            log.warning(
-                "save %s to %s failed on rank %d: %s",
-                status.save_id or "(without id)",
-                status.url,
-                status.rank,
-                error,
-            )
-            if isinstance(error, RankMismatchError):
-                self._refuse_waiting(error)
+            what = f"save {status.save_id or '(without id)'} to {status.url}"
+            log.warning("%s failed on rank %d: %s", what, status.rank, error)
             # A thread that was left behind may still read the state.
             self._free(job, is_read=abandoned_thread_count() > 0)
             status.fail(error)
         else:
-            log.info(
-                "save %s to %s is committed, says rank %d", info.save_id, status.url, status.rank
-            )
+            what = f"save {info.save_id} to {status.url}"
+            log.info("%s is committed, says rank %d", what, status.rank)
             self._free(job, is_read=False)
             status.succeed(info)
 
     def _carry_out(self, job: SaveJob) -> CheckpointInfo:
-        status = job.status
+        status, options = job.status, job.options
         try:
             if job.staging is not None and job.refusal is None:
                 try:
-                    job.staged = job.staging.wait(job.options.timeouts.stage)
+                    job.staged = job.staging.wait(options.timeouts.stage)
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
-            with save_operation(self._ranks, job.url, job.options) as operation:
+            with save_operation(self._ranks, job.url, options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
                 status.follow(lambda: (operation.progress, operation.save_id))
-                status.on_cancel(operation.failed)
+                status.listen(operation.failed)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
-                return run_save(operation, job.url, job.options, job.part, in_background=True)
+                staged = job.staged
+                assert staged is not None  # noqa: S101  # or it were refused
+                part = staged_part(staged.plan, staged.places, staged.arena.memory, options.planner)
+                return run_save(operation, job.url, options, lambda: part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False
@@ -183,15 +164,3 @@ class SaveQueue:
             staging.arena.close()
         else:
             self._arenas.give_back(staging.arena)
-
-    def _refuse_waiting(self, error: CheckpointError) -> None:
-        """Refuse what waits: ranks have called different saves, and would meet the wrong ones."""
-        with self._lock:
-            for job in self._waiting:
-                job.refusal = job.refusal or CheckpointError(
-                    f"The save to {job.status.url} was not begun: in the save before it, ranks "
-                    f"did not mean the same. {error}",
-                    rank=job.status.rank,
-                    phase="plan",
-                    next_step="Make all ranks call the same saves in the same order.",
-                )

@@ -6,7 +6,7 @@ Every rank has one; all ranks call the same saves in the same order.
 from __future__ import annotations
 
 import contextlib
-import logging
+import math
 import os
 import threading
 import weakref
@@ -38,8 +38,6 @@ from .handle import SaveHandle, SaveStatus, check_process
 from .link import Worker, pack
 from .queue import SaveJob, SaveQueue
 from .staging import StagingJob
-
-log = logging.getLogger("ckpt_storage")
 
 Mode = Literal["process", "thread"]
 OnError = Literal["raise", "warn"]
@@ -89,34 +87,28 @@ class AsyncSaver:
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         name: str = "default",
     ) -> None:
-        if mode not in {"process", "thread"}:
-            raise InvalidInputError(f"mode is {mode!r}.", next_step="Give 'process' or 'thread'.")
-        if on_error not in {"raise", "warn"}:
-            raise InvalidInputError(
-                f"on_error is {on_error!r}.", next_step="Give 'raise' or 'warn'."
-            )
-        if max_pending < 1:
-            raise InvalidInputError(f"max_pending is {max_pending}.", next_step="Give 1 or more.")
-        if not 0 <= exit_timeout_s < float("inf"):
-            raise InvalidInputError(
-                f"exit_timeout_s is {exit_timeout_s}.",
-                next_step="Give a finite number of seconds.",
-            )
+        for name_, value, is_right, right in (
+            ("mode", mode, mode in {"process", "thread"}, "'process' or 'thread'"),
+            ("on_error", on_error, on_error in {"raise", "warn"}, "'raise' or 'warn'"),
+            ("max_pending", max_pending, max_pending >= 1, "1 or more"),
+            ("exit_timeout_s", exit_timeout_s, 0 <= exit_timeout_s < math.inf, "finite seconds"),
+        ):
+            if not is_right:
+                raise InvalidInputError(f"{name_} is {value!r}.", next_step=f"Give {right}.")
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
         self._ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
         self._worker: Worker | None = None
         if mode == "process":
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._ranks.close)
                 self._worker = Worker(
                     rank=self._ranks.rank,
                     world_size=self._ranks.world_size,
                     silence_s=self._timeouts.silence,
                 )
-            except BaseException:
-                self._ranks.close()
-                raise
+                undo.pop_all()
         self._arenas = Arenas("shared" if mode == "process" else "private")
         self._queue = SaveQueue(self._ranks, self._worker, self._arenas)
         self._saves: list[SaveStatus] = []
@@ -180,23 +172,7 @@ class AsyncSaver:
         `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
         `on_error="raise"` why an earlier save failed.
         """
-        options = SaveOptions(
-            timeouts=self._timeouts,
-            overwrite=overwrite,
-            consolidate=consolidate,
-            storage_options=storage_options,
-            planner=planner,
-            thread_count=thread_count,
-            part_bytes=part_bytes,
-            memory_limit_bytes=memory_limit_bytes,
-            page_cache=page_cache,
-            sync_files=sync_files,
-            commit_url=commit_url,
-            stock_metadata=stock_metadata,
-            unsafe_values=unsafe_values,
-            retry=retry,
-            progress=progress,
-        )
+        options = SaveOptions.of(locals(), timeouts=self._timeouts)
         return self.begin(state, url, options, block_until_staged=block_until_staged)
 
     def begin(
@@ -236,7 +212,7 @@ class AsyncSaver:
                 self._queue.put(job)
                 raise
             self._queue.put(job)
-            return SaveHandle(status)
+            return status
         finally:
             self._turn.release()
 
@@ -289,7 +265,7 @@ class AsyncSaver:
                 save.wait_staged(self._timeouts.stage)
             except CheckpointError:
                 # Nothing is copied any more; why, the save's own waits tell.
-                if not save.staged.is_set():
+                if not save.is_staged():
                     raise
         yield
 
@@ -414,23 +390,7 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     flight, and they commit in the order of the calls. Arguments as for `ckpt_storage.save`. Look
     at the handle's `result`: a failure is raised there, and logged.
     """
-    options = SaveOptions(
-        timeouts=Timeouts.of(timeout),
-        overwrite=overwrite,
-        consolidate=consolidate,
-        storage_options=storage_options,
-        planner=planner,
-        thread_count=thread_count,
-        part_bytes=part_bytes,
-        memory_limit_bytes=memory_limit_bytes,
-        page_cache=page_cache,
-        sync_files=sync_files,
-        commit_url=commit_url,
-        stock_metadata=stock_metadata,
-        unsafe_values=unsafe_values,
-        retry=retry,
-        progress=progress,
-    )
+    options = SaveOptions.of(locals(), timeouts=Timeouts.of(timeout))
     saver = _saver_of(process_group)
     return saver.begin(state, url, options, block_until_staged=block_until_staged)
 

@@ -7,7 +7,6 @@ its trainer, however that ends.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import queue
@@ -45,15 +44,6 @@ BEAT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a worker is started with."""
-
-    rank: int
-    world_size: int
-    log_level: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One save; with `with_file` the descriptor of its arena follows.
 
@@ -77,14 +67,13 @@ class Job:
 class Reply:
     """What a step came to: a value, or an error to be raised."""
 
-    number: int
     value: Any = None
     error: CheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Why the save cannot go on: another rank failed, or somebody cancelled it."""
+    """Why a job cannot go on: another rank failed, or somebody cancelled it."""
 
     number: int
     error: CheckpointError
@@ -92,12 +81,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A call of the trainer's operation, which answers with a `Reply`.
+    """A call of the trainer's operation, whose attributes become `facts`; a `Reply` answers it."""
 
-    `facts` are the attributes of the operation that the save has set.
-    """
-
-    number: int
     name: str
     args: tuple[Any, ...]
     facts: Mapping[str, Any]
@@ -107,7 +92,6 @@ class Step:
 class Beat:
     """A sign of life, with what is done in this phase; `failure` is told to all ranks at once."""
 
-    number: int
     done_bytes: int = 0
     total_bytes: int = 0
     done_files: int = 0
@@ -122,7 +106,6 @@ class Outcome:
     wrote is to be deleted.
     """
 
-    number: int
     info: CheckpointInfo | None = None
     error: CheckpointError | None = None
     is_clean: bool = True
@@ -140,9 +123,9 @@ class PipedOperation(Operation):
     """The trainer's `Operation`, borrowed: each step is a call that the trainer carries out."""
 
     def __init__(
-        self, send: Callable[[object], None], setup: Setup, number: int, timeouts: Timeouts
+        self, send: Callable[[object], None], group: RankGroup, number: int, timeouts: Timeouts
     ) -> None:
-        super().__init__(RankGroup.of_worker(setup.rank, setup.world_size), "", timeouts)
+        super().__init__(group, "", timeouts)
         self.number = number
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._send = send
@@ -159,7 +142,7 @@ class PipedOperation(Operation):
     def step(self, name: str, *args: object) -> Any:  # noqa: ANN401  # as the step's own
         """Let the trainer carry out a step, and return or raise what it comes to."""
         facts = {"what": self.what, "save_id": self.save_id, "committed": self.committed}
-        self._send(Step(number=self.number, name=name, args=args, facts=facts))
+        self._send(Step(name=name, args=args, facts=facts))
         reply = self.replies.get()
         if reply.error is not None:
             raise reply.error
@@ -174,7 +157,7 @@ class PipedOperation(Operation):
         """Let the trainer tell all ranks of a failure before it leaves the save."""
         if self.waits.failure is None:
             self.end(error)
-            self._send(Beat(number=self.number, failure=travelling(error)))
+            self._send(Beat(failure=travelling(error)))
 
     def phase(
         self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
@@ -188,24 +171,21 @@ class PipedOperation(Operation):
         """Return how far this phase is."""
         own = self.heartbeats.own()
         return Beat(
-            number=self.number,
-            done_bytes=own.done_bytes,
-            total_bytes=own.total_bytes,
-            done_files=own.done_files,
+            done_bytes=own.done_bytes, total_bytes=own.total_bytes, done_files=own.done_files
         )
 
 
 class _Worker:
     """The loop of one worker."""
 
-    def __init__(self, setup: Setup, pipe: Connection) -> None:
-        self._setup = setup
+    def __init__(self, group: RankGroup, pipe: Connection) -> None:
+        self._group = group
         self._pipe = pipe
         self._arenas: dict[int, NDArray[np.uint8]] = {}
         self._plans: dict[str, RankPlan] = {}
         self._sending = threading.Lock()
         self._operation: PipedOperation | None = None
-        self._number = 0
+        self._is_busy = False
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -215,11 +195,9 @@ class _Worker:
             threading.Thread(target=target, name=name, daemon=True).start()
         while True:
             job = self._jobs.get()
-            self._number = job.number
-            # Before any other rank can hear of this save: without it, another worker may begin it.
-            self._send(Beat(number=job.number))
+            self._is_busy = True
             outcome = self._outcome(job)
-            self._number, self._operation = 0, None
+            self._is_busy, self._operation = False, None
             self._send(outcome)
 
     def _outcome(self, job: Job) -> Outcome:
@@ -227,13 +205,17 @@ class _Worker:
         failure: CheckpointError | None = None
         memory = self._arenas[job.arena_id]
         try:
-            with as_checkpoint_errors(f"the save to {job.url}", self._setup.rank):
-                plan = self._plan(job)
-                options = _options(job.options)
-                operation = PipedOperation(self._send, self._setup, job.number, options.timeouts)
-                self._operation = operation
+            with as_checkpoint_errors(f"the save to {job.url}", self._group.rank):
+                if job.plan is not None:
+                    self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
+                    for key in list(self._plans)[:-KEPT_PLANS]:
+                        del self._plans[key]
+                plan, options = self._plans[job.plan_key], _options(job.options)
+                self._operation = PipedOperation(
+                    self._send, self._group, job.number, options.timeouts
+                )
                 info = run_save(
-                    operation,
+                    self._operation,
                     job.url,
                     options,
                     lambda: staged_part(plan, job.places, memory, options.planner),
@@ -243,19 +225,11 @@ class _Worker:
             failure = travelling(error)
         begun = self._operation
         return Outcome(
-            number=job.number,
             info=info,
             error=failure,
             is_clean=abandoned_thread_count() == 0,
             is_void=begun is not None and begun.is_void,
         )
-
-    def _plan(self, job: Job) -> RankPlan:
-        if job.plan is not None:
-            self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
-            for key in list(self._plans)[:-KEPT_PLANS]:
-                del self._plans[key]
-        return self._plans[job.plan_key]
 
     def _beat(self) -> None:
         pause, parent_pid = threading.Event(), os.getppid()
@@ -266,10 +240,9 @@ class _Worker:
             # Made and sent at once: an older one that came later would tell of the last phase.
             with self._sending:
                 # In this order: the end of a save clears them in the other.
-                operation, number = self._operation, self._number
-                if number:
-                    beat = Beat(number=number) if operation is None else operation.beat()
-                    self._pipe.send(beat)
+                operation, is_busy = self._operation, self._is_busy
+                if is_busy:
+                    self._pipe.send(Beat() if operation is None else operation.beat())
 
     def _send(self, message: object) -> None:
         with self._sending:
@@ -283,11 +256,10 @@ class _Worker:
                 if isinstance(message, Job):
                     self._take_memory(message)
                     self._jobs.put(message)
+                elif operation is not None and isinstance(message, Reply):
+                    operation.replies.put(message)
                 elif operation is not None and message.number == operation.number:
-                    if isinstance(message, Reply):
-                        operation.replies.put(message)
-                    else:
-                        operation.end(message.error)
+                    operation.end(message.error)
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)
@@ -313,18 +285,10 @@ def _options(packed: bytes) -> SaveOptions:
     return options
 
 
-def worker_main(setup: Setup, pipe: Connection) -> None:
+def worker_main(rank: int, world_size: int, log_level: int, pipe: Connection) -> None:
     """Run a worker; the target of a spawned process."""
     # An interrupt at the terminal reaches all processes of the job; what it means, the trainer
     # decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_trainer, name="ckpt-storage parent", daemon=True).start()
-    logging.getLogger("ckpt_storage").setLevel(setup.log_level)
-    _Worker(setup, pipe).serve()
-
-
-def _end_with_trainer() -> None:
-    trainer: Any = multiprocessing.parent_process()
-    if trainer is not None:
-        trainer.join()
-        os._exit(0)
+    logging.getLogger("ckpt_storage").setLevel(log_level)
+    _Worker(RankGroup.of_worker(rank, world_size), pipe).serve()

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from ckpt_storage.commit.catalog import list_checkpoints
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
+from ckpt_storage.manager.root import list_checkpoints
 
 from . import output
 from .options import common, fqn_argument, json_option, storage_options, url_argument

@@ -11,8 +11,7 @@ from .options import common, duration, json_option, storage_options, url_argumen
 from .output import FOUND, SOUND, check_root
 
 if TYPE_CHECKING:
-    from ckpt_storage.manager.prune import PruneReport
-    from ckpt_storage.manager.retention import Decision, RetentionPolicy
+    from ckpt_storage.manager.retention import Decision, PruneReport, RetentionPolicy
 
 
 @click.command(short_help="Delete one checkpoint.")
@@ -75,14 +74,6 @@ def rm(
     help="The N best by a recorded metric, smallest or largest; by default one.",
 )
 @click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
-@click.option(
-    "--min-age",
-    metavar="AGE",
-    default="0",
-    callback=duration,
-    help="Delete nothing that was committed less than AGE ago; by default nothing is too young. A "
-    "job that still reads an older checkpoint loses it: keep several, such as --keep-latest 3.",
-)
 @click.option("--names", metavar="TEMPLATE", help="How steps are spelt; default 'step-{step:08d}'.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
 @json_option
@@ -95,7 +86,6 @@ def prune(  # one parameter for each option
     keep_every: int | None,
     keep_best: tuple[str, ...],
     keep_newer_than: float | None,
-    min_age: float,
     names: str | None,
     yes: bool,
     as_json: bool,
@@ -120,7 +110,6 @@ def prune(  # one parameter for each option
         policies,
         names=template,
         dry_run=not yes,
-        min_age=min_age,
         storage_options=storage_options,
         timeout=timeout,
         on_step=lambda name, number, count: output.notice(f"Deleting {name} ({number} of {count})"),
@@ -142,11 +131,8 @@ def prune(  # one parameter for each option
         )
         return code
     _print(report)
-    if report.is_dry_run and (keep_newer_than is not None or min_age):
+    if report.is_dry_run and keep_newer_than is not None:
         output.line("Ages are by this machine's clock; with --yes they are by the storage's.")
-    hint = _hint([one.name for one in report.kept if one.step is None], at_least=2)
-    if hint:
-        output.line(f"Other names were left alone: {hint}.")
     return code
 
 
@@ -158,22 +144,11 @@ def _check_names(root: str, template: str, folders: list[str]) -> None:
 
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
         url = Location.of(root).url
-        hint = _hint(folders, at_least=1)
         raise InvalidInputError(
             f"None of the {len(folders)} folders of {url} is named {template!r}.",
             path=url,
-            next_step=f"{hint}." if hint else "Say by --names how the run spells its steps.",
+            next_step="Say by --names how the run spells its steps.",
         )
-
-
-def _hint(folders: list[str], *, at_least: int) -> str | None:
-    """Return which template most of `folders` are named by; None if it is of fewer than that."""
-    from ckpt_storage.manager.names import fitting_template  # noqa: PLC0415  # as above
-
-    found = fitting_template(folders)
-    if found is None or found[1] < at_least:
-        return None
-    return f"--names {found[0]!r} fits {found[1]} of {len(folders)}"
 
 
 def _policies(

@@ -102,6 +102,7 @@ class Operation:
         self._detector: FailureDetector | None = None
         self._looks: list[Callable[[], CheckpointError | None]] = []
         self._step = 0
+        self._is_given = True
         self._keys: list[str] = []
         self._reporter: int | None = None
         self._wish: CheckpointError | None = None
@@ -235,7 +236,9 @@ class Operation:
 
         Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
         """
+        self._is_given = False
         step = self._next_step("gather")
+        self._is_given = True
         if not self.is_coordinator:
             self._put(f"{step}/{self.rank}", payload)
             return []
@@ -299,8 +302,11 @@ class Operation:
         """Return whether the coordinator failed, and `error`, raised by `outcome`, is how.
 
         It is not where the coordinator only noticed that others are silent, or where its save was
-        cancelled from another thread: it may be committing.
+        cancelled from another thread: it may be committing. Without what this rank was to give it
+        has failed in any case.
         """
+        if not self._is_given:
+            return True
         is_silence = isinstance(error, RankFailedError) and error.is_silent
         is_wish = isinstance(error, SaveCancelledError)
         return self._reporter == COORDINATOR and not is_silence and not is_wish

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_storage.commit.cleaning import LEFTOVER_AGE_S
+from ckpt_storage.commit.delete import attempts_there
 from ckpt_storage.commit.delete import delete as delete_commit
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
@@ -20,7 +20,6 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.removal import remove_exports
-from ckpt_storage.format.names import PROBE_PREFIX, SAVES, probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -82,7 +81,7 @@ def _deleted(
             path=location.url,
             next_step="Delete it with that tool, or as a folder.",
         )
-    if found.head is None and not _has_attempts(store):
+    if found.head is None and not attempts_there(store):
         return False
     return delete_commit_and_exports(store)
 
@@ -93,20 +92,6 @@ def delete_commit_and_exports(store: Store, *, expected_save_id: str | None = No
     if is_deleted and (others := remove_exports(store)):
         log.info("%s: files of others stay, such as %s", store.url, others[0])
     return is_deleted
-
-
-def remove_probes(store: Store) -> None:
-    """Remove what probes that were cut a day ago left at the root of `store`."""
-    probes = {
-        entry.path: entry.modified_s
-        for entry in store.list("", recursive=False)
-        if entry.path.startswith(PROBE_PREFIX) and not entry.path.endswith("/")
-    }
-    if probes:
-        now_s = store.server_time(probe_path())
-        store.delete(
-            [path for path, time_s in probes.items() if now_s - (time_s or now_s) > LEFTOVER_AGE_S]
-        )
 
 
 def _unlinked(path: Path) -> bool:
@@ -124,16 +109,6 @@ def _unlinked(path: Path) -> bool:
         ) from error
     log.info("%s was a link, and what it means stays", path)
     return True
-
-
-def _has_attempts(store: Store) -> bool:
-    """Return whether a save lies there, committed or not."""
-    try:
-        return bool(store.list(SAVES, recursive=False))
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return False
 
 
 def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:

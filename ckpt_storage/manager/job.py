@@ -18,8 +18,7 @@ _STOP_S = 10.0
 class Job:
     """Runs `work(deadline)` in a named daemon thread, once for any number of wishes meanwhile.
 
-    What it raises is logged and kept as `error`: nobody waits for it. The thread starts with the
-    first wish and ends with `close`.
+    What it raises is logged and kept as `error`. The thread ends with `close`.
     """
 
     def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
@@ -27,8 +26,7 @@ class Job:
         self._name = name
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._wish_count = 0
-        self._done_count = 0
+        self._wish_count = self._done_count = 0
         self._is_closing = False
         self._stop = _Stop()
         self._thread: threading.Thread | None = None
@@ -66,16 +64,7 @@ class Job:
             log.warning("%s hangs and is left behind.", self._name)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._done_count < self._wish_count or self._is_closing
-                )
-                if self._done_count >= self._wish_count or self._stop.error is not None:
-                    self._done_count = self._wish_count
-                    self._changed.notify_all()
-                    return
-                wished = self._wish_count
+        while (wished := self._next()) is not None:
             self.error = None
             try:
                 self._work(Deadline("commit", self._timeout_s, watch=self._stop))
@@ -86,9 +75,22 @@ class Job:
             except Exception as failure:  # the next run may do better, and training goes on
                 self.error = failure
                 log.exception("%s failed.", self._name)
-            with self._changed:
-                self._done_count = wished
-                self._changed.notify_all()
+            self._note_done(wished)
+
+    def _next(self) -> int | None:
+        """Return how many wishes the next run grants; None: there is none any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done_count < self._wish_count or self._is_closing)
+            wished = self._wish_count
+        if self._done_count < wished and self._stop.error is None:
+            return wished
+        self._note_done(wished)
+        return None
+
+    def _note_done(self, count: int) -> None:
+        with self._changed:
+            self._done_count = count
+            self._changed.notify_all()
 
 
 class _Stop:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -37,12 +36,12 @@ from .delete import delete_step
 from .mirror import Mirror
 from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import Notices
-from .prune import Pruner, PruneReport
-from .resume import Check, Restored, Resumer, all_of, best_of, newest_of
-from .retention import Keep, KeepBest, seconds_of
+from .prune import Pruner
+from .resume import Check, Restored, Resumer, all_of, newest_of
+from .retention import Candidate, Keep, KeepBest, PruneReport, seconds_of
 from .root import Root
 from .schedule import Schedule
-from .upkeep import Pruning, Upkeep
+from .upkeep import Pruning, StepSave, Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -71,8 +70,6 @@ class CheckpointManager:
             nothing collective; once it returns something true anywhere, `should_save`. One that
             hangs is not waited for.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
-        min_age: seconds or `timedelta` for which nothing is deleted after its commit, by the
-            storage's clock. Default 0: to protect readers of older checkpoints, keep more.
         mirror: a second, slower root. The coordinator copies each committed checkpoint there in
             the background. Until then it stays at the first root, whatever `keep` says.
         mirror_keep: policies of the mirror; None: nothing is deleted there. What they would not
@@ -93,7 +90,7 @@ class CheckpointManager:
 
     """
 
-    def __init__(  # noqa: PLR0913  # the public surface, all keyword-only
+    def __init__(  # the public surface, all keyword-only
         self,
         root_url: str | os.PathLike[str],
         *,
@@ -104,7 +101,6 @@ class CheckpointManager:
         signals: Sequence[int] = (),
         preemption: Callable[[], object] | None = None,
         pruning: Pruning = "background",
-        min_age: float | timedelta = 0.0,
         mirror: str | os.PathLike[str] | None = None,
         mirror_keep: Keep | None = None,
         mirror_storage_options: Mapping[str, Any] | None = None,
@@ -123,27 +119,35 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        location, spelling = Location.of(root_url, storage_options), StepNames(names)
-        self._root = Root(location, spelling, timeouts=self._timeouts, retry=retry)
-        self._roots = [self._root]
-        copies: Mirror | None = None
+        spelling = StepNames(names)
+        places = [Location.of(root_url, storage_options)]
         if mirror is not None:
-            place = Location.of(mirror, mirror_storage_options)
-            slow = Root(place, spelling, timeouts=self._timeouts, retry=retry)
-            copies = Mirror(self._root, slow, mirror_keep, timeouts=self._timeouts)
-            self._roots.append(slow)
+            places.append(Location.of(mirror, mirror_storage_options))
+        self._roots = [
+            Root(place, spelling, timeouts=self._timeouts, retry=retry) for place in places
+        ]
+        self._root = self._roots[0]
+        copies = (
+            mirror
+            if mirror is None
+            else Mirror(self._root, self._roots[1], mirror_keep, timeouts=self._timeouts)
+        )
         self._pruner: Pruner | None = None
         if keep is not None:
-            age_s = seconds_of(min_age, what="min_age")
             more: dict[str, Any] = {} if copies is None else {"others": copies.waiting}
-            self._pruner = Pruner(self._root, keep, min_age_s=age_s, **more)
+            self._pruner = Pruner(self._root, keep, **more)
+        self._terms = {
+            "the root's URL": self.url,
+            "the names of steps": names,
+            "the mirror's URL": places[-1].url,
+        }
         # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
-        what = f"{location.url}\n{names}".encode()
-        self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
+        what = f"{self.url}\n{names}".encode()
+        channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
         self._has_met = False
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._ranks = RankGroup.of(process_group, lane=self._channel)
+            self._ranks = RankGroup.of(process_group, lane=channel)
             undo.callback(self._ranks.close)
             self._notices = Notices(signals, preemption)
             undo.callback(self._notices.close)
@@ -160,7 +164,7 @@ class CheckpointManager:
             self._root,
             self._pruner,
             copies,
-            is_background=pruning == "background",
+            prunes=pruning == "background" and keep is not None,
             is_coordinator=self._ranks.is_coordinator,
             timeouts=self._timeouts,
         )
@@ -172,7 +176,7 @@ class CheckpointManager:
             timeout=self._timeouts,
             max_pending=max_pending,
             on_error=on_error,
-            name=self._channel,
+            name=channel,
         )
 
     def __repr__(self) -> str:
@@ -261,10 +265,7 @@ class CheckpointManager:
         only; or if it is the save that `restore` passed over as damaged, so that training which
         comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
-        options = _options(locals())
-        self._check_open()
-        self._schedule.saved()
-        save = self._upkeep.begin(step, metrics or {}, options)
+        save = self._begun(locals())
         return save.run(RankGroup.of(self._process_group), state)
 
     def save_async(
@@ -290,11 +291,15 @@ class CheckpointManager:
 
         As `save`, in the background, as `AsyncSaver.save` does it.
         """
-        options = _options(locals())
+        save = self._begun(locals())
+        return save.begin(self.saver, state, block_until_staged=block_until_staged)
+
+    def _begun(self, given: Mapping[str, Any]) -> StepSave:
+        """Begin a save with the arguments of a call."""
         self._check_open()
         self._schedule.saved()
-        save = self._upkeep.begin(step, metrics or {}, options)
-        return save.begin(self.saver, state, block_until_staged=block_until_staged)
+        options = SaveOptions.of(given, timeouts=self._timeouts)
+        return self._upkeep.begin(given["step"], given["metrics"] or {}, options)
 
     @property
     def saver(self) -> AsyncSaver:
@@ -331,7 +336,10 @@ class CheckpointManager:
 
         Of equal ones the later step; None if none has the metric, as a finite number.
         """
-        return best_of(self.all(), KeepBest(metric, mode))
+        policy = KeepBest(metric, mode)
+        by_name = {info.name: info for info in self.all() if info.step is not None}
+        candidates = [Candidate.of(info, info.step or 0) for info in by_name.values()]
+        return next((by_name[name] for name in policy.kept(candidates)), None)
 
     def resume_info(self) -> CheckpointInfo | None:
         """Return what `restore` would try first; all ranks call, and get the same answer.
@@ -339,7 +347,8 @@ class CheckpointManager:
         Rank 0 looks, as `latest` does, and tells the others. What it fails with, all ranks raise.
         """
         self._check_open()
-        return self._resumer("read").first()
+        self._meet()
+        return Resumer(self._ranks, self._roots, timeouts=self._timeouts).first()
 
     def restore(
         self,
@@ -384,20 +393,9 @@ class CheckpointManager:
                 **given,
             )
 
-        resumer = self._resumer(check)
-        return resumer.run(load_one) if step is None else resumer.load_step(load_one, step)
-
-    def _resumer(self, check: Check) -> Resumer:
         self._meet()
-        return Resumer(self._ranks, self._roots, check=check, timeouts=self._timeouts)
-
-    @property
-    def _terms(self) -> dict[str, str]:
-        return {
-            "the root's URL": self.url,
-            "the names of steps": self._root.names.template,
-            "the mirror's URL": self._roots[-1].location.url,
-        }
+        resumer = Resumer(self._ranks, self._roots, check=check, step=step, timeouts=self._timeouts)
+        return resumer.run(load_one)
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
@@ -437,18 +435,10 @@ class CheckpointManager:
         if not self._ranks.is_coordinator:
             return None
         deadline = Deadline("commit", self._timeouts.commit)
-        return self._pruner.prune(deadline, dry_run=dry_run)
-
-    def sweep(self) -> PruneReport | None:
-        """Free what saves that died a day ago left beside later ones; as `prune`, but slower.
-
-        Deletes no checkpoint. Costs a few requests for each. Background pruning does the same for
-        one checkpoint after each save, in turn.
-        """
-        self._check_open()
-        if self._pruner is None or not self._ranks.is_coordinator:
-            return None
-        return self._pruner.sweep(Deadline("commit", self._timeouts.commit))
+        report = self._pruner.prune(deadline, dry_run=dry_run)
+        if not dry_run:
+            self._pruner.sweep(deadline)
+        return report
 
     @property
     def last_prune(self) -> PruneReport | None:
@@ -488,9 +478,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("The CheckpointManager is closed.", next_step="Make a new one.")
-
-
-def _options(given: Mapping[str, Any]) -> SaveOptions:
-    """Return the options among the arguments of a call."""
-    names = {field.name for field in fields(SaveOptions)}
-    return SaveOptions(**{name: value for name, value in given.items() if name in names})

@@ -23,13 +23,10 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
 from .prune import Pruner
-from .resume import begun_of
-from .retention import Found, Keep, plan_retention
+from .retention import Found, Keep, begun_of, plan_retention
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
-
-_WAITS = "the mirror has no copy of it yet"
 
 
 class Mirror:
@@ -50,32 +47,26 @@ class Mirror:
         Requests: a listing of the mirror, two reads for each of `found` that it has, and with
         policies two for each other of its checkpoints, once. Raises `StorageError`.
         """
-        ours = {
-            one.name: one
-            for one in found
-            if one.status == "committed" and one.step is not None and not one.is_damaged
-        }
+        ours = {one.name: one for one in found if one.is_sound}
         listed = [name for _, name in self._copies.steps(self._copies.folders(deadline))]
         there = self._copies.look([one for one in listed if one in ours], deadline, fresh=True)
         missing = {name: one for name, one in ours.items() if self._lacks(there.get(name), one)}
         if self._keep is not None and missing:
             others = [name for name in listed if name not in there]
             there |= self._copies.look(others, deadline, fresh=False)
-            plan = plan_retention({**there, **missing}.values(), self._keep)
-            kept = {decision.name for decision in plan.kept}
-            missing = {name: one for name, one in missing.items() if name in kept}
-        return dict.fromkeys(missing, _WAITS)
+            kept = plan_retention({**there, **missing}.values(), self._keep).kept
+            missing = {one.name: missing[one.name] for one in kept if one.name in missing}
+        return dict.fromkeys(missing, "the mirror has no copy of it yet")
 
     def _lacks(self, copied: Found | None, found: Found) -> bool:
         """Return whether a checkpoint is to be copied: an older save, or none, is in the mirror."""
-        info = found.info
-        if info is None or (info.name, info.save_id) in self._copied:
+        if found.info is None or (found.name, found.save_id) in self._copied:
             return False
-        if copied is None or copied.status in {"empty", "uncommitted", "unreadable"}:
+        if copied is None or copied.info is None:
             return True
-        if copied.info is None or copied.status == "foreign" or copied.info.save_id == info.save_id:
+        if copied.status == "foreign" or copied.save_id == found.save_id:
             return False
-        return begun_of(copied.info) <= begun_of(info)
+        return begun_of(copied.info) <= begun_of(found.info)
 
     def fill(self, job: Deadline) -> bool:
         """Copy what the mirror lacks, newest first, then prune it; return whether it has more.
@@ -85,10 +76,7 @@ class Mirror:
         """
         tried: set[str] = set()
         failures: list[CheckpointError] = []
-        while not job.has_failed():
-            info = self._next(tried)
-            if info is None:
-                break
+        while not job.has_failed() and (info := self._next(tried)) is not None:
             tried.add(info.name)
             try:
                 self._copy(info)
@@ -111,20 +99,17 @@ class Mirror:
         """Return the newest that is to be copied and was not tried."""
         deadline = Deadline("load", self._timeouts.load)
         links = self._root.links()
-        names = [name for _, name in self._root.steps(self._root.folders(deadline))]
-        own = [name for name in names if name not in links]
+        steps = self._root.steps(self._root.folders(deadline))
+        own = [name for _, name in steps if name not in links]
         found = self._root.look(own, deadline, fresh=True)
         waiting = self.waiting(found.values(), deadline)
-        return next(
-            (found[name].info for name in reversed(own) if name in waiting and name not in tried),
-            None,
-        )
+        left = [name for name in own if name in waiting and name not in tried]
+        return found[left[-1]].info if left else None
 
     def _copy(self, info: CheckpointInfo) -> None:
         """Copy one checkpoint, and keep our own pruner from it meanwhile."""
-        limit_s = self._timeouts.plan
         by = "it is being copied to the mirror"
-        release = self._root.uses.take(info.name, by, timeout_s=limit_s)
+        release = self._root.uses.take(info.name, by, timeout_s=self._timeouts.plan)
         try:
             copy(
                 self._root.location.child(info.name).target,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
@@ -15,7 +13,6 @@ from ckpt_storage.errors import InvalidInputError
 DEFAULT_TEMPLATE = "step-{step:08d}"
 
 _FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d)?\}")
-_DIGITS = re.compile(r"[0-9]+")
 _MOST_STEP = (1 << 63) - 1
 
 
@@ -34,7 +31,8 @@ class StepNames:
 
     def __post_init__(self) -> None:
         found = _FIELD.search(self.template)
-        before, after = ("", "") if found is None else _parts(self.template, found)
+        before = self.template[: found.start()] if found else ""
+        after = self.template[found.end() :] if found else ""
         text = before + after
         if found is None or any(mark in text for mark in "{}/\\\0") or text[:1] == ".":
             raise InvalidInputError(
@@ -65,34 +63,9 @@ class StepNames:
 
     def step_of(self, name: str) -> int | None:
         """Return the step whose name this is, None for the name of something else."""
-        before, after = self._before, self._after
-        digits = name[len(before) : len(name) - len(after)]
+        digits = name[len(self._before) : len(name) - len(self._after)]
         if not (digits.isascii() and digits.isdigit()) or len(digits) > len(str(_MOST_STEP)):
             return None
         step = int(digits)
         # Not every spelling of a number is the one that we give.
         return step if step <= _MOST_STEP and self.name_of(step) == name else None
-
-
-def fitting_template(names: Iterable[str]) -> tuple[str, int] | None:
-    """Return the template that most of `names` are of, and how many are; None if none is."""
-    counts: Counter[str] = Counter()
-    for name in names:
-        for found in _DIGITS.finditer(name):
-            before, after = name[: found.start()], name[found.end() :]
-            if not before.startswith(".") and not any(mark in before + after for mark in "{}"):
-                width = len(found[0])
-                padded = (
-                    f"{before}{{step:0{width}d}}{after}"
-                    if 1 < width <= len(str(_MOST_STEP))
-                    else ""
-                )
-                plain = f"{before}{{step}}{after}"
-                fits = (one for one in (plain, padded) if one)
-                counts.update(one for one in fits if StepNames(one).step_of(name) is not None)
-    # Of equal ones the first that was counted, which is the one without padding.
-    return counts.most_common(1)[0] if counts else None
-
-
-def _parts(template: str, found: re.Match[str]) -> tuple[str, str]:
-    return template[: found.start()], template[found.end() :]

@@ -14,8 +14,7 @@ from ckpt_storage.errors import InvalidInputError
 from .job import Job
 
 _ANSWER_S = 0.05
-"""How long a look waits for a hook that was just asked: most answer at once. The next look has
-what comes later, so one that hangs costs this once."""
+"""How long a look waits for a hook that was just asked; the next look has what comes later."""
 
 _END_S = 1.0
 
@@ -23,10 +22,9 @@ _END_S = 1.0
 class Notices:
     """Takes signals, and asks a hook on a thread of its own; owned by a `CheckpointManager`.
 
-    A handler that was there before is called after ours has taken note. Where there was none, the
-    signal no longer ends the process: whoever asked for it ends it after the save. `close` puts
-    back what was there, unless another handler has taken our place. Closed, or in a forked child,
-    a handler of ours that is still installed steps aside: what was there before it decides.
+    A handler that was there before is called as well. Where there was none, the signal no longer
+    ends the process. `close` puts back what was there, unless another handler has taken our place.
+    Closed, or in a forked child, ours steps aside: what was there before it decides.
 
     Raises `InvalidInputError` outside the main thread, where Python sets no handlers.
     """
@@ -59,26 +57,16 @@ class Notices:
             ) from error
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        before, is_ours = self._predecessor(number), not self._is_closed
-        if is_ours and os.getpid() == self._pid:
+        before = self._before.get(number)
+        if not self._is_closed and os.getpid() == self._pid:
             self._noted = self._noted or _name_of(number)
         elif signal.getsignal(number) == self._take:
             # As had this handler never been installed.
-            signal.signal(number, before)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
             if not callable(before):
                 signal.raise_signal(number)
         if callable(before):
             before(number, frame)
-
-    def _predecessor(self, number: int) -> Any:  # noqa: ANN401  # as `signal.getsignal`
-        """Return the handler before ours, past those of managers that are closed."""
-        before = self._before.get(number)
-        owner = getattr(before, "__self__", None)
-        while isinstance(owner, Notices) and owner._is_closed:  # noqa: SLF001  # one of us
-            before = owner._before.get(number)  # noqa: SLF001  # the same
-            owner = getattr(before, "__self__", None)
-        # None: C code installed it, and Python cannot.
-        return signal.SIG_DFL if before is None else before
 
     @property
     def are_asked_for(self) -> bool:
@@ -111,8 +99,15 @@ class Notices:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
+            while (owner := _owner_of(before)) is not None and owner._is_closed:  # noqa: SLF001  # one of us
+                before = owner._before.get(number)  # noqa: PLW2901, SLF001  # the same
             if signal.getsignal(number) == self._take and before is not None:
-                signal.signal(number, self._predecessor(number))
+                signal.signal(number, before)
+
+
+def _owner_of(handler: object) -> Notices | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Notices) else None
 
 
 def _name_of(number: int) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,18 +37,17 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 
-from .delete import delete_commit_and_exports, remove_probes
+from .delete import delete_commit_and_exports
 from .names import DEFAULT_TEMPLATE, StepNames
 from .retention import (
     Decision,
     Found,
     Keep,
-    KeepLatest,
-    RetentionPlan,
+    PruneReport,
     by_step,
+    counted_by,
     plan_retention,
     policies_of,
-    seconds_of,
 )
 from .root import Root
 
@@ -57,30 +56,13 @@ log = logging.getLogger("ckpt_storage")
 OnStep = Callable[[str, int, int], None]
 """Takes the name of what is deleted or freed next, its number from 1 on, and how many there are."""
 
-_A_LINK = "it is a link"
-_NO_STEP = "it does not belong to this run"
+Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
+"""Takes what lies below a root; returns names that nobody may delete, each with the reason."""
 
+_Job = Callable[[], str | list[str] | None]
+"""Returns why nothing was done; or the save ids that were freed; None: the checkpoint is gone."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneReport:
-    """What a prune did, or with `is_dry_run` would do, with the reasons.
-
-    kept, planned: what was to stay and what was to go, in the order of steps, oldest first.
-    newest: the newest sound checkpoint; nothing is deleted without one.
-    deleted: names of checkpoints that are gone. freed: save ids of attempts that nobody needs.
-    skipped, failed: by name, why a deletion that was planned was not made, or not ended.
-    leftovers: names under which nothing is committed and something lies.
-    """
-
-    kept: tuple[Decision, ...] = ()
-    planned: tuple[Decision, ...] = ()
-    newest: CheckpointInfo | None = None
-    leftovers: tuple[str, ...] = ()
-    is_dry_run: bool = False
-    deleted: tuple[str, ...] = ()
-    freed: tuple[str, ...] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
+_LINK = "it is a link"
 
 
 def prune(
@@ -89,7 +71,6 @@ def prune(
     *,
     names: str = DEFAULT_TEMPLATE,
     dry_run: bool = True,
-    min_age: float | timedelta = 0.0,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
@@ -105,13 +86,8 @@ def prune(
     root = Root(
         Location.of(root_url, storage_options), StepNames(names), timeouts=timeouts, retry=retry
     )
-    min_age_s = seconds_of(min_age, what="min_age")
-    pruner = Pruner(root, keep, min_age_s=min_age_s, on_step=on_step)
-    return pruner.prune(Deadline("commit", timeouts.commit), dry_run=dry_run)
-
-
-Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
-"""Takes what lies below a root; returns names that nobody may delete, each with the reason."""
+    deadline = Deadline("commit", timeouts.commit)
+    return Pruner(root, keep, on_step=on_step).prune(deadline, dry_run=dry_run)
 
 
 class Pruner:
@@ -126,13 +102,11 @@ class Pruner:
         root: Root,
         keep: Keep,
         *,
-        min_age_s: float = 0.0,
         others: Others = lambda *_: {},
         on_step: OnStep = lambda *_: None,
     ) -> None:
         self._root = root
         self._policies = policies_of(keep)
-        self._min_age_s = min_age_s
         self._others = others
         self._on_step = on_step
         self._turn = threading.RLock()
@@ -152,54 +126,38 @@ class Pruner:
         """
         with self._in_turn(deadline):
             report = self._plan(deadline, is_dry_run=dry_run)
-            if not dry_run:
-                report = self.last = self.execute(report, deadline)
-                run = _Execution(self._root, PruneReport(), deadline)
-                for name in self._tombstones:
-                    run.attempt(name, partial(self._end_tombstone, name, deadline))
+            if dry_run:
+                return report
+            report = self.last = self.execute(report, deadline)
+            ended = partial(self._end_tombstone, deadline)
+            ends = [(name, partial(ended, name)) for name in self._tombstones]
+            self._carry_out(PruneReport(), ends, deadline)
             return report
 
     def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
         """Carry out what a dry run planned. As `prune`."""
-        run = _Execution(self._root, plan, deadline)
-        jobs = [(one.name, partial(run.delete, one)) for one in plan.planned]
-        jobs += [(name, partial(run.free, name)) for name in plan.leftovers]
+        jobs: list[tuple[str, _Job]] = [
+            (one.name, partial(self._delete, one, plan.newest, deadline)) for one in plan.planned
+        ]
+        jobs += [(name, partial(self._free, name, deadline)) for name in plan.leftovers]
         with self._in_turn(deadline):
             if jobs:
                 # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
                 probe_exclusive_create(self._root.open(deadline))
-            for number, (name, job) in enumerate(jobs, 1):
-                self._on_step(name, number, len(jobs))
-                run.attempt(name, job)
-        return run.report
+            return self._carry_out(plan, jobs, deadline, self._on_step)
 
     def sweep(self, deadline: Deadline) -> PruneReport:
-        """Free what saves that died have left beside later ones, in every step's folder.
+        """Free what saves that died have left beside later ones, below the next step that is kept.
 
-        Deletes no checkpoint. Costs a few requests a folder: for now and then. As `prune`.
-        """
-        with self._in_turn(deadline):
-            report = self._freed(self._root.steps(self._root.folders(deadline)), deadline)
-            remove_probes(self._root.open(deadline))
-        return report
-
-    def sweep_next(self, deadline: Deadline) -> PruneReport:
-        """Sweep one folder, each time that of the next step that is kept; then from the first on.
-
-        So what died beside later saves goes in time, at the cost of a few requests a prune.
+        Another one each time, so all in turn.
         """
         with self._in_turn(deadline):
             kept = () if self.last is None else self.last.kept
             steps = [(one.step, one.name) for one in kept if one.step is not None]
             later = [one for one in steps if one[0] > self._swept_step] or steps
             self._swept_step = later[0][0] if later else -1
-            return self._freed(later[:1], deadline)
-
-    def _freed(self, steps: Sequence[tuple[int, str]], deadline: Deadline) -> PruneReport:
-        run = _Execution(self._root, PruneReport(), deadline)
-        for _, name in steps:
-            run.attempt(name, partial(run.free, name))
-        return run.report
+            jobs = [(name, partial(self._free, name, deadline)) for _, name in later[:1]]
+            return self._carry_out(PruneReport(), jobs, deadline)
 
     @contextmanager
     def _in_turn(self, deadline: Deadline) -> Iterator[None]:
@@ -211,101 +169,48 @@ class Pruner:
             self._turn.release()
 
     def _plan(self, deadline: Deadline, *, is_dry_run: bool) -> PruneReport:
-        """Find out what a plan needs to know, and make it.
+        """Look at all steps, and plan.
 
-        Requests: one listing of the root, two reads for each of the newest. For each other step
-        that its number does not keep, once in this process, a listing, two reads, and its time.
+        Requests: one listing of the root; two reads for each checkpoint that the policies count.
+        For each other, once in this process, two reads and its time.
         """
         root = self._root
         folders, links = root.folders(deadline), root.links()
         # What lies behind a link may be another checkpoint of this root, or of somebody else.
-        steps = [(step, name) for step, name in root.steps(folders) if name not in links]
-        found = self._newest(steps, deadline)
-        checked = set(found)
-        asks_all = any("metrics" in policy.needs for policy in self._policies)
-        held = {
-            name: Decision(name=name, step=step, reasons=(why,))
-            for step, name in steps
-            if not (asks_all or name in found or root.may_hold_leftovers(name))
-            and (why := self._kept_by_step(step)) is not None
-        }
-        others = [name for _, name in steps if name not in found and name not in held]
-        found |= root.look(others, deadline, fresh=False)
-        is_by_age = self._min_age_s > 0 or any("age" in one.needs for one in self._policies)
+        steps = [name for _, name in root.steps(folders) if name not in links]
+        checked = set(steps) - root.seen()
+        found = root.look(steps, deadline, fresh=False)
         now_s = time.time()
-        if is_by_age and not is_dry_run:
+        if not is_dry_run and any("age" in one.needs for one in self._policies):
             now_s = root.open(deadline).server_time(probe_path())
         self._tombstones = [name for name, one in found.items() if one.status == "empty"]
         while True:
             dated = root.dated(found.values(), deadline, now_s)
-            protected = {**pinned(links), **root.uses.now(), **self._others(dated, deadline)}
+            protected = {**_pinned(links), **root.uses.now(), **self._others(dated, deadline)}
             if self.last_saved is not None:
                 protected[self.last_saved] = "it is what this manager saved last"
-            plan = plan_retention(
-                dated, self._policies, protected=protected, min_age_s=self._min_age_s
-            )
-            if not plan.deleted or self._is_settled(plan, found, checked, deadline):
+            plan = plan_retention(dated, self._policies, protected=protected)
+            stale = counted_by(self._policies, dated) - checked if plan.planned else set[str]()
+            checked |= stale
+            fresh = root.look(sorted(stale), deadline, fresh=True)
+            is_settled = all(_state(one) == _state(found[name]) for name, one in fresh.items())
+            found |= fresh
+            newest = plan.newest
+            if is_settled and plan.planned and newest and not self._is_sound(newest, deadline):
+                found[newest.name] = replace(found[newest.name], is_damaged=True)
+            elif is_settled:
                 break
         of_others = [
-            Decision(name=name, step=None, reasons=(_A_LINK if name in links else _NO_STEP,))
-            for name in folders
-            if name not in found and name not in held
-        ]
-        kept = sorted((*plan.kept, *held.values(), *of_others), key=by_step)
-        return PruneReport(
-            kept=tuple(kept),
-            planned=plan.deleted,
-            newest=plan.newest,
-            leftovers=plan.leftovers,
-            is_dry_run=is_dry_run,
-        )
-
-    def _end_tombstone(self, name: str, deadline: Deadline) -> None:
-        """Remove the slots of what was deleted a week ago; one listing each, once in a process.
-
-        This machine's clock says only when to try. The storage's decides.
-        """
-        store = self._root.open(deadline, name)
-        if name not in self._tombstones_due_s:
-            times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
-            self._tombstones_due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
-        if time.time() >= self._tombstones_due_s[name]:
-            self._tombstones_due_s[name] = time.time() + TOMBSTONE_AGE_S
-            if remove_tombstone(store):
-                remove_probes(store)
-                self._root.forget(name)
-
-    def _kept_by_step(self, step: int) -> str | None:
-        found = (policy.kept_by_step(step) for policy in self._policies)
-        return next((why for why in found if why is not None), None)
-
-    def _newest(self, steps: Sequence[tuple[int, str]], deadline: Deadline) -> dict[str, Found]:
-        """Look at the newest, until as many sound ones are known as the policies count."""
-        wanted = max([1, *(one.n for one in self._policies if isinstance(one, KeepLatest))])
-        found: dict[str, Found] = {}
-        names = [name for _, name in reversed(steps)]
-        while names and wanted > 0:
-            batch, names = names[:wanted], names[wanted:]
-            looked = self._root.look(batch, deadline, fresh=True)
-            found |= looked
-            wanted -= sum(
-                one.status == "committed" and not one.is_damaged for one in looked.values()
+            Decision(
+                name=name,
+                step=None,
+                reasons=(_LINK if name in links else "it does not belong to this run",),
             )
-        return found
-
-    def _is_settled(
-        self, plan: RetentionPlan, found: dict[str, Found], checked: set[str], deadline: Deadline
-    ) -> bool:
-        """Look again at what the plan counts on; return whether all is as it was, and sound."""
-        stale = [name for name in plan.counted if name not in checked]
-        checked.update(stale)
-        fresh = self._root.look(stale, deadline, fresh=True)
-        is_same = all(_state(one) == _state(found[name]) for name, one in fresh.items())
-        found |= fresh
-        if not is_same or plan.newest is None or self._is_sound(plan.newest, deadline):
-            return is_same
-        found[plan.newest.name] = replace(found[plan.newest.name], is_damaged=True)
-        return False
+            for name in folders
+            if name not in found
+        ]
+        kept = sorted((*plan.kept, *of_others), key=by_step)
+        return replace(plan, kept=tuple(kept), is_dry_run=is_dry_run)
 
     def _is_sound(self, newest: CheckpointInfo, deadline: Deadline) -> bool:
         """Return whether the newest is known to be sound; it is checked once, by its documents."""
@@ -329,80 +234,104 @@ class Pruner:
         self._root.found_damaged(newest, why)
         return False
 
-
-class _Execution:
-    """One plan being carried out; `report` is the plan, with what came of it so far."""
-
-    def __init__(self, root: Root, plan: PruneReport, deadline: Deadline) -> None:
-        self._root = root
-        self._deadline = deadline
-        self._skipped: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
-        self.report = replace(plan, is_dry_run=False, skipped=self._skipped, failed=self._failed)
-
-    def attempt(self, name: str, work: Callable[[], str | None]) -> None:
-        """Do what the plan has for one checkpoint; a failure is noted, and others go on."""
+    def _carry_out(
+        self,
+        plan: PruneReport,
+        jobs: Sequence[tuple[str, _Job]],
+        deadline: Deadline,
+        on_step: OnStep = lambda *_: None,
+    ) -> PruneReport:
+        """Do each job whose checkpoint is not in use; one that fails is noted, others go on."""
         what = f"Pruning {self._root.location.url}"
-        self._deadline.check(what)
-        try:
-            with self._root.uses.deleting(name) as may:
-                why = work() if may else "it is in use by this manager"
-        except PhaseTimeoutError:
-            raise
-        except CheckpointError as error:
-            self._deadline.check(what)
-            log.warning("%s was not pruned: %s", name, error)
-            self._root.forget(name)
-            self._failed[name] = str(error)
-        else:
-            if why is not None:
-                self._skipped[name] = why
+        deleted, freed = list[str](), list[str]()
+        skipped, failed = dict[str, str](), dict[str, str]()
+        for number, (name, job) in enumerate(jobs, 1):
+            on_step(name, number, len(jobs))
+            deadline.check(what)
+            try:
+                with self._root.uses.deleting(name) as may:
+                    came = job() if may else "it is in use by this manager"
+            except PhaseTimeoutError:
+                raise
+            except CheckpointError as error:
+                deadline.check(what)
+                log.warning("%s was not pruned: %s", name, error)
+                self._root.forget(name)
+                failed[name] = str(error)
+            else:
+                if came is None:
+                    deleted.append(name)
+                elif isinstance(came, str):
+                    skipped[name] = came
+                else:
+                    freed += came
+        return replace(
+            plan,
+            is_dry_run=False,
+            deleted=tuple(deleted),
+            freed=tuple(freed),
+            skipped=skipped,
+            failed=failed,
+        )
 
-    def delete(self, decision: Decision) -> str | None:
+    def _delete(
+        self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
+    ) -> str | None:
         """Delete one checkpoint; return why it was not."""
-        newest, name, info = self.report.newest, decision.name, decision.info
+        name, info = decision.name, decision.info
         if info is None or info.save_id is None or newest is None:
             return "it was not looked at"
         if decision.step is None or newest.step is None or decision.step >= newest.step:
             return "nothing sound is newer"
         links = self._root.links()
-        if name in links or name in pinned(links):
-            return pinned(links).get(name, _A_LINK)
+        if name in links or name in _pinned(links):
+            return _pinned(links).get(name, _LINK)
         # Somebody may have deleted the newest since, and then this may be the last one.
-        now = self._root.look_at(newest.name, self._deadline).info
+        now = self._root.look_at(newest.name, deadline).info
         if now is None or now.save_id != newest.save_id:
             end = "gone" if now is None else "another save than was judged"
             return f"{newest.name}, the newest, is {end}"
         self._root.forget(name)
         log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
-        store = self._root.open(self._deadline, name)
-        if not delete_commit_and_exports(store, expected_save_id=info.save_id):
-            return "it was saved anew, or is gone"
-        self.report = replace(self.report, deleted=(*self.report.deleted, name))
-        return None
+        store = self._root.open(deadline, name)
+        is_deleted = delete_commit_and_exports(store, expected_save_id=info.save_id)
+        return None if is_deleted else "it was saved anew, or is gone"
 
-    def free(self, name: str) -> str | None:
+    def _free(self, name: str, deadline: Deadline) -> str | list[str]:
         """Free what a save that died, or a deletion that was cut, has left."""
-        store = self._root.open(self._deadline, name)
         if name in self._root.links():
-            return _A_LINK
-        if self._root.look_at(name, self._deadline).status == "foreign":
+            return _LINK
+        if self._root.look_at(name, deadline).status == "foreign":
             return "another tool wrote it"
+        store = self._root.open(deadline, name)
         # No save has this id: what is committed stays, what was being deleted goes.
         delete_commit_and_exports(store, expected_save_id="none")
-        freed = cleaning.free_leftovers(store)
-        remove_probes(store)
+        freed = list(cleaning.free_leftovers(store))
         if freed:
             self._root.forget(name)
-        self.report = replace(self.report, freed=(*self.report.freed, *freed))
-        return None
+        return freed
+
+    def _end_tombstone(self, deadline: Deadline, name: str) -> list[str]:
+        """Remove the slots of what was deleted a week ago; one listing each, once in a process.
+
+        This machine's clock says only when to try. The storage's decides.
+        """
+        store = self._root.open(deadline, name)
+        if name not in self._tombstones_due_s:
+            times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
+            self._tombstones_due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
+        if time.time() >= self._tombstones_due_s[name]:
+            self._tombstones_due_s[name] = time.time() + TOMBSTONE_AGE_S
+            if remove_tombstone(store):
+                self._root.forget(name)
+        return []
 
 
 def _state(one: Found) -> tuple[str, str | None]:
-    return (one.status, one.info.save_id if one.info is not None else None)
+    return (one.status, one.save_id)
 
 
-def pinned(links: Mapping[str, str | None]) -> dict[str, str]:
+def _pinned(links: Mapping[str, str | None]) -> dict[str, str]:
     """Return the folders that links lead into, each with the reason why it stays."""
     return {
         target: f"{name} is a link to it"

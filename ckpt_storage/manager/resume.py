@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -25,7 +25,7 @@ from ckpt_storage.inspect.verify import Part, check_part, part_bytes
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .retention import Candidate, Found, KeepBest, by_step
+from .retention import Found, begun_of, by_step
 from .root import Root, damage_of
 
 log = logging.getLogger("ckpt_storage")
@@ -74,15 +74,11 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What the coordinator chose; `info` is None if nothing is left to choose.
+    """What the coordinator chose, of the root with the number `place`; no `info`: nothing."""
 
-    `place` is the number of its root. `is_checked` says that the coordinator knows it to be sound.
-    """
-
-    info: CheckpointInfo | None
+    info: CheckpointInfo | None = None
     place: int = 0
     skipped: tuple[SkippedCheckpoint, ...] = ()
-    is_checked: bool = False
 
 
 Load = Callable[[Root, CheckpointInfo], None]
@@ -92,88 +88,82 @@ Load = Callable[[Root, CheckpointInfo], None]
 class Resumer:
     """One restore on one rank: chooses, loads and falls back, together with the others.
 
-    `roots` are searched together; of one save in two of them the first is tried first.
+    `roots` are searched together; of one save in two of them the first is tried first. With `step`
+    no other step counts.
     """
 
     def __init__(
-        self, ranks: RankGroup, roots: Sequence[Root], *, check: Check, timeouts: Timeouts
+        self,
+        ranks: RankGroup,
+        roots: Sequence[Root],
+        *,
+        timeouts: Timeouts,
+        check: Check = "read",
+        step: int | None = None,
     ) -> None:
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
+        self._step = step
         self._timeouts = timeouts
+        self._url = " and ".join(root.location.url for root in roots)
         self._tried: set[tuple[int, str]] = set()
+        self._problem: CheckpointError | None = None
         self._again_count = 0
         self._release: Callable[[], None] = lambda: None
-
-    def run(self, load: Load) -> Restored | None:
-        """Load the newest that can be; return None if nothing was ever committed.
-
-        Raises `IntegrityError` if there are committed ones and none can be loaded: training must
-        not begin anew unnoticed. Raises what `load` raises that is no fault of the checkpoint.
-        """
-        skipped: list[SkippedCheckpoint] = []
-        try:
-            while True:
-                choice = self._choose()
-                skipped += choice.skipped
-                info = choice.info
-                if info is None:
-                    break
-                reason, now = self._try(load, choice, info)
-                if now == "another save" or (reason is None and now == "gone"):
-                    self._again(choice.place, info)
-                elif reason is not None:
-                    skipped.append(self._skip(choice.place, info, reason))
-                else:
-                    self._roots[choice.place].found_sound(info.name, info.save_id)
-                    return self._restored(info, skipped)
-        finally:
-            self._release()
-        if skipped:
-            first = skipped[0]
-            raise IntegrityError(
-                f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
-                f"loaded. {first.name}: {first.reason}",
-                path=self._url,
-                phase="load",
-                next_step="Run verify on them, and restore one from a copy; an empty root begins "
-                "anew.",
-            )
-        return None
-
-    def load_step(self, load: Load, step: int) -> Restored:
-        """Load the checkpoint of one step, from the first root in which it can be read.
-
-        Raises `CheckpointNotFoundError` if none has it, what is wrong if none can read it, and what
-        `load` raises.
-        """
-        try:
-            choice = self._told(lambda deadline: self._holder_of(step, deadline), step)
-            if choice.info is None:
-                raise CheckpointNotFoundError(
-                    f"There is no checkpoint of step {step} below {self._url}.",
-                    path=self._roots[0].location.child(self._roots[0].names.name_of(step)).url,
-                    next_step="all() lists what is there.",
-                )
-            if self._check == "deep":
-                self._read_all(self._roots[choice.place], choice.info)
-            load(self._roots[choice.place], choice.info)
-        finally:
-            self._release()
-        return Restored(info=choice.info, step=step, skipped=choice.skipped)
 
     def first(self) -> CheckpointInfo | None:
         """Return on all ranks what a restore would try first."""
         return self._told(lambda deadline: newest_of(self._roots, deadline))
 
-    @property
-    def _url(self) -> str:
-        return " and ".join(root.location.url for root in self._roots)
+    def run(self, load: Load) -> Restored | None:
+        """Load the newest that can be; return None if nothing was ever committed.
 
-    def _told(self, choose: Callable[[Deadline], _T], step: int | None = None) -> _T:
+        Raises `IntegrityError` if there are committed ones and none can be loaded: training must
+        not begin anew unnoticed. Raises `CheckpointNotFoundError` if the step that is meant is not
+        there, and what `load` raises that is no fault of the checkpoint.
+        """
+        skipped: list[SkippedCheckpoint] = []
+        try:
+            while True:
+                self._release()
+                choice = self._told(self._next)
+                skipped += choice.skipped
+                info, root = choice.info, self._roots[choice.place]
+                if info is None:
+                    break
+                problem, now = self._try(load, choice, info)
+                if now == "another save" or (problem is None and now == "gone"):
+                    self._again(choice.place, info)
+                elif problem is not None:
+                    if isinstance(problem, IntegrityError):
+                        root.found_damaged(info, str(problem))
+                    skipped.append(_skipped(root, info.name, problem, info.save_id))
+                else:
+                    root.found_sound(info.name, info.save_id)
+                    return self._restored(info, skipped)
+        finally:
+            self._release()
+        if not skipped and self._step is None:
+            return None
+        if not skipped:
+            raise CheckpointNotFoundError(
+                f"There is no checkpoint of step {self._step} below {self._url}.",
+                path=self._url,
+                next_step="all() lists what is there.",
+            )
+        raise IntegrityError(
+            f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
+            f"loaded. {skipped[0].name}: {skipped[0].reason}",
+            path=self._url,
+            phase="load",
+            next_step="Run verify on them, and restore one from a copy; an empty root begins anew.",
+        )
+
+    def _told(self, choose: Callable[[Deadline], _T]) -> _T:
         """Return on all ranks what the coordinator chooses; all came with equal arguments."""
         what = f"the choice of a checkpoint below {self._url}"
+        names = self._roots[0].names
         with (
             self._ranks.operation(what, timeouts=self._timeouts) as operation,
             as_checkpoint_errors(what, operation.rank),
@@ -185,13 +175,13 @@ class Resumer:
             operation.meet(
                 {
                     "the root's URL": self._url,
-                    "the names of steps": self._roots[0].names.template,
+                    "the names of steps": names.template,
                     "check": self._check,
-                    "the step": str(step),
+                    "the step": str(self._step),
                 }
             )
-            if step is not None:
-                self._roots[0].names.name_of(step)  # what is no step is refused on each rank
+            if self._step is not None:
+                names.name_of(self._step)  # what is no step is refused on each rank
             deadline = operation.phase("load")
             packed = pickle.dumps(choose(deadline)) if operation.is_coordinator else b""
             found: _T = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
@@ -199,11 +189,8 @@ class Resumer:
 
     def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
         if skipped and self._ranks.is_coordinator:
-            log.warning(
-                "Resumed from %s, which is not the newest: %s",
-                info.url,
-                "; ".join(f"{one.name} could not be loaded ({one.reason})" for one in skipped),
-            )
+            why = "; ".join(f"{one.name} could not be loaded ({one.reason})" for one in skipped)
+            log.warning("Resumed from %s, and not from what comes first: %s", info.url, why)
         return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
 
     def _again(self, place: int, info: CheckpointInfo) -> None:
@@ -219,55 +206,40 @@ class Resumer:
         log.info("%s was saved anew while it was loaded; it is loaded again", info.url)
         self._tried.discard((place, info.name))
 
-    def _choose(self) -> _Choice:
-        """Let the coordinator choose the next one; its word reaches all ranks."""
-        self._release()
-        self._release = lambda: None
-        return self._told(self._next)
-
     def _next(self, deadline: Deadline) -> _Choice:
         """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
         skipped: list[SkippedCheckpoint] = []
-        for place, found in newest_first(self._roots, deadline):
-            if (place, found.name) in self._tried:
+        for place, found in self._candidates(deadline):
+            root, name = self._roots[place], found.name
+            if (place, name) in self._tried:
                 continue
-            self._tried.add((place, found.name))
-            now = found if found.info is None else self._taken(place, found.name, deadline)
-            damage = damage_of(now)
-            if damage is not None:
-                skipped.append(self._unreadable(place, now.name, damage))
+            self._tried.add((place, name))
+            is_there = found.status in {"committed", "foreign"}
+            now = self._taken(root, name, deadline) if is_there else found
+            # Another copy of the step that is meant may do, whatever is wrong with this one.
+            problem = damage_of(now) if self._step is None else now.problem
+            if problem is not None:
+                skipped.append(_skipped(root, name, problem))
+                self._problem = self._problem or problem
             elif now.info is not None:
-                is_checked = self._roots[place].is_sound(now.info)
-                return _Choice(
-                    info=now.info, place=place, skipped=tuple(skipped), is_checked=is_checked
-                )
-        return _Choice(info=None, skipped=tuple(skipped))
+                return _Choice(info=now.info, place=place, skipped=tuple(skipped))
+        if self._step is not None and self._problem is not None:
+            raise self._problem
+        return _Choice(skipped=tuple(skipped))
 
-    def _holder_of(self, step: int, deadline: Deadline) -> _Choice:
-        name, problems = self._roots[0].names.name_of(step), list[CheckpointError]()
-        skipped: list[SkippedCheckpoint] = []
-        for place in range(len(self._roots)):
-            found = self._taken(place, name, deadline)
-            if found.problem is not None:
-                problems.append(found.problem)
-                skipped.append(self._unreadable(place, name, found.problem))
-            elif found.info is not None:
-                for one in skipped:
-                    log.warning("%s is loaded, not %s: %s", found.info.url, one.url, one.reason)
-                return _Choice(info=found.info, place=place, skipped=tuple(skipped))
-        if problems:
-            raise problems[0]
-        return _Choice(info=None)
+    def _candidates(self, deadline: Deadline) -> Iterator[tuple[int, Found]]:
+        """Return what is tried, one after another, with the numbers of its roots."""
+        if self._step is None:
+            return newest_first(self._roots, deadline)
+        name = self._roots[0].names.name_of(self._step)
+        meant = Found(name=name, step=self._step, status="committed")
+        return ((place, meant) for place in range(len(self._roots)))
 
-    def _unreadable(self, place: int, name: str, problem: CheckpointError) -> SkippedCheckpoint:
-        url = self._roots[place].location.child(name).url
-        return SkippedCheckpoint(name=name, url=url, reason=str(problem))
-
-    def _taken(self, place: int, name: str, deadline: Deadline) -> Found:
+    def _taken(self, root: Root, name: str, deadline: Deadline) -> Found:
         """Keep a checkpoint from our own pruner, and return what is there then."""
-        uses = self._roots[place].uses
-        self._release = uses.take(name, "it is being loaded", timeout_s=deadline.remaining_s())
-        found = self._roots[place].look_at(name, deadline)
+        by = "it is being loaded"
+        self._release = root.uses.take(name, by, timeout_s=deadline.remaining_s())
+        found = root.look_at(name, deadline)
         if found.info is None:
             self._release()
         return found
@@ -301,7 +273,7 @@ class Resumer:
         """
         root, error = self._roots[choice.place], None
         try:
-            if self._check == "deep" and not choice.is_checked:
+            if self._check == "deep":
                 self._read_all(root, info)
             load(root, info)
         except CheckpointError as failure:
@@ -325,13 +297,6 @@ class Resumer:
             is_own = error is not None and not isinstance(error, _USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave
         return (causes[0] if causes else None), now
-
-    def _skip(self, place: int, info: CheckpointInfo, error: CheckpointError) -> SkippedCheckpoint:
-        if isinstance(error, IntegrityError):
-            self._roots[place].found_damaged(info, str(error))
-        return SkippedCheckpoint(
-            name=info.name, url=info.url, reason=str(error), save_id=info.save_id
-        )
 
 
 def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
@@ -367,24 +332,17 @@ def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | Non
 def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     """Return what is committed below all roots, by step; of each name the save that began last."""
     by_name: dict[str, CheckpointInfo] = {}
-    for root in roots:
-        for info in root.all(deadline):
-            if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
-                by_name[info.name] = info
+    for info in (info for root in roots for info in root.all(deadline)):
+        if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
+            by_name[info.name] = info
     return sorted(by_name.values(), key=by_step)
 
 
-def best_of(infos: Iterable[CheckpointInfo], policy: KeepBest) -> CheckpointInfo | None:
-    """Return the best of the checkpoints that have a step, None if none has the metric."""
-    by_name = {info.name: info for info in infos if info.step is not None}
-    candidates = [Candidate.of(info, info.step or 0) for info in by_name.values()]
-    return next((by_name[name] for name in policy.kept(candidates)), None)
-
-
-def begun_of(info: CheckpointInfo | None) -> int:
-    """Return when a save began, as a number that only grows; 0 for those of other tools."""
-    digits = "".join(filter(str.isdigit, ((info.save_id if info else None) or "")[:16]))
-    return int(digits or 0)
+def _skipped(
+    root: Root, name: str, problem: CheckpointError, save_id: str | None = None
+) -> SkippedCheckpoint:
+    url = root.location.child(name).url
+    return SkippedCheckpoint(name=name, url=url, reason=str(problem), save_id=save_id)
 
 
 def _now(root: Root, info: CheckpointInfo, deadline: Deadline) -> _Now:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import datetime, timedelta
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import timedelta
 from typing import ClassVar, Literal, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -53,8 +53,7 @@ class Found:
 class Candidate:
     """One committed checkpoint of the run, as policies see it.
 
-    `age_s` counts from its commit; None where that is not known. `info` is None where nothing but
-    its name was read.
+    `age_s` counts from its commit; None where that is not known.
     """
 
     name: str
@@ -72,9 +71,8 @@ class Candidate:
 class RetentionPolicy(ABC):
     """One rule of retention; `a | b` keeps what either keeps.
 
-    `needs` says what of the candidates it looks at. Without "age" any age may be None. Without
-    "metrics" those may be missing that other policies keep by their step alone. A class that has
-    its own `kept` needs both, unless it says otherwise.
+    `needs` says what of the candidates it looks at. Without "age" any age may be None. A class that
+    has its own `kept` needs both, unless it says otherwise.
     """
 
     __slots__ = ()
@@ -91,11 +89,6 @@ class RetentionPolicy(ABC):
 
         `candidates` are all sound committed checkpoints of the run, the lowest step first.
         """
-
-    def kept_by_step(self, step: int) -> str | None:
-        """Return why a step is kept whatever else is known of its checkpoint; None: it may not."""
-        del step
-        return None
 
     def __or__(self, other: RetentionPolicy) -> KeepAny:
         return KeepAny(policies_of([self, other]))
@@ -133,11 +126,7 @@ class KeepEvery(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names of multiples."""
-        return {one.name: f"{self}" for one in candidates if self.kept_by_step(one.step)}
-
-    def kept_by_step(self, step: int) -> str | None:
-        """Return the reason for a multiple."""
-        return None if step % self.n else f"{self}"
+        return {one.name: f"{self}" for one in candidates if one.step % self.n == 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +251,7 @@ def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of one checkpoint, and why.
-
-    `info` is None where its name alone decided and nothing was read. `step` is None for what does
-    not belong to the run.
-    """
+    """What becomes of one checkpoint, and why; `step` is None for what is not of the run."""
 
     name: str
     step: int | None
@@ -275,19 +260,25 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionPlan:
-    """What is kept and what may go, each in the order of steps, oldest first.
+class PruneReport:
+    """What a prune did, or with `is_dry_run` would do, with the reasons.
 
-    `newest` is the newest sound checkpoint; nothing is deleted without one. `counted` are names
-    that policies count: were one of them gone, others would be kept. `leftovers` are names under
-    which nothing is committed and something lies, perhaps of a save that died.
+    kept, planned: what was to stay and what was to go, in the order of steps, oldest first.
+    newest: the newest sound checkpoint; nothing is deleted without one.
+    deleted: names of checkpoints that are gone. freed: save ids of attempts that nobody needs.
+    skipped, failed: by name, why a deletion that was planned was not made, or not ended.
+    leftovers: names under which nothing is committed and something lies.
     """
 
-    kept: tuple[Decision, ...]
-    deleted: tuple[Decision, ...]
-    newest: CheckpointInfo | None
-    counted: frozenset[str]
-    leftovers: tuple[str, ...]
+    kept: tuple[Decision, ...] = ()
+    planned: tuple[Decision, ...] = ()
+    newest: CheckpointInfo | None = None
+    deleted: tuple[str, ...] = ()
+    freed: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    leftovers: tuple[str, ...] = ()
+    is_dry_run: bool = False
 
 
 def plan_retention(
@@ -295,53 +286,57 @@ def plan_retention(
     keep: Keep,
     *,
     protected: Mapping[str, str] | None = None,
-    min_age_s: float = 0.0,
-) -> RetentionPlan:
+) -> PruneReport:
     """Decide what is kept of what was found below a root, and give every reason.
 
     Kept is what any policy keeps. So are the newest sound checkpoint, the one that was committed
     last, what is not of this run, what may not be read, and what is `protected`, which maps names
-    to reasons. Kept is what is younger than `min_age_s`, or of unknown age, if that is not 0. So
-    is the same save as one that is kept, as both names may mean one folder. Damaged ones take no
-    place of a sound one. One is kept while nothing sound is newer, and while a policy would keep
-    it if it were sound.
-
-    Raises `InvalidInputError` for policies that are none.
+    to reasons. So is the same save as one that is kept, as both names may mean one folder. Damaged
+    ones take no place of a sound one. One is kept while nothing sound is newer, and while a policy
+    would keep it if it were sound.
     """
     policies, everything = policies_of(keep), sorted(found, key=by_step)
     sound = [one for one in everything if one.is_sound]
-    newest = sound[-1] if sound else None
-    last = max(sound, key=_recency(sound), default=None)
+    damaged = [one for one in everything if one.is_damaged and one.step is not None]
+    newest, last = sound[-1] if sound else None, _last_committed(sound)
     reasons: dict[str, list[str]] = {one.name: [] for one in everything}
-    counted = set[str]() if newest is None else {newest.name}
     for policy in policies:
-        kept = policy.kept(_candidates(sound))
-        if not isinstance(policy, KeepEvery | KeepNewerThan):
-            counted.update(kept)
-        for name, reason in (*kept.items(), *_doubts(policy, sound, everything)):
+        for name, reason in policy.kept(_candidates(sound)).items():
             reasons.get(name, []).append(reason)
+        for one in damaged:
+            # One failed read is little proof: the fault may be that of one host.
+            kept = policy.kept(_candidates(sorted([*sound, one], key=by_step)))
+            if one.name in kept:
+                reasons[one.name].append(f"{kept[one.name]}, if it is sound after all")
     for one in everything:
-        reasons[one.name] += _protections(one, newest, last, min_age_s)
+        reasons[one.name] += _protections(one, newest, last)
         reasons[one.name] += [protected[one.name]] if protected and one.name in protected else []
     twins = {one.save_id: one.name for one in everything if one.save_id and reasons[one.name]}
     decisions: dict[bool, list[Decision]] = {True: [], False: []}
     for one in everything:
-        why = reasons[one.name]
+        told = reasons[one.name]
         if one.status in {"uncommitted", "empty"}:
             continue
-        if not why and one.save_id in twins:
-            why = [f"it is the same save as {twins[one.save_id]}, and may be the same folder"]
-        lead = "it is damaged and " if one.is_damaged else ""
-        told = tuple(why or [f"{lead}not kept by {KeepAny(policies)}"])
-        decision = Decision(name=one.name, step=one.step, reasons=told, info=one.info)
-        decisions[bool(why)].append(decision)
-    return RetentionPlan(
+        if not told and one.save_id in twins:
+            told.append(f"it is the same save as {twins[one.save_id]}, and may be the same folder")
+        is_kept, lead = bool(told), "it is damaged and " if one.is_damaged else ""
+        why = tuple(told) or (f"{lead}not kept by {KeepAny(policies)}",)
+        decision = Decision(name=one.name, step=one.step, reasons=why, info=one.info)
+        decisions[is_kept].append(decision)
+    return PruneReport(
         kept=tuple(decisions[True]),
-        deleted=tuple(decisions[False]),
+        planned=tuple(decisions[False]),
         newest=newest.info if newest is not None else None,
-        counted=frozenset(counted),
         leftovers=tuple(one.name for one in everything if one.status == "uncommitted"),
+        is_dry_run=True,
     )
+
+
+def counted_by(keep: Keep, found: Collection[Found]) -> set[str]:
+    """Return the names on which a plan rests: were one of them gone, others would be kept."""
+    sound = _candidates(sorted((one for one in found if one.is_sound), key=by_step))
+    policies = [one for one in policies_of(keep) if not isinstance(one, KeepEvery | KeepNewerThan)]
+    return {name for policy in (*policies, KeepLatest(1)) for name in policy.kept(sound)}
 
 
 def by_step(one: Found | Decision | CheckpointInfo) -> tuple[int, str]:
@@ -349,46 +344,24 @@ def by_step(one: Found | Decision | CheckpointInfo) -> tuple[int, str]:
     return (-1 if one.step is None else one.step, one.name)
 
 
+def begun_of(info: CheckpointInfo | None) -> int:
+    """Return when a save began, as a number that only grows; 0 for those of other tools."""
+    save_id = (info.save_id if info is not None else None) or ""
+    return int("".join(filter(str.isdigit, save_id[:16])) or 0)
+
+
 def _candidates(found: Iterable[Found]) -> list[Candidate]:
     return [Candidate.of(one.info, one.step or 0, one.age_s) for one in found if one.info]
 
 
-def _doubts(
-    policy: RetentionPolicy, sound: Sequence[Found], everything: Sequence[Found]
-) -> Iterator[tuple[str, str]]:
-    """Yield which damaged ones would be kept if they were sound, by name, and why.
-
-    One failed read is little proof: the fault may be that of one host.
-    """
-    for one in everything:
-        if one.is_damaged and one.step is not None:
-            kept = policy.kept(_candidates(sorted([*sound, one], key=by_step)))
-            if one.name in kept:
-                yield one.name, f"{kept[one.name]}, if it is sound after all"
+def _last_committed(sound: Sequence[Found]) -> Found | None:
+    """Return the last by the storage's clock; by when saves began, if it does not tell all ages."""
+    if all(one.age_s is not None for one in sound):
+        return max(sound, key=lambda one: (-(one.age_s or 0.0), by_step(one)), default=None)
+    return max(sound, key=lambda one: (begun_of(one.info), by_step(one)))
 
 
-def _recency(sound: Sequence[Found]) -> Callable[[Found], tuple[float, tuple[int, str]]]:
-    """Return the key by which the one that was committed last is largest.
-
-    Where ages are not known of all of them, the clocks of the savers count.
-    """
-    are_dated = all(one.age_s is not None for one in sound)
-
-    def key(one: Found) -> tuple[float, tuple[int, str]]:
-        if are_dated:
-            return (-(one.age_s or 0.0), by_step(one))
-        try:
-            stamp = datetime.fromisoformat((one.info and one.info.created_at) or "").timestamp()
-        except ValueError:
-            stamp = 0.0
-        return (stamp, by_step(one))
-
-    return key
-
-
-def _protections(
-    one: Found, newest: Found | None, last: Found | None, min_age_s: float
-) -> Iterator[str]:
+def _protections(one: Found, newest: Found | None, last: Found | None) -> Iterator[str]:
     """Yield the reasons that hold whatever the policies say."""
     if one.step is None:
         yield "it does not belong to this run"
@@ -404,7 +377,3 @@ def _protections(
         elif one is last:
             # After training went back to an earlier step, this is the newest work.
             yield "it was committed last"
-        if min_age_s > 0 and one.age_s is None:
-            yield "the storage does not tell its age"
-        elif min_age_s > 0 and one.age_s is not None and one.age_s < min_age_s:
-            yield f"it is {one.age_s:.0f} s old, less than {min_age_s:g} s"

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
@@ -39,7 +42,8 @@ log = logging.getLogger("ckpt_storage")
 class Root:
     """The checkpoints below one root; any thread may use it.
 
-    `uses` are the names that this process reads, writes or deletes now.
+    `uses` are the names that this process reads, writes or deletes now. A checkpoint is of the step
+    in its name; with `recorded_steps` of that with which it was saved.
     """
 
     def __init__(
@@ -50,21 +54,22 @@ class Root:
         timeouts: Timeouts | None = None,
         retry: RetryPolicy | None = None,
         thread_count: int | None = None,
+        recorded_steps: bool = False,
     ) -> None:
         self.location = location
         self.names = names
         self.uses = Uses()
         self.retry = retry or RetryPolicy()
         self._timeouts = timeouts or Timeouts()
+        self._recorded_steps = recorded_steps
         self._thread_count = thread_count or (
             _LOCAL_THREADS if location.is_local else _REMOTE_THREADS
         )
         self._lock = threading.Lock()
         self._seen: dict[str, Found] = {}
+        # By name and save id: a copy keeps the id, and may be damaged alone.
         self._committed_s: dict[tuple[str, str | None], float | None] = {}
-        self._misnamed: set[tuple[str, str | None]] = set()
-        self._sound: set[tuple[str, str | None]] = set()
-        self._damaged: set[tuple[str, str | None]] = set()
+        self._verdicts: dict[tuple[str, str | None], bool] = {}
 
     def open(self, deadline: Deadline, name: str | None = None) -> Store:
         """Return the store at the root, or at one checkpoint."""
@@ -81,8 +86,7 @@ class Root:
             raise
         found = {entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")}
         with self._lock:
-            for name in self._seen.keys() - found:
-                del self._seen[name]
+            self._seen = {name: one for name, one in self._seen.items() if name in found}
         return sorted(found)
 
     def steps(self, folders: Iterable[str]) -> list[tuple[int, str]]:
@@ -90,31 +94,36 @@ class Root:
         found = [(self.names.step_of(name), name) for name in folders]
         return sorted((step, name) for step, name in found if step is not None)
 
+    def seen(self) -> set[str]:
+        """Return the names of which `look` without `fresh` knows already."""
+        with self._lock:
+            return {name for name, one in self._seen.items() if one.status in _LASTING}
+
+    def forget(self, name: str) -> None:
+        """Forget a folder: somebody changed it."""
+        with self._lock:
+            self._seen.pop(name, None)
+
     def look(self, names: Sequence[str], deadline: Deadline, *, fresh: bool) -> dict[str, Found]:
         """Look at folders, several at a time; two reads for a checkpoint that was saved once.
 
-        Without `fresh`, what was seen before will do; else one listing finds deleted ones first.
-        Raises `StorageError`, `PhaseTimeoutError`.
+        Without `fresh`, what was seen before will do. Raises `StorageError`, `PhaseTimeoutError`.
         """
+        seen = set[str]() if fresh else self.seen()
         with self._lock:
-            found = {
-                name: self._seen[name]
-                for name in names
-                if not fresh and name in self._seen and self._seen[name].status in _LASTING
-            }
-        missing = [name for name in names if name not in found]
+            found = {name: self._seen[name] for name in names if name in seen}
 
         def one(name: str) -> None:
-            found[name] = self.look_at(name, deadline, lists=not fresh)
+            found[name] = self.look_at(name, deadline)
 
-        self._all([partial(one, name) for name in missing], "look at", deadline)
+        self._all([partial(one, name) for name in names if name not in found], "look at", deadline)
         return {name: self._judged(found[name]) for name in names}
 
-    def look_at(self, name: str, deadline: Deadline, *, lists: bool = False) -> Found:
+    def look_at(self, name: str, deadline: Deadline) -> Found:
         """Look at one folder anew. Raises `StorageError`, but for a missing right."""
         step = self.names.step_of(name)
         try:
-            found = self._found(self.open(deadline, name), name, step, lists=lists)
+            found = self._found(self.open(deadline, name), name, step)
         except CheckpointError as error:
             if isinstance(error, StorageError) and error.kind != "permission":
                 raise
@@ -123,16 +132,12 @@ class Root:
             self._seen[name] = found
         return self._judged(found)
 
-    def _found(self, store: Store, name: str, step: int | None, *, lists: bool) -> Found:
-        entries = _entries(store) if lists else None
-        if entries is not None and not entries - {f"{COMMITS}/"}:
-            return Found(name=name, step=step, status="empty")
+    def _found(self, store: Store, name: str, step: int | None) -> Found:
         slots, url = slotlog.read_log(store), self.location.child(name).url
         if slots.head is not None:
             info = CheckpointInfo.of(url, slots.head, name=name)
-            self._warn_of_name(info, step)
-            # The name counts: it is what the order and the policies go by.
-            return Found(name=name, step=step, status="committed", info=replace(info, step=step))
+            info = info if self._recorded_steps else replace(info, step=step)
+            return Found(name=name, step=step, status="committed", info=info)
         if is_foreign(store, slots):
             named = read_footer(store) if slots.last is None else None
             if named is not None:
@@ -143,31 +148,15 @@ class Root:
                 )
             info = CheckpointInfo(url=url, name=name, format="dcp", step=step)
             return Found(name=name, step=step, status="foreign", info=info)
-        entries = _entries(store) if entries is None else entries
+        entries = _entries(store)
         if f"{SAVES}/" in entries and not store.list(SAVES):
             entries.discard(f"{SAVES}/")
         is_empty = not entries - {f"{COMMITS}/"}
         return Found(name=name, step=step, status="empty" if is_empty else "uncommitted")
 
     def _judged(self, found: Found) -> Found:
-        is_damaged = found.info is not None and _save(found.info) in self._damaged
+        is_damaged = found.info is not None and self._verdicts.get(_save(found.info)) is False
         return replace(found, is_damaged=is_damaged)
-
-    def _warn_of_name(self, info: CheckpointInfo, step: int | None) -> None:
-        """Warn, once in a process, if a folder has the name of another step than was saved."""
-        if step is None or info.step is None or info.step == step:
-            return
-        with self._lock:
-            is_new = _save(info) not in self._misnamed
-            self._misnamed.add(_save(info))
-        if is_new:
-            log.warning(
-                "%s was saved as step %d. It was renamed or copied; its name counts, so it is "
-                "listed, kept and restored as step %d.",
-                info.url,
-                info.step,
-                step,
-            )
 
     def dated(self, found: Iterable[Found], deadline: Deadline, now_s: float) -> list[Found]:
         """Return the same with ages up to `now_s`, by the storage's clock; one request each, once.
@@ -175,7 +164,6 @@ class Root:
         `now_s` is Unix seconds. What the storage does not tell stays None.
         """
         everything = list(found)
-        infos = [one.info for one in everything if one.info is not None and one.info.slot]
 
         def ask(info: CheckpointInfo) -> None:
             try:
@@ -187,13 +175,14 @@ class Root:
             else:
                 self._committed_s[_save(info)] = stat.modified_s
 
+        infos = [one.info for one in everything if one.info is not None and one.info.slot]
         missing = [info for info in infos if _save(info) not in self._committed_s]
         self._all([partial(ask, info) for info in missing], "date", deadline)
-        dated = []
-        for one in everything:
-            time_s = None if one.info is None else self._committed_s.get(_save(one.info))
-            dated.append(one if time_s is None else replace(one, age_s=now_s - time_s))
-        return dated
+        times_s = [self._committed_s.get((one.name, one.save_id)) for one in everything]
+        return [
+            one if time_s is None else replace(one, age_s=now_s - time_s)
+            for one, time_s in zip(everything, times_s, strict=True)
+        ]
 
     def all(self, deadline: Deadline) -> list[CheckpointInfo]:
         """Return all that is committed, by step; what has none comes first.
@@ -202,22 +191,23 @@ class Root:
         """
         folders, doubles = self.folders(deadline), self._doubles()
         looked = self.look([one for one in folders if one not in doubles], deadline, fresh=True)
-        for found in looked.values():
-            if found.problem is not None:
-                url = self.location.child(found.name).url
-                log.warning("%s is left out of the list: %s", url, found.problem)
-        infos = [found.info for found in looked.values() if found.info is not None]
+        infos = [info for one in looked.values() if (info := self.listed(one)) is not None]
         return sorted(infos, key=by_step)
+
+    def listed(self, found: Found) -> CheckpointInfo | None:
+        """Return what is told of a folder in a list; warn if it cannot be read."""
+        if found.problem is not None:
+            url = self.location.child(found.name).url
+            log.warning("%s is left out of the list: %s", url, found.problem)
+        return found.info
 
     def newest_first(self, deadline: Deadline) -> Iterator[Found]:
         """Yield what is found of each step, newest first; looks at a few at a time.
 
         A link to a step of this root is none of its own, whatever its name says.
         """
-        doubles = self._doubles()
-        names = [name for _, name in self.steps(self.folders(deadline)) if name not in doubles][
-            ::-1
-        ]
+        doubles, steps = self._doubles(), self.steps(self.folders(deadline))
+        names = [name for _, name in reversed(steps) if name not in doubles]
         count = 1
         while names:
             batch, names = names[:count], names[count:]
@@ -254,43 +244,31 @@ class Root:
 
     def _doubles(self) -> set[str]:
         """Return the links that lead to a step of this root: what they mean counts by itself."""
-        return {
-            name
-            for name, target in self.links().items()
-            if target is not None and self.names.step_of(target) is not None
-        }
-
-    def forget(self, name: str) -> None:
-        """Forget a folder: somebody changed it."""
-        with self._lock:
-            self._seen.pop(name, None)
-
-    def may_hold_leftovers(self, name: str) -> bool:
-        """Return whether nothing was committed under a name when it was seen last."""
-        with self._lock:
-            return name in self._seen and self._seen[name].status == "uncommitted"
+        step_of = self.names.step_of
+        return {name for name, to in self.links().items() if to and step_of(to) is not None}
 
     def is_sound(self, info: CheckpointInfo) -> bool:
-        """Return whether a checkpoint was saved, loaded or checked here, and found sound.
-
-        A copy keeps the save id, and may be damaged alone: the name counts as well.
-        """
-        return _save(info) in self._sound
+        """Return whether a checkpoint was saved, loaded or checked here, and found sound."""
+        return self._verdicts.get(_save(info)) is True
 
     def found_sound(self, name: str, save_id: str | None) -> None:
         """Note that a checkpoint is sound."""
-        self._sound.add((name, save_id))
+        self._verdicts[name, save_id] = True
 
     def found_damaged(self, info: CheckpointInfo, why: str) -> None:
         """Note that a checkpoint is damaged: no policy counts it any more."""
         log.warning("%s is not counted as a checkpoint: %s", info.url, why)
         if info.save_id is not None:
-            self._damaged.add(_save(info))
-            self._sound.discard(_save(info))
+            self._verdicts[_save(info)] = False
 
     def damaged_ids(self, name: str) -> frozenset[str]:
         """Return the saves under a name that are known to be damaged."""
-        return frozenset(save_id or "" for one, save_id in list(self._damaged) if one == name)
+        verdicts = dict(self._verdicts).items()
+        return frozenset(
+            save_id
+            for (one, save_id), is_sound in verdicts
+            if one == name and save_id and not is_sound
+        )
 
     def _all(self, jobs: Sequence[Callable[[], None]], what: str, deadline: Deadline) -> None:
         count = min(self._thread_count, len(jobs))
@@ -304,12 +282,45 @@ class Root:
             workers.drain()
 
 
+def list_checkpoints(
+    root_url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    retry: RetryPolicy | None = None,
+) -> list[CheckpointInfo]:
+    """Return the committed checkpoints directly below a root, ordered by name.
+
+    Whether one is committed is read from its commit slots, never from a listing; the listing
+    only tells which folders to ask. The order is that of the names, numbers in them counted as
+    numbers (`step-900` before `step-1000`); `CheckpointManager.latest` returns the highest step.
+    A root that is not there holds none. Any rank; not collective.
+
+    A folder that may not be read is listed with the format "unreadable" and its `problem`: it may
+    be the newest checkpoint. One whose commit records are damaged or of a newer format is left out
+    with a warning in the log; `verify` says what is wrong with it.
+
+    Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    """
+    location, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
+    root = Root(location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True)
+    deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
+    names = sorted(root.folders(deadline), key=_natural)
+    for one in root.look(names, deadline, fresh=True).values():
+        if isinstance(one.problem, StorageError):
+            url, why = location.child(one.name).url, str(one.problem)
+            infos.append(CheckpointInfo(url=url, name=one.name, format="unreadable", problem=why))
+        elif (info := root.listed(one)) is not None:
+            infos.append(info)
+    return infos
+
+
 class Uses:
     """Which names this process uses: one is used by many, or deleted by one. Any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._uses: dict[str, list[str]] = {}
+        self._uses: dict[str, dict[object, str]] = {}
         self._deleting: set[str] = set()
 
     def take(self, name: str, by: str, *, timeout_s: float) -> Callable[[], None]:
@@ -325,14 +336,12 @@ class Uses:
                     phase="plan",
                     next_step="Look why the storage is slow; then try again.",
                 )
-            users = self._uses.setdefault(name, [])
-            users.append(by)
-        left = [by]
+            use = object()
+            self._uses.setdefault(name, {})[use] = by
 
         def end() -> None:
             with self._changed:
-                if left:
-                    users.remove(left.pop())
+                self._uses[name].pop(use, None)
 
         return end
 
@@ -354,7 +363,7 @@ class Uses:
     def now(self) -> dict[str, str]:
         """Return the names that are used, each with by whom."""
         with self._changed:
-            return {name: users[0] for name, users in self._uses.items() if users}
+            return {name: next(iter(by.values())) for name, by in self._uses.items() if by}
 
 
 def damage_of(found: Found) -> IntegrityError | None:
@@ -380,3 +389,8 @@ def _entries(store: Store) -> set[str]:
             raise
         return set()
     return {entry.path for entry in entries if not entry.path.startswith(PROBE_PREFIX)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    parts = filter(None, re.split(r"([0-9]+)", name))
+    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts]

@@ -21,7 +21,6 @@ from ckpt_storage.store.deadline import Deadline
 from .job import Job
 from .mirror import Mirror
 from .prune import Pruner
-from .resume import newest_of
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -94,16 +93,17 @@ class StepSave:
 
     def end(self, save_id: str | None) -> None:
         """Note how the save ended, from any thread; only then may its name be deleted."""
-        self.upkeep.root.forget(self.name)
+        upkeep = self.upkeep
+        upkeep.root.forget(self.name)
         if save_id is not None:
             # Every file was looked at before the commit.
-            self.upkeep.root.found_sound(self.name, save_id)
-            if self.upkeep.pruner is not None:
+            upkeep.root.found_sound(self.name, save_id)
+            if upkeep.pruner is not None:
                 # Its step may be lower than those of a run that was given up.
-                self.upkeep.pruner.last_saved = self.name
+                upkeep.pruner.last_saved = self.name
         self.release()
         if save_id is not None:
-            self.upkeep.wake()
+            upkeep.wake()
 
 
 class Upkeep:
@@ -118,18 +118,17 @@ class Upkeep:
         pruner: Pruner | None,
         mirror: Mirror | None,
         *,
-        is_background: bool,
+        prunes: bool,
         is_coordinator: bool,
         timeouts: Timeouts,
     ) -> None:
         self.root = root
         self.pruner = pruner
-        self._prunes = is_background and pruner is not None
+        self._prunes = prunes and is_coordinator
         self._mirror = mirror if is_coordinator else None
-        self._is_coordinator = is_coordinator
         self._timeouts = timeouts
-        self._highest_begun = -1
-        self._has_looked_above = False
+        self._highest_begun: int | None = None
+        self._has_warned = False
         url, limit_s = root.location.url, timeouts.commit
         self.tidying = Job(self._tidy, name=f"ckpt-storage prune {url}", timeout_s=limit_s)
         self.copying = Job(self._copy, name=f"ckpt-storage mirror {url}", timeout_s=limit_s)
@@ -139,28 +138,28 @@ class Upkeep:
 
     def begin(self, step: int, metrics: Mapping[str, Any], options: SaveOptions) -> StepSave:
         """Return a save with `metrics`, to be run or begun."""
-        name, refusal, user = "", None, {}
+        location = self.root.location
+        name, target, refusal, user = "", location.target, None, {}
         try:
             name = self.root.names.name_of(step)
+            target = location.child(name).target
             user = user_record(step, metrics)
-            self._highest_begun = max(self._highest_begun, step)
+            if self._highest_begun is None or step > self._highest_begun:
+                self._highest_begun = step
         except Exception as error:  # noqa: BLE001  # the other ranks are waiting to be told
             refusal = error
-        location = self.root.location
         chosen = replace(
             options,
-            timeouts=self._timeouts,
             retry=self.root.retry,
             storage_options=location.storage_options,
             user=user,
             replaces=self.root.damaged_ids(name),
         )
-        target = (location.child(name) if name else location).target
         return StepSave(upkeep=self, name=name, target=target, options=chosen, refusal=refusal)
 
     def wake(self) -> None:
         """Let the background do what a commit asks for; from any thread."""
-        if self._is_coordinator and (self._prunes or not self._has_looked_above):
+        if self._prunes:
             self.tidying.wake()
         if self._mirror is not None:
             self.copying.wake()
@@ -180,27 +179,19 @@ class Upkeep:
                 self.tidying.wake()
 
     def _tidy(self, deadline: Deadline) -> None:
-        if not self._has_looked_above and self._highest_begun >= 0:
-            self._has_looked_above = True
-            try:
-                self._warn_of_higher_steps(deadline)
-            except CheckpointError as error:  # what is saved and pruned does not depend on it
-                log.info("%s: higher steps were not looked for: %s", self.root.location.url, error)
-        if self._prunes and self.pruner is not None:
-            self.pruner.prune(deadline)
-            self.pruner.sweep_next(deadline)
-
-    def _warn_of_higher_steps(self, deadline: Deadline) -> None:
-        """Warn if what is resumed from is above what is saved: training went back, or anew."""
-        newest, saved = newest_of([self.root], deadline), self._highest_begun
-        if newest is not None and (newest.step or 0) > saved:
+        if self.pruner is None:
+            return
+        newest, saved = self.pruner.prune(deadline).newest, self._highest_begun
+        is_above = newest is not None and saved is not None and (newest.step or 0) > saved
+        if newest is not None and is_above and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
                 "still choose step %d, and KeepLatest counts the higher ones. If those are given "
-                "up, move their folders out of %s or delete them; or save to another root.",
+                "up, delete them, or save to another root.",
                 saved,
                 newest.step,
                 newest.url,
                 newest.step,
-                self.root.location.url,
             )
+        self.pruner.sweep(deadline)

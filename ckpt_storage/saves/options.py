@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, get_args
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -57,6 +57,12 @@ class SaveOptions:
     consolidate: Chained = None
     user: Mapping[str, Any] = field(default_factory=dict)
     replaces: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
+        """Return the options among the arguments of a call."""
+        names = {one.name for one in fields(cls)} & given.keys()
+        return cls(**{**{name: given[name] for name in names}, "timeouts": timeouts})
 
     def anchored(self) -> SaveOptions:
         """Return options that mean the same in every working folder. Raises `InvalidInputError`."""

@@ -113,28 +113,13 @@ def save(  # the public surface, all keyword-only
             begun; and with `ConsolidationError`: only its consolidation failed.
 
     """
+    given = locals()
     try:
         timeouts, refusal = Timeouts.of(timeout), None
     except CheckpointError as error:
         # The other ranks are waiting to be told.
         timeouts, refusal = Timeouts(), error
-    options = SaveOptions(
-        timeouts=timeouts,
-        overwrite=overwrite,
-        consolidate=consolidate,
-        storage_options=storage_options,
-        planner=planner,
-        thread_count=thread_count,
-        part_bytes=part_bytes,
-        memory_limit_bytes=memory_limit_bytes,
-        page_cache=page_cache,
-        sync_files=sync_files,
-        commit_url=commit_url,
-        stock_metadata=stock_metadata,
-        unsafe_values=unsafe_values,
-        retry=retry,
-        progress=progress,
-    )
+    options = SaveOptions.of(given, timeouts=timeouts)
     ranks = RankGroup.of(process_group)
     return save_on(ranks, lambda: plain_state(state), url, options, refusal=refusal)
 
@@ -220,6 +205,8 @@ class _Save:
         except SaveCancelledError:
             raise  # before anything was sent; so the coordinator cannot have committed
         except CheckpointError as error:
+            if operation.is_last_word(error):
+                raise
             # It may have arrived all the same, and then the save is committed.
             operation.phase("commit", timeouts.commit)
             raise _without_coordinator(operation, self._session, error) from error

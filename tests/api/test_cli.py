@@ -335,17 +335,12 @@ def test_rm_leaves_what_another_tool_wrote(last: Path, tmp_path: Path) -> None:
     assert files_below(tmp_path / "dcp") == before
 
 
-def test_prune_says_which_names_would_fit(tmp_path: Path) -> None:
-    """Where nothing is named by the template it exits with 2 and says which template fits."""
-    for name in ("checkpoint-900", "checkpoint-1000", "logs-7"):
-        (tmp_path / "run" / name).mkdir(parents=True)
+def test_prune_refuses_names_that_nothing_has(tmp_path: Path) -> None:
+    """Where nothing is named by the template it exits with 2 and says how to tell."""
+    (tmp_path / "run/checkpoint-900").mkdir(parents=True)
     refused = call("prune", tmp_path / "run", "--keep-latest", "1", "--yes")
     assert refused.exit_code == 2
-    assert "--names 'checkpoint-{step}'" in refused.stderr
-    save({"x": torch.zeros(1)}, tmp_path / "run/step-00000001")
-    some = call("prune", tmp_path / "run", "--keep-latest", "1")
-    assert some.exit_code == 0
-    assert "--names 'checkpoint-{step}' fits 2" in some.stdout
+    assert "--names" in refused.stderr
     fitting = call("prune", tmp_path / "run", "--keep-latest", "1", "--names", "checkpoint-{step}")
     assert fitting.exit_code == 0
 

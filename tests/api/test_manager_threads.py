@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pytest
-
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.manager.job import Job
 from ckpt_storage.manager.root import Uses
@@ -70,28 +68,6 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
     assert ["was stopped" in text for text in ends] == [True]
     assert not [t for t in threading.enumerate() if t.name == "ckpt-storage test"]
     keeper.close(0.0)
-
-
-def test_a_failure_is_kept_and_the_next_run_forgets_it(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a run raises is logged; the thread lives on."""
-    failures: list[Exception | None] = [ValueError("one"), CheckpointError("two"), None]
-
-    def job(deadline: Deadline) -> None:
-        del deadline
-        failure = failures.pop(0)
-        if failure is not None:
-            raise failure
-
-    keeper = keeper_of(job)
-    seen = []
-    for _ in range(3):
-        keeper.wake()
-        assert keeper.wait(LONG_S)
-        seen.append(type(keeper.error))
-    assert seen == [ValueError, CheckpointError, type(None)]
-    assert "one" in caplog.text
-    assert "two" in caplog.text
-    keeper.close(LONG_S)
 
 
 def test_a_user_waits_until_a_deletion_has_ended() -> None:

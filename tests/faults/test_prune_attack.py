@@ -15,7 +15,6 @@ from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
-from ckpt_storage.format.names import PROBE_PREFIX
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.store import probe
@@ -151,7 +150,7 @@ def test_savers_whose_clocks_are_off_change_nothing(
         disk.clock_s += 100.0
     report = prune(store, KeepNewerThan(350.0), disk)
     assert report.deleted == (name_of(1), name_of(2))
-    report = prune(store, KeepLatest(1), disk, min_age_s=250.0)
+    report = prune(store, KeepNewerThan(250.0), disk)
     assert report.deleted == (name_of(3),)
     assert set(heads(disk.files)) == {4, 5}
 
@@ -250,23 +249,6 @@ def test_a_root_that_is_told_nothing_new_asks_nothing_new() -> None:
     assert touched <= {name_of(step) for step in (5, 6, 7, 8, 9)}
 
 
-def test_a_sweep_frees_what_died_beside_what_is_kept() -> None:
-    """Dead attempts inside kept checkpoints go by a sweep; no checkpoint does."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    for step in (1, 2):
-        attempted(at(store, step))
-        save(store, step)
-    disk.clock_s += 2 * DAY_S
-    alive = attempted(at(store, 2))
-    before = heads(disk.files)
-    report = pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600))
-    assert len(report.freed) == 2
-    assert (report.deleted, report.failed) == ((), {})
-    assert heads(disk.files) == before
-    assert any(alive.save_id in path for path in disk.files)
-
-
 def test_prunes_sweep_the_kept_steps_in_turn() -> None:
     """What died beside a kept checkpoint goes without a sweep, one step a prune."""
     disk = Disk()
@@ -279,23 +261,9 @@ def test_prunes_sweep_the_kept_steps_in_turn() -> None:
     one, freed = pruner(store, KeepLatest(3), disk), []
     for _ in range(4):
         one.prune(Deadline("commit", 600))
-        freed.append(len(one.sweep_next(Deadline("commit", 600)).freed))
+        freed.append(len(one.sweep(Deadline("commit", 600)).freed))
     assert freed == [1, 1, 1, 0]
     assert heads(disk.files) == before
-
-
-def test_probes_that_were_cut_go_a_day_later() -> None:
-    """A sweep removes them at the root and beside checkpoints; younger ones may be in use."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    save(store, 1)
-    before = set(disk.files)
-    for folder in ("", f"{name_of(1)}/"):
-        disk.put(f"{folder}{PROBE_PREFIX}0", b"old")
-    disk.clock_s += 2 * DAY_S
-    disk.put(f"{name_of(1)}/{PROBE_PREFIX}1", b"young")
-    assert pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600)).failed == {}
-    assert set(disk.files) - before == {f"{name_of(1)}/{PROBE_PREFIX}1"}
 
 
 def test_a_dead_attempt_at_a_step_kept_by_name_is_freed_in_time() -> None:

@@ -16,4 +16,4 @@ def test_a_random_race_loses_nothing(
 ) -> None:
     """After every operation of every schedule all that is committed is whole; readers see it."""
     quiet(monkeypatch)
-    print(check_race(capabilities, name, range(4, 40), systematic=False))  # noqa: T201  # for -rP
+    print(check_race(capabilities, name, range(4, 24), systematic=False))  # noqa: T201  # for -rP

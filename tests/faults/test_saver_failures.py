@@ -28,22 +28,26 @@ from saver_cases import (
     save_step,
     state_of,
     told,
+    until,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt_storage import (
     AsyncSaver,
     CheckpointError,
-    CheckpointExistsError,
     ConsolidateOptions,
     ConsolidationError,
     InvalidInputError,
     PhaseTimeoutError,
     SaveCancelledError,
     SaveState,
+    StorageError,
     list_checkpoints,
+    save,
 )
 from ckpt_storage.background import saver
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.saves import session
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -165,31 +169,6 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
     assert not any("broken" in info.name for info in list_checkpoints(tmp_path))
 
 
-def _mismatch(rank: int, folder: str, mode: Any) -> list[str]:
-    """Let rank 1 leave a save out, with others queued behind."""
-    with quick_saver(mode, max_pending=3, on_error="warn") as saver:
-        hold = Hold(folder, "local plan", rank)
-        first = save_step(saver, folder, rank, 0, planner=held(hold))
-        steps = (1, 2) if rank == 0 else (2, 3)
-        queued = [save_step(saver, folder, rank, step) for step in steps]
-        hold.reached()
-        hold.go()
-        first.result(END_S)
-        errors = [handle.exception(END_S) for handle in queued]
-        again = save_step(saver, folder, rank, 9)
-        again.result(END_S)
-    return [type(errors[0]).__name__, str(errors[1])]
-
-
-def test_saves_behind_a_mismatch_are_not_begun(ranks: RankPool, tmp_path: Path) -> None:
-    """If ranks call different saves, the queued ones end as well: they would meet wrong ones."""
-    for first, second in ranks.run(_mismatch, str(tmp_path), "thread", world_size=2):
-        assert first == "RankMismatchError"
-        assert "was not begun" in second
-    names = {info.name for info in list_checkpoints(tmp_path)}
-    assert names == {"step-0", "step-9"}
-
-
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_failure_that_nobody_asked_for_is_raised_once(
@@ -222,8 +201,7 @@ def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
     saver.close()
 
 
-@pytest.mark.parametrize("how", ["wait", "close"])
-def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path, how: str) -> None:
+def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path) -> None:
     """A wait that ends at its limit raises the failure that it has met, and says what goes on."""
     saver = quick_saver("thread", max_pending=2)
     save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
@@ -231,7 +209,7 @@ def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path, how: str)
     going = save_step(saver, tmp_path, 0, 1, planner=held(hold))
     hold.reached()
     with pytest.raises(CheckpointError, match="divides by zero") as caught:
-        getattr(saver, how)(0.01)
+        saver.wait(0.01)
     assert any("step-1 has not ended" in note for note in caught.value.__notes__)
     hold.go()
     going.result(END_S)
@@ -346,16 +324,6 @@ def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
     assert handle.state is SaveState.COMMITTED
 
 
-def test_existing_checkpoint_is_refused(tmp_path: Path) -> None:
-    """A background save does not replace what is committed unless told to."""
-    with quick_saver("thread") as ours:
-        save_step(ours, tmp_path, 0, 0).result(END_S)
-        again = save_step(ours, tmp_path, 0, 0)
-        assert isinstance(again.exception(END_S), CheckpointExistsError)
-        assert again.state is SaveState.FAILED
-        save_step(ours, tmp_path, 0, 0, overwrite=True).result(END_S)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None:
     """A write that never ends is TIMED_OUT at its deadline; its memory is not used again."""
@@ -371,3 +339,33 @@ def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None
         save_step(ours, tmp_path, 0, 1).result(END_S)
         pid = ours.worker_pid
     assert pid is None or not is_alive(pid)
+
+
+def _told_before_its_word(rank: int, folder: str) -> str:
+    """Let rank 0 fail in its write, and rank 1 hear of it just before it would tell of its own."""
+    gather, mark = Operation.gather, Path(folder) / "written"
+
+    def broken(*_given: Any, **_more: Any) -> NoReturn:
+        until(mark.exists, "the end of rank 1's write")
+        raise StorageError("the disk is full")
+
+    def late(operation: Operation, payload: bytes) -> list[bytes]:
+        if operation.deadline.phase == "write":
+            mark.touch()
+            until(operation.failure, "the failure of rank 0")
+        return gather(operation, payload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(session, "write_shard", broken)
+        else:
+            patch.setattr(Operation, "gather", late)
+        with pytest.raises(CheckpointError) as caught:
+            save(state_of(rank, 0), f"{folder}/a", timeout=END_S)
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_has_told_nothing_is_in_no_doubt(ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing can be committed without its part: the save failed, for it as for the others."""
+    names = ranks.run(_told_before_its_word, str(tmp_path), world_size=2)
+    assert names == ["StorageError", "RankFailedError"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from manager_cases import blank, restore, state_of, step_in
@@ -103,23 +100,6 @@ def test_a_step_that_lies_elsewhere_is_resumed_from_through_its_link(
     (root / name_of(2)).symlink_to(place)
     with CheckpointManager(root, timeout=60) as manager:
         assert restore(manager).step == 2
-
-
-def test_a_folder_with_the_name_of_another_step_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A checkpoint was copied under the name of a higher step: the name counts; a log says so."""
-    saved(tmp_path, 1, 2)
-    shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
-    caplog.set_level(logging.WARNING, "ckpt_storage")
-    with CheckpointManager(tmp_path, timeout=60) as manager:
-        found: Any = manager.restore(blank())
-        assert found.step == 9
-        manager.latest()
-        manager.all()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert f"{name_of(9)} was saved as step 1" in said[0]
 
 
 def test_removing_a_link_leaves_what_it_means(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 from commit_tools import CAS, DAY_S, DictStore, Disk, body_of, sealed
 from manager_cases import damage, restore, state_of
-from prune_cases import DiskRoot, heads, name_of, prune, pruner, save
+from prune_cases import heads, name_of, prune, pruner, save
 
 from ckpt_storage.errors import FormatError
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import (
     Candidate,
     KeepAny,
@@ -128,23 +126,22 @@ def saved(manager: CheckpointManager, *steps: int) -> None:
         assert manager.wait_pruned(60)
 
 
-@pytest.mark.parametrize("keep", [None, KeepLatest(3)])
 def test_a_step_below_the_highest_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The warning says what is chosen, and how the higher ones are given up."""
+    """The warning of a prune says what is chosen."""
+    options: dict[str, Any] = {"keep": KeepLatest(3), "pruning": "background"}
     with caplog.at_level(logging.WARNING, "ckpt_storage"):
-        with manager_of(tmp_path, keep=keep) as manager:
+        with manager_of(tmp_path, **options) as manager:
             saved(manager, 10, 90, 100)
         assert caplog.text == ""
-        with manager_of(tmp_path, keep=keep) as manager:
+        with manager_of(tmp_path, **options) as manager:
             saved(manager, 11, 12)
             latest = manager.latest()
             assert latest is not None
             assert latest.step == 100
     assert caplog.text.count("still choose step 100") == 1
     assert "Step 11 was saved below step 100" in caplog.text
-    assert "move their folders out" in caplog.text
 
 
 def test_a_copy_that_is_damaged_does_not_stand_for_the_original(tmp_path: Path) -> None:
@@ -158,27 +155,6 @@ def test_a_copy_that_is_damaged_does_not_stand_for_the_original(tmp_path: Path) 
         latest = manager.latest()
         assert latest is not None
         assert latest.step == 5
-
-
-def test_soundness_is_of_a_name_and_a_save() -> None:
-    """What was saved here as one name says nothing of its copy, which a prune must look at."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    at_times(disk, 4, 5)
-    for path, data in disk.files.items():
-        if path.startswith(f"{name_of(5)}/"):
-            disk.put(path.replace(name_of(5), name_of(6)), data)
-    root = DiskRoot(store)
-    root.found_sound(name_of(5), heads(disk.files)[5])
-    one = Pruner(root, KeepLatest(1))
-    six = next(found.info for found in root.newest_first(Deadline("load", 60)))
-    assert six is not None
-    assert six.step == 6
-    assert not root.is_sound(six)
-    root.found_damaged(six, "cut")
-    assert one.prune(Deadline("commit", 60)).newest == dataclasses.replace(
-        six, step=5, name=name_of(5), url=six.url.replace(name_of(6), name_of(5))
-    )
 
 
 def test_a_newer_format_is_no_reason_to_take_an_older_checkpoint(
@@ -208,12 +184,11 @@ def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> No
     disk = Disk()
     at_times(disk, 1, 2, 3, 4)
     files, changes = disk.files, disk.changes
-    for keep, min_age_s in ((KeepNewerThan(100.0), 0.0), (KeepLatest(1), 150.0)):
-        one = pruner(DictStore(disk, CAS), keep, disk, min_age_s=min_age_s)
-        plan = one.prune(Deadline("commit", 60), dry_run=True)
-        # The disk's clock is years behind this machine's: by this one all are old.
-        assert [decision.step for decision in plan.planned] == [1, 2, 3]
-        assert (disk.files, disk.changes) == (files, changes)
+    one = pruner(DictStore(disk, CAS), KeepNewerThan(100.0), disk)
+    plan = one.prune(Deadline("commit", 60), dry_run=True)
+    # The disk's clock is years behind this machine's: by this one all are old.
+    assert [decision.step for decision in plan.planned] == [1, 2, 3]
+    assert (disk.files, disk.changes) == (files, changes)
 
 
 def test_of_a_deleted_checkpoint_nothing_is_left_after_a_week() -> None:

@@ -15,7 +15,6 @@ from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 import ckpt_storage
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.errors import StorageError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
 from ckpt_storage.manager.delete import delete
@@ -56,7 +55,6 @@ def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
         assert report.failed == {}
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         assert manager.prune() is not None
-        assert manager.sweep() is not None
         assert [(one.step, one.format) for one in manager.all()] == [
             (1, "dcp"),
             (3, "ckpt_storage"),
@@ -99,7 +97,9 @@ def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabili
         disk.put(f"{name_of(1)}/{path}", data)
     disk.clock_s += 9 * DAY_S
     files = disk.files
-    report = pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600))
+    one = pruner(store, KeepLatest(1), disk)
+    one.prune(Deadline("commit", 600))
+    report = one.sweep(Deadline("commit", 600))
     assert report.skipped == {name_of(1): "another tool wrote it"}
     prune(store, KeepLatest(1), disk)
     assert disk.files == files
@@ -140,11 +140,8 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "run" / name_of(1)).symlink_to(tmp_path / "archive/one")
     with manager_of(tmp_path / "run", keep=KeepLatest(1)) as manager:
         report = manager.prune()
-        swept = manager.sweep()
     assert report is not None
-    assert swept is not None
     assert report.deleted == (name_of(2),)
-    assert swept.skipped[name_of(1)] == "it is a link"
     assert names_in(tmp_path / "archive") == ["one"]
 
 
@@ -225,25 +222,6 @@ def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) 
     assert set(store.disk.files) == set(others)
 
 
-def test_a_removal_that_was_cut_still_knows_which_uploads_are_ours() -> None:
-    """The holder by which a removal takes the folder keeps the names of those before it."""
-    store = Uploading(Disk(), CAS)
-    store.uploads = OUR_UPLOADS | OTHER_UPLOADS
-    for path, data in EXPORTED.items():
-        store.disk.put(path, data)
-
-    def cut(prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
-        raise StorageError(f"cut before {prefix} {only}")
-
-    store.abort_uploads = cut  # type: ignore[method-assign]
-    with pytest.raises(StorageError):
-        remove_exports(store)
-    del store.abort_uploads
-    remove_exports(store)
-    assert store.uploads == OTHER_UPLOADS
-    assert store.disk.files == {}
-
-
 def test_uploads_without_a_known_holder_stay() -> None:
     """Where nothing tells which names an export had, no weight file's upload is taken for ours."""
     for holder in (b"damaged", EXPORT["hf/.ckpt-storage/job.json"]):
@@ -255,18 +233,6 @@ def test_uploads_without_a_known_holder_stay() -> None:
         assert store.uploads == OTHER_UPLOADS | {
             path for path in OUR_UPLOADS if not path.endswith(".json")
         }
-
-
-def test_a_folder_in_which_others_write_stays(tmp_path: Path) -> None:
-    """What another process is uploading beside an export is complete after the export went."""
-    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
-    store = open_store(Location.of(tmp_path / "a"))
-    upload = store.upload("hf/adapter.bin")
-    upload.write_part(0, 0, [memoryview(b"data")], last=True)
-    delete(tmp_path / "a", missing_ok=True)
-    upload.complete(4)
-    store.close()
-    assert [path.name for path in (tmp_path / "a/hf").iterdir()] == ["adapter.bin"]
 
 
 def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) -> None:

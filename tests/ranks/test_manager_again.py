@@ -29,8 +29,7 @@ def saved(root: Path, *steps: int) -> None:
             manager.save(step, state_of(step), sync_files=False)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("check", ["read", "deep"])
+@pytest.mark.parametrize(("check", "in_background"), [("read", True), ("deep", False)])
 def test_training_that_falls_back_past_damage_comes_by_its_step_again(
     tmp_path: Path, check: Any, caplog: pytest.LogCaptureFixture, *, in_background: bool
 ) -> None:
@@ -67,14 +66,11 @@ def test_a_sound_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
         assert restore(manager).step == 2
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_all_ranks_save_the_damaged_step_again(
-    ranks: RankPool, tmp_path: Path, *, in_background: bool
-) -> None:
+def test_all_ranks_save_the_damaged_step_again(ranks: RankPool, tmp_path: Path) -> None:
     """No rank needs to know of `overwrite`, and no two ranks disagree."""
     ranks.run(cases.train, str(tmp_path), 2, world_size=2)
     damage(tmp_path / NEWEST)
-    results = ranks.run(cases.resume_and_save, str(tmp_path), in_background, world_size=3)
+    results = ranks.run(cases.resume_and_save, str(tmp_path), world_size=3)
     assert results == [(1, "step-00000002")] * 3
 
 
@@ -96,16 +92,8 @@ def test_what_one_rank_refuses_is_told_to_all(
 
 @pytest.mark.parametrize(
     "metrics",
-    [
-        {"x": torch.ones(3)},
-        {"x": 10**400},
-        {"x": None},
-        {"x": "much"},
-        {"x" * 20_000: 1.0},
-        [("x", 1.0)],
-        7,
-    ],
-    ids=range(7),
+    [{"x": torch.ones(3)}, {"x": 10**400}, {"x": "much"}, {"x" * 20_000: 1.0}, 7],
+    ids=range(5),
 )
 def test_metrics_that_cannot_be_are_refused_by_our_errors(tmp_path: Path, metrics: Any) -> None:
     """Whatever a number's own conversion raises, the save ends by an error of ours."""

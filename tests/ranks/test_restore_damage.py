@@ -51,7 +51,7 @@ def must_fall_back(what: str) -> bool:
     return not what.endswith((*MARKERS, ".metadata"))
 
 
-@pytest.mark.parametrize(("world_size", "check"), [(1, "deep"), (2, "read"), (2, "deep")])
+@pytest.mark.parametrize(("world_size", "check"), [(2, "read"), (2, "deep")])
 def test_every_damage_is_passed_over_alike_on_all_ranks(
     ranks: RankPool, tmp_path: Path, world_size: int, check: Check
 ) -> None:

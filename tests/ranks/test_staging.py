@@ -23,13 +23,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_storage import load
-from ckpt_storage.background.arena import Arenas, Kind
+from ckpt_storage.background.arena import Arenas
 from ckpt_storage.background.staging import Staged, StagingJob, staged_part
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
-
-STEP = torch.float32.itemsize
 
 
 class Named(torch.Tensor):
@@ -50,11 +48,10 @@ class Counter:
         """Do nothing; DCP asks that it exists."""
 
 
-@pytest.fixture(params=["private", "shared"])
-def arenas(request: pytest.FixtureRequest) -> Iterator[Arenas]:
-    """Arenas of either kind."""
-    kind: Kind = request.param
-    with contextlib.closing(Arenas(kind)) as made:
+@pytest.fixture
+def arenas() -> Iterator[Arenas]:
+    """Arenas of the kind that a worker reads, too."""
+    with contextlib.closing(Arenas("shared")) as made:
         yield made
 
 
@@ -215,14 +212,6 @@ def test_the_same_elements_are_copied_once(arenas: Arenas) -> None:
     assert staged.places.ties["again"] == staged.places.ties["parameter"] == "whole"
 
 
-def test_a_small_view_of_a_large_storage_costs_its_own_bytes(arenas: Arenas) -> None:
-    """Rows and columns of a large matrix take what they hold."""
-    matrix = seeded(1, 1000, 5000)
-    staged = stage({"rows": matrix[10:12], "column": matrix[:, 3]}, arenas)
-    assert staged.places.sizes == [10_000 * STEP, 1000 * STEP]
-    assert staged.arena.size_bytes < matrix.nbytes // 5
-
-
 def sharded_rank(rank: int) -> None:
     """Stage DTensors, a ShardedTensor and a shards wrapper; compare with what was there."""
     mesh = init_device_mesh("cpu", (2,))
@@ -310,8 +299,8 @@ def test_an_item_that_was_not_planned_is_refused_by_name(arenas: Arenas) -> None
 def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
     """Local plans and arenas that a worker forgot, or never had, reach it when they are needed."""
     with quick_saver("process") as saver:
-        for step in range(9):
-            kind = step % 4
+        for step in range(5):
+            kind = step % 3
             state = {f"w{kind}": seeded(step, 700_000 * (kind + 1)), "step": [step, {kind}]}
             saver.save(state, tmp_path / f"{step}", sync_files=False).result(END_S)
             target: dict[str, Any] = {f"w{kind}": torch.zeros(700_000 * (kind + 1)), "step": [0, 0]}

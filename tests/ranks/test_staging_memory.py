@@ -6,10 +6,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +14,6 @@ import pytest
 import torch
 from dcp_cases import raw_bytes, seeded
 from descriptors import open_files
-from named_memory import named_memory
 
 from ckpt_storage.background import arena as arenas_module
 from ckpt_storage.background import staging
@@ -157,24 +152,3 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
             assert events == [True, True, True, "synchronize"]
             events.clear()
         assert [name for name, _ in cuda.calls] == ["register"]
-
-
-@linux
-def test_a_killed_process_leaves_no_name_behind() -> None:
-    """A process that holds shared memory has no name for it, so SIGKILL leaves no file."""
-    code = """
-        import time, torch
-        from ckpt_storage.background.arena import Arenas
-        from ckpt_storage.background.staging import StagingJob
-        staged = StagingJob({"x": torch.ones(1000)}, Arenas("shared")).run()
-        print("staged", flush=True)
-        time.sleep(60)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"staged\n"
-        during = named_memory(process.pid)
-        process.send_signal(signal.SIGKILL)
-    assert during == set()

@@ -15,7 +15,7 @@ from servers import Running
 
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.prune import prune
-from ckpt_storage.manager.retention import Keep, KeepBest, KeepEvery, KeepLatest, KeepNewerThan
+from ckpt_storage.manager.retention import Keep, KeepBest, KeepLatest, KeepNewerThan
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.store import Store
@@ -167,23 +167,3 @@ def test_the_newest_of_10000_costs_a_listing_and_two_reads(many: S3Server) -> No
         assert latest is not None
         assert latest.step == STEPS[-1]
         assert asked(many) == {LIST: PAGES, READ: 2}
-
-
-def test_a_plan_for_10000_reads_only_what_it_must(many: S3Server) -> None:
-    """Names decide for most; for each other that may go: folder, two slots and time, only once."""
-    with manager_of(many, KeepLatest(2) | KeepEvery(10)) as manager:
-        asked(many)
-        report = manager.prune(dry_run=True)
-        assert report is not None
-        assert len(report.kept) == COUNT - ODD_COUNT + 2
-        assert [decision.step for decision in report.planned] == ODD[:-2]
-        # The times of what may go and of the newest.
-        assert asked(many) == {
-            LIST: PAGES + ODD_COUNT - 2,
-            READ: 2 * 2 + 2 * (ODD_COUNT - 2),
-            TIME: ODD_COUNT,
-        }
-        again = manager.prune(dry_run=True)
-        assert again is not None
-        assert again == report
-        assert asked(many) == {LIST: PAGES, READ: 2 * 2}

@@ -205,16 +205,13 @@ def decide_unlike(rank: int, root: str, what: str) -> str:
     return "nothing was raised"
 
 
-def resume_and_save(rank: int, root: str, in_background: bool) -> tuple[int, str]:  # noqa: FBT001
+def resume_and_save(rank: int, root: str) -> tuple[int, str]:
     """Restore, save the step that was passed over again; return what was restored, and is then."""
     del rank
     with CheckpointManager(root, timeout=60, mode="thread") as manager:
         found = restore(manager)
         step = found.step + 1
-        if in_background:
-            manager.save_async(step, state_of(step), sync_files=False).result(60)
-        else:
-            manager.save(step, state_of(step), sync_files=False)
+        manager.save_async(step, state_of(step), sync_files=False).result(60)
     with CheckpointManager(root, timeout=60) as manager:
         return found.step, restore(manager).info.name
 

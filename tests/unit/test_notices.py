@@ -18,18 +18,14 @@ from ckpt_storage.manager.notices import Notices
 
 LONG_S = 60.0
 
-REAL_TIME = 37
-"""A signal without a name in `signal.Signals`."""
-
 
 @pytest.fixture(autouse=True)
 def _back() -> Iterator[None]:
     """Check that each test leaves the handlers as they were."""
     yield
-    for number in (signal.SIGUSR1, REAL_TIME):
-        left, default = signal.getsignal(number), signal.SIG_DFL
-        signal.signal(number, default)
-        assert left == default
+    left, default = signal.getsignal(signal.SIGUSR1), signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, default)
+    assert left == default
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
@@ -64,18 +60,6 @@ print("both lived as long as they should")
     assert found.stdout.startswith("both"), found.stderr
 
 
-def test_managers_that_close_in_the_order_of_their_making_leave_nothing() -> None:
-    """The first closed is not put back by the second; while that is open the signal ends nobody."""
-    first = Notices([signal.SIGUSR1])
-    second = Notices([signal.SIGUSR1])
-    first.close()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert (first.given(), second.given()) == (None, "SIGUSR1")
-    second.close()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    first.close()
-
-
 def test_handlers_of_others_are_called_past_those_that_closed() -> None:
     """What was there before the first one comes back after both, and is called meanwhile."""
     taken: list[int] = []
@@ -88,40 +72,6 @@ def test_handlers_of_others_are_called_past_those_that_closed() -> None:
     second.close()
     assert signal.getsignal(signal.SIGUSR1) is mine
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def test_a_closed_handler_that_somebody_put_back_steps_aside() -> None:
-    """Another library reinstates ours after the end: the signal then does what it did before."""
-    found = run("""
-import os, signal
-from ckpt_storage.manager.notices import Notices
-notices = Notices([signal.SIGTERM])
-ours = signal.getsignal(signal.SIGTERM)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-notices.close()
-assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-signal.signal(signal.SIGTERM, ours)
-print("alive", flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-print("still alive", flush=True)
-""")
-    assert (found.stdout, found.returncode) == ("alive\n", -signal.SIGTERM), found.stderr
-
-
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
-    """Real-time signals have numbers only."""
-    notices = Notices([REAL_TIME])
-    os.kill(os.getpid(), REAL_TIME)
-    assert notices.given() == "signal 37"
-    notices.close()
-
-
-def test_a_signal_that_is_given_twice_is_taken_once() -> None:
-    """Equal numbers do not make a handler its own predecessor."""
-    notices = Notices([signal.SIGUSR1, int(signal.SIGUSR1)])
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert notices.given() == "SIGUSR1"
-    notices.close()
 
 
 def test_closing_in_another_thread_frees_all(tmp_path: Path) -> None:
