@@ -82,12 +82,11 @@ _COMMANDS = {
 _TYPED = {
     "overwrite=True": "--overwrite",
     'unsupported="drop"': "--drop-unsupported",
-    "include= and exclude=": "--include and --exclude",
     "include=": "--include",
     "exclude=": "--exclude",
     "unsafe_pickle=True": "--unsafe-pickle",
     "ckpt_storage.list_checkpoints(root)": "ckpt-storage ls ROOT",
-    "Use ckpt_storage.copy to": "Use ckpt-storage cp to",
+    "ckpt_storage.copy": "ckpt-storage cp",
 }
 """What errors tell Python programs to pass, and what it is called here."""
 _ONE_NAME = re.compile(r"\b(include|exclude)=\[(['\"])(.*?)\2\]")
@@ -133,34 +132,29 @@ class App(click.Group):
     ) -> Any:  # noqa: ANN401  # click's
         """Run and exit; the code says how it ended (`docs/cli.md`)."""
         given = list(sys.argv[1:] if args is None else args)
-        code = self._ended(given, prog_name or _NAME, complete_var, extra)
-        if standalone_mode:
-            sys.exit(code)
-        return code
-
-    def _ended(
-        self, given: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]
-    ) -> int:
-        """Return the exit code of one call, with its error printed in one line."""
-        log = logging.getLogger("ckpt_storage")
-        handler = _Warnings(given)
+        log, handler = logging.getLogger("ckpt_storage"), _Warnings(given)
         log.addHandler(handler)
+        code: int = SOUND
         try:
             with _interruptible():
-                code = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
-            return code if isinstance(code, int) else SOUND
+                name = prog_name or _NAME
+                found = super().main(given, name, complete_var, standalone_mode=False, **extra)
+                code = found if isinstance(found, int) else SOUND
         except (click.Abort, KeyboardInterrupt):
             _say("interrupted.")
-            return INTERRUPTED
+            code = INTERRUPTED
         except _PipedError:
             # What is still in the buffer has nowhere to go.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return BROKEN_PIPE
+            code = BROKEN_PIPE
         except Exception as error:  # noqa: BLE001  # the last border; --debug shows what it was
-            return _told(error, given)
+            code = _told(error, given)
         finally:
             log.removeHandler(handler)
+        if standalone_mode:
+            sys.exit(code)
+        return code
 
 
 class _Warnings(logging.Handler):
@@ -191,20 +185,16 @@ def _told(error: Exception, given: Sequence[str]) -> int:
         told = scrub("".join(traceback.format_exception(error)))
         sys.stderr.write("".join(f"{shown(line)}\n" for line in told.splitlines()))
     if isinstance(error, CheckpointError):
-        _say(scrub(_as_typed(str(error))))
+        # As it is typed here.
+        told = _ONE_NAME.sub(lambda one: f"--{one[1]} {shlex.quote(one[3])}", str(error))
+        for spelling, option in _TYPED.items():
+            told = told.replace(spelling, option)
+        _say(scrub(told))
         return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
     hint = "" if is_debug else " Run it again with --debug and report what that prints."
     told = str(error).rstrip(". \n")
     _say(scrub(f"unexpected {type(error).__name__}: {told}.{hint}"))
     return COULD_NOT_RUN
-
-
-def _as_typed(message: str) -> str:
-    """Return what an error tells a Python program to do as it is typed here."""
-    message = _ONE_NAME.sub(lambda found: f"--{found[1]} {shlex.quote(found[3])}", message)
-    for spelling, option in _TYPED.items():
-        message = message.replace(spelling, option)
-    return message
 
 
 def _confided(given: Sequence[str]) -> dict[str, object]:

@@ -8,15 +8,14 @@ import click
 
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Diagnosis, Measure, diagnose
+from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Diagnosis, Probe, diagnose
 from ckpt_storage.inspect.verify import VerifyReport
 
 from . import output
 from .options import (
-    byte_count,
-    common,
-    json_option,
+    bytes_option,
     memory_option,
+    reads,
     storage_options,
     threads_option,
     url_argument,
@@ -31,9 +30,7 @@ from .output import FOUND, SOUND
 )
 @threads_option
 @memory_option
-@json_option
-@storage_options()
-@common
+@reads()
 def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
     """Check the checkpoint at URL: every byte of every file against its checksum.
 
@@ -67,45 +64,42 @@ def _print_report(report: VerifyReport, looked_at: str) -> None:
 @click.command(short_help="How two checkpoints differ.")
 @url_argument("left")
 @url_argument("right")
-@click.option("--no-values", is_flag=True, help="Compare names, shapes and types; read no tensor.")
+@click.option(
+    "--no-values",
+    "values",
+    flag_value=False,
+    default=True,
+    type=bool,
+    help="Compare names, shapes and types; read no tensor.",
+)
 @click.option("--prefix", help="Compare only names that begin so.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
 @memory_option
-@json_option
-@storage_options(of="LEFT, and of RIGHT unless it has its own")
+@reads("LEFT, and of RIGHT unless it has its own")
 @storage_options("other_storage", of="RIGHT")
-@common
 def diff(  # one parameter for each option
     left: str,
     right: str,
     *,
-    no_values: bool,
-    prefix: str | None,
-    rtol: float,
-    atol: float,
     as_json: bool,
     storage_options: dict[str, Any] | None,
     other_storage_options: dict[str, Any] | None,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    timeout: float | None,
+    memory_limit_bytes: int | None,
+    **how: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Compare the checkpoints LEFT and RIGHT: names, shapes, types and values.
 
     Exits with 0 if they are equal and with 1 if they differ. Shardings and formats may differ.
     """
+    limits: dict[str, Any] = {"timeout": timeout, "memory_limit_bytes": memory_limit_bytes}
     others = other_storage_options or storage_options
     with (
-        open_checkpoint(left, storage_options=storage_options, **options) as first,
-        open_checkpoint(right, storage_options=others, **options) as second,
+        open_checkpoint(left, storage_options=storage_options, **limits) as first,
+        open_checkpoint(right, storage_options=others, **limits) as second,
     ):
-        found = first.diff(
-            second,
-            prefix=prefix,
-            values=not no_values,
-            rtol=rtol,
-            atol=atol,
-            progress=output.shows_progress(),
-        )
+        found = first.diff(second, progress=output.shows_progress(), **how)
     if as_json:
         output.emit("diff", found, is_equal=found.is_equal)
     else:
@@ -115,29 +109,21 @@ def diff(  # one parameter for each option
 
 @click.command(short_help="What a storage can do and how fast.")
 @url_argument()
-@click.option("--size", default="16MiB", show_default=True, help="Bytes of a large object.")
-@json_option
-@storage_options()
-@common
+@bytes_option("--size", "large_bytes", default="16MiB", help_text="Bytes of a large object.")
+@reads()
 def doctor(
     url: str,
     *,
-    size: str,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
     timeout: float | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Try out the storage at URL: abilities, rights, latency, throughput, clock.
 
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
-    found = diagnose(
-        url,
-        storage_options=storage_options,
-        large_bytes=byte_count(size, "--size"),
-        timeout=timeout or DEFAULT_TIMEOUT_S,
-    )
+    found = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
     if as_json:
         output.emit("doctor", found, ok=found.ok)
     else:
@@ -147,37 +133,26 @@ def doctor(
 
 def _print_diagnosis(found: Diagnosis) -> None:
     output.line(f"{found.url} ({found.kind})")
-    output.line()
-    output.table(("can it", "", ""), [(one.name, one.outcome, one.detail) for one in found.probes])
-    output.line()
-    output.table(
-        ("takes", "median", "from", "to", ""),
-        [
-            (one.name, _ms(one.median_s), _ms(one.least_s), _ms(one.most_s), _rate(one))
-            for one in found.measures
-        ],
-        right="median from to",
-    )
-    output.line()
+    rows = [
+        (one.name, one.outcome, _ms(one.seconds), _rate(one), one.detail) for one in found.probes
+    ]
+    output.table(("can it", "", "takes", "", ""), rows, right="takes")
     if found.clock_offset_s is not None:
-        output.line(
-            f"Its clock is {found.clock_offset_s:+.1f} s from this machine's "
-            f"(to {found.clock_doubt_s:.1f} s)."
-        )
-    output.line("What to set:" if found.advice else "The defaults suit it.")
-    for one in found.advice:
-        what = f"{one.option}={one.value}" if one.option else one.value
-        output.line(f"- {what}: {one.why}.")
+        output.line(f"Its clock is {found.clock_offset_s:+.1f} s from this machine's.")
+    output.line("What to do:" if found.advice else "The defaults suit it.")
+    for advice in found.advice:
+        output.line(f"- {advice}")
     for path in found.leftovers:
         output.line(f"Could not remove {path}.")
     can = "can" if found.ok else "cannot"
     output.line(f"Checkpoints {can} be saved and loaded here.")
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004  # a millisecond
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
-def _rate(one: Measure) -> str:
-    rate = one.bytes_per_s
-    return "" if rate is None else f"{output.size(round(rate))}/s"
+def _rate(one: Probe) -> str:
+    if not one.size_bytes or not one.seconds:
+        return ""
+    return f"{output.size(round(one.size_bytes / one.seconds))}/s"

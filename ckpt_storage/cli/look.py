@@ -13,29 +13,25 @@ from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.manager.root import list_checkpoints
 
 from . import output
-from .options import common, fqn_argument, json_option, storage_options, url_argument
-from .output import COULD_NOT_RUN, SOUND, check_root, is_tensor, tensor_of
+from .options import reads, url_argument
+from .output import COULD_NOT_RUN, SOUND, check_root, tensor_of
 
 _MOST_CHUNKS = 40
 
 
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")
-@json_option
-@storage_options(of="ROOT")
-@common
-def ls(
-    root: str, *, as_json: bool, storage_options: dict[str, Any] | None, timeout: float | None
-) -> int:
+@reads("ROOT")
+def ls(root: str, *, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
     does not exist is an error; on object storage that is one below which nothing lies. A folder
     that may not be read is listed as unreadable; the exit code is 2 then.
     """
-    infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
+    infos = list_checkpoints(root, **options)
     if not infos:
-        check_root(root, storage_options, timeout)
+        check_root(root, **options)
     problems = [info.problem for info in infos if info.problem is not None]
     for problem in problems:
         click.echo(problem, err=True)
@@ -55,12 +51,10 @@ def ls(
 
 @click.command(short_help="What a checkpoint or a tensor is.")
 @url_argument()
-@fqn_argument(required=False)
+@click.argument("fqn", required=False)
 @click.option("--files", "with_files", is_flag=True, help="Also list files and ranks.")
 @click.option("--history", "with_history", is_flag=True, help="Also list the commit slots.")
-@json_option
-@storage_options()
-@common
+@reads()
 def show(
     url: str,
     fqn: str | None,
@@ -68,21 +62,22 @@ def show(
     with_files: bool,
     with_history: bool,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
-    timeout: float | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Show what the checkpoint at URL is; with FQN, how one tensor is stored.
 
     Reads documents only, no tensor.
     """
-    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+    with open_checkpoint(url, **options) as checkpoint:
         if fqn is None:
-            more = (["files"] if with_files else []) + (["history"] if with_history else [])
-            _show_checkpoint(
-                checkpoint, {what: getattr(checkpoint, what) for what in more}, as_json
-            )
-        elif is_tensor(checkpoint, fqn):
-            _show_tensor(tensor_of(checkpoint, fqn), as_json)
+            more: dict[str, Any] = {"files": checkpoint.files} if with_files else {}
+            if with_history:
+                keys = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
+                slots = checkpoint.history
+                more["history"] = [{key: getattr(one, key) for key in keys} for one in slots]
+            _show_checkpoint(checkpoint, more, as_json=as_json)
+        elif (tensor := tensor_of(checkpoint, fqn)) is not None:
+            _show_tensor(tensor, as_json=as_json)
         elif as_json:
             output.emit("show_value", fqn=fqn, kind="object", tensor=None)
         else:
@@ -90,7 +85,7 @@ def show(
     return SOUND
 
 
-def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], as_json: bool) -> None:  # noqa: FBT001  # the flag
+def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], *, as_json: bool) -> None:
     info, entries = checkpoint.info, checkpoint.entries()
     tensor_count = sum(entry.dtype is not None for entry in entries)
     told: dict[str, Any] = {
@@ -117,14 +112,18 @@ def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], as_json: b
         output.table(("file", "rank", "bytes"), rows, right="rank bytes")
     if "history" in more:
         slots = [
-            (one.slot, one.type, one.created_at, f"{one.host} {one.pid}", one.save_id or one.fenced)
+            (
+                *(one[key] for key in ("slot", "type", "created_at")),
+                f"{one['host']} {one['pid']}",
+                one["save_id"] or one["fenced"],
+            )
             for one in more["history"]
         ]
         output.line()
         output.table(("slot", "what", "when", "by", "save id"), slots, right="slot")
 
 
-def _show_tensor(tensor: LazyTensor, as_json: bool) -> None:  # noqa: FBT001  # the flag
+def _show_tensor(tensor: LazyTensor, *, as_json: bool) -> None:
     sharding = tensor.sharding
     told: dict[str, Any] = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
     if as_json:
@@ -148,33 +147,23 @@ def _show_tensor(tensor: LazyTensor, as_json: bool) -> None:  # noqa: FBT001  # 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
 @url_argument()
 @click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
-@json_option
-@storage_options()
-@common
+@reads()
 def tree(
     url: str,
     *,
     depth: int | None,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
-    timeout: float | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Show the names in the checkpoint at URL with their types, shapes and sizes.
 
     Layers that are alike are shown once. Reads documents only. --json lists every value; one
     without a dtype is an object.
     """
-    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+    with open_checkpoint(url, **options) as checkpoint:
         if as_json:
-            values = [
-                {
-                    "fqn": one.fqn,
-                    "dtype": one.dtype,
-                    "shape": one.shape,
-                    "size_bytes": one.size_bytes,
-                }
-                for one in checkpoint.entries()
-            ]
+            keys = ("fqn", "dtype", "shape", "size_bytes")
+            values = [{key: getattr(one, key) for key in keys} for one in checkpoint.entries()]
             output.emit("tree", url=checkpoint.url, values=values)
         else:
             click.echo(str(checkpoint.tree(depth)))

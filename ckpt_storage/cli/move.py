@@ -18,12 +18,11 @@ from ckpt_storage.export.copy import copy
 from . import output
 from .options import (
     bytes_option,
-    common,
     duration,
-    json_option,
     memory_option,
     page_cache_option,
-    patterns_option,
+    patterns_options,
+    reads,
     storage_options,
     threads_option,
     url_argument,
@@ -47,10 +46,8 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 @threads_option
 @memory_option
 @page_cache_option
-@json_option
-@storage_options(of="SRC, and of DST where that is of the same kind")
+@reads("SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
-@common
 def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
     """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
 
@@ -96,8 +93,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: AN
     help="ckpt_storage; dcp: torch's own; dcp_safetensors: torch's sharded files; safetensors: "
     "with an index, as Hugging Face has it; torch_save: one file.",
 )
-@patterns_option("include", "Names or patterns that go out.")
-@patterns_option("exclude", "Names or patterns that do not.")
+@patterns_options
 @click.option(
     "--drop-unsupported",
     "unsupported",
@@ -106,16 +102,14 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: AN
     help="Leave out what the format cannot hold.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is at DST.")
-@bytes_option("--max-file-bytes", "Size of a file.", default="5GB")
+@bytes_option("--max-file-bytes", help_text="Size of a file.", default="5GB")
 @click.option(
     "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
 )
 @memory_option
 @page_cache_option
-@json_option
-@storage_options(of="SRC, and of DST where that is of the same kind")
+@reads("SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
-@common
 def convert(
     src: str,
     dst: str,
@@ -161,10 +155,9 @@ def _renames(
 @click.command(short_help="Export to Hugging Face safetensors.")
 @url_argument()
 @url_argument("out", required=False)
-@bytes_option("--max-file-bytes", "Size of a weight file.", default="5GB")
+@bytes_option("--max-file-bytes", help_text="Size of a weight file.", default="5GB")
 @click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
-@patterns_option("include", "Names or patterns that go out.")
-@patterns_option("exclude", "Names or patterns that do not.")
+@patterns_options
 @click.option(
     "--rename",
     multiple=True,
@@ -189,10 +182,8 @@ def _renames(
 )
 @memory_option
 @page_cache_option
-@json_option
-@storage_options(of="URL, and of OUT where that is of the same kind")
+@reads("URL, and of OUT where that is of the same kind")
 @storage_options("output_storage", of="OUT")
-@common
 def consolidate(
     url: str,
     out: str | None,

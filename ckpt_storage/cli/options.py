@@ -28,19 +28,29 @@ _NUMBER = r"\s*(-?[0-9]{1,18})?\s*"
 _PART = re.compile(rf"{_NUMBER}(?::{_NUMBER}(?::{_NUMBER})?)?")
 
 
-def common(command: Command) -> Command:
-    """Add what every command has: `--timeout` and `--debug`."""
-    debug = click.option(
-        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
-    )
-    timeout = click.option(
-        "--timeout",
-        metavar="SECONDS",
-        callback=duration,
-        help="Give up once nothing has moved for so long; 90, 30m, 2h. Default an hour. "
-        "consolidate, ls, rm, prune and doctor: once one step takes so long.",
-    )
-    return debug(timeout(command))
+def reads(of: str = "the URL") -> Callable[[Command], Command]:
+    """Add what every command has: `--json`, `--timeout`, `--debug` and storage options `of` it.
+
+    The command gets `as_json`, `timeout` and `storage_options`.
+    """
+
+    def add(command: Command) -> Command:
+        json_option = click.option(
+            "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
+        )
+        timeout = click.option(
+            "--timeout",
+            metavar="SECONDS",
+            callback=duration,
+            help="Give up once nothing has moved for so long; 90, 30m, 2h. Default an hour. "
+            "consolidate, ls, rm, prune and doctor: once one step takes so long.",
+        )
+        debug = click.option(
+            "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+        )
+        return json_option(storage_options(of=of)(timeout(debug(command))))
+
+    return add
 
 
 def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[Command], Command]:
@@ -73,56 +83,30 @@ def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[
 
 
 def bytes_option(
-    name: str, help_text: str, *, default: str | None = None
+    *names: str, help_text: str, default: str | None = None
 ) -> Callable[[Command], Command]:
     """Add an option that is a number of bytes, such as 512MiB; the command gets an `int`."""
     return click.option(
-        name, metavar="BYTES", default=default, show_default=True, callback=_bytes, help=help_text
+        *names, metavar="BYTES", default=default, show_default=True, callback=_bytes, help=help_text
     )
 
 
-def patterns_option(name: str, help_text: str) -> Callable[[Command], Command]:
-    """Add an option that may be repeated; the command gets a tuple, or None without any."""
-    return click.option(
-        f"--{name}",
-        multiple=True,
-        metavar="FQN",
-        callback=lambda _ctx, _param, given: given or None,
-        help=help_text,
-    )
+def patterns_options(command: Command) -> Command:
+    """Add `--include` and `--exclude`; the command gets a tuple of each, or None."""
+    for name, what in (("exclude", "do not go out"), ("include", "go out")):
+        command = click.option(
+            f"--{name}",
+            multiple=True,
+            metavar="FQN",
+            callback=lambda _ctx, _param, given: given or None,
+            help=f"Names or patterns that {what}.",
+        )(command)
+    return command
 
 
 def url_argument(name: str = "url", *, required: bool = True) -> Callable[[Command], Command]:
     """Add an argument that is a URL or a path; shells complete paths."""
     return click.argument(name, type=click.Path(), required=required)
-
-
-def complete_fqn(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names in a local checkpoint that begin so; nothing is asked of a network."""
-    del param
-    url = str(ctx.params.get("url") or "")
-    if not url or "://" in url:
-        return []
-    try:
-        from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # only when asked
-
-        with open_checkpoint(url, timeout=5) as checkpoint:
-            return [fqn for fqn in checkpoint if fqn.startswith(incomplete)]
-    except Exception:  # noqa: BLE001  # a shell that completes wants no error
-        return []
-
-
-def fqn_argument(*, required: bool = True) -> Callable[[Command], Command]:
-    """Add the argument FQN."""
-    return click.argument("fqn", required=required, shell_complete=complete_fqn)
-
-
-def duration_s(text: str) -> float:
-    """Return a length of time in seconds: "90", "1.5h", "7d". Raises `ValueError`."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is no length of time; write 90, 30m, 2h or 7d")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_slice(text: str) -> tuple[Any, ...]:
@@ -146,30 +130,27 @@ def parse_slice(text: str) -> tuple[Any, ...]:
 
 
 def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return an option's length of time in seconds; the callback of such options."""
+    """Return a length of time in seconds: "90", "1.5h", "7d"; the callback of such options."""
     if value is None:
         return None
-    try:
-        return duration_s(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx=ctx, param=param) from error
+    match = _DURATION.fullmatch(value.strip().lower())
+    if match is None:
+        told = f"{value!r} is no length of time; write 90, 30m, 2h or 7d"
+        raise click.BadParameter(told, ctx=ctx, param=param)
+    return float(match[1]) * _SECONDS[match[2]]
 
 
-def byte_count(text: str, option: str) -> int:
-    """Return a positive number of bytes: "4096", "512MiB". Raises an error of usage."""
+def _bytes(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return a positive number of bytes: "4096", "512MiB"; the callback of such options."""
     from ckpt_storage.export.options import parse_bytes  # noqa: PLC0415  # only when given
 
-    count = parse_bytes(text, option=option)
-    if count < 1:
-        raise click.BadParameter(f"{text!r:.80} is no size; give 1 or more.", param_hint=option)
-    return count
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    del ctx
     if value is None:
         return None
-    return byte_count(value, str(param.opts[0]))
+    option = str(param.opts[0])
+    count = parse_bytes(value, option=option)
+    if count < 1:
+        raise click.BadParameter(f"{value!r:.80} is no size; give 1 or more.", param_hint=option)
+    return count
 
 
 def _from_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -221,15 +202,8 @@ def _value(key: str, text: str) -> object:
     return int(text) if _INTEGER.fullmatch(text) else text
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
-)
-memory_option = click.option(
-    "--memory-limit",
-    "memory_limit_bytes",
-    metavar="BYTES",
-    callback=_bytes,
-    help="Ceiling of buffers, such as 512MiB. Default 256MiB.",
+memory_option = bytes_option(
+    "--memory-limit", "memory_limit_bytes", help_text="Ceiling of buffers, such as 512MiB."
 )
 threads_option = click.option(
     "--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight."

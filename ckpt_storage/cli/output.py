@@ -22,14 +22,6 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 
 
-def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
-    """Return whether `fqn` is a tensor. Raises `InvalidInputError` if there is no such value."""
-    if fqn not in checkpoint:
-        # Indexing says which names are near.
-        value_of(checkpoint, fqn)
-    return fqn in checkpoint._handle.tensors  # noqa: SLF001  # indexing would read an object
-
-
 def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatever was saved
     """Return a lazy tensor, or the object. Raises `InvalidInputError` for an unknown name."""
     try:
@@ -40,22 +32,21 @@ def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatev
         ) from None
 
 
-def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor:
-    """Return a lazy tensor. Raises `InvalidInputError` for what is none."""
-    if not is_tensor(checkpoint, fqn):
-        raise InvalidInputError(
-            f"{fqn} is an object, no tensor.", next_step="ckpt-storage cat prints it."
-        )
-    tensor: LazyTensor = value_of(checkpoint, fqn)
-    return tensor
+def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor | None:
+    """Return a lazy tensor, None for an object. Raises `InvalidInputError` for an unknown name."""
+    # Indexing would read an object.
+    is_object = fqn in checkpoint._handle.source.blobs  # noqa: SLF001  # of this package
+    return None if is_object else value_of(checkpoint, fqn)
 
 
-def check_root(root: str, options: dict[str, Any] | None, timeout: float | None) -> list[str]:
+def check_root(
+    root: str, *, storage_options: dict[str, Any] | None, timeout: float | None
+) -> list[str]:
     """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself.
 
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
-    location = Location.of(root, options)
+    location = Location.of(root, storage_options)
     try:
         store = open_store(location, timeouts=Timeouts.of(timeout))
         found = {entry.path for entry in store.list("", recursive=False)}
@@ -73,9 +64,7 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
         )
     if found & {f"{COMMITS}/", STOCK_METADATA}:
         raise InvalidInputError(
-            f"{location.url} is a checkpoint itself, no folder of checkpoints.",
-            path=location.url,
-            next_step="Give the folder above it; ckpt-storage show tells what it holds.",
+            f"{location.url} is a checkpoint itself.", next_step="Give the folder above it."
         )
     return sorted(path.rstrip("/") for path in found if path.endswith("/"))
 
@@ -90,25 +79,12 @@ COULD_NOT_RUN = 2
 """It did not come to an answer: wrong usage, nothing there, the storage failed."""
 
 INTERRUPTED = 130
-"""128 and the number of SIGINT, as shells say it."""
-
 BROKEN_PIPE = 141
-"""128 and the number of SIGPIPE: whoever read the output has left."""
-
-
-_WIDEST = 10_000
-"""Columns where the output goes to a file or a pipe: nothing is cut there."""
 
 
 def shows_progress() -> bool:
     """Return whether a bar may be drawn: on a terminal only."""
     return sys.stderr.isatty()
-
-
-def notice(text: str) -> None:
-    """Print one line that tells how far a command is: on a terminal only, on standard error."""
-    if shows_progress():
-        click.echo(shown(text), err=True)
 
 
 def emit(kind: str, report: object = None, /, **values: object) -> None:
@@ -163,26 +139,13 @@ def facts(pairs: Mapping[str, object]) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, right: str = "") -> None:
-    """Print a table; columns named in `right`, a list with spaces, are aligned to the right.
-
-    On a terminal it is fitted to its width; elsewhere nothing is cut.
-    """
-    from rich.console import Console  # noqa: PLC0415  # costs an import only when it is used
-    from rich.table import Table  # noqa: PLC0415  # as above
-    from rich.text import Text  # noqa: PLC0415  # as above
-
-    is_terminal = sys.stdout.isatty()
-    console = Console(file=sys.stdout, width=None if is_terminal else _WIDEST, highlight=False)
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    # Not at other blanks: no-break spaces hold names of several words together.
-    numeric = [name for name in right.split(" ") if name]
-    for name in head:
-        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
-    for row in rows:
-        # As text: brackets in a name are no markup.
-        drawn.add_row(*(Text(shown("" if cell is None else str(cell))) for cell in row))
-    with console.capture() as capture:
-        console.print(drawn)
-    # Padding up to the last column is of no use to anyone.
-    for text in capture.get().splitlines():
-        click.echo(text.rstrip())
+    """Print a table; columns named in `right`, a list with spaces, are aligned to the right."""
+    lines = [head, *([shown("" if cell is None else str(cell)) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    numeric = right.split(" ")
+    for cells in lines:
+        padded = (
+            cell.rjust(width) if name in numeric else cell.ljust(width)
+            for name, cell, width in zip(head, cells, widths, strict=True)
+        )
+        click.echo("  ".join(padded).rstrip())

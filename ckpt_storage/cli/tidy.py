@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from typing import Any, Literal
 
 import click
 
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.manager.delete import delete
+from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
+from ckpt_storage.manager.prune import prune as run
+from ckpt_storage.manager.retention import (
+    Decision,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepNewerThan,
+    PruneReport,
+    RetentionPolicy,
+)
+
 from . import output
-from .options import common, duration, json_option, storage_options, url_argument
+from .options import duration, reads, url_argument
 from .output import FOUND, SOUND, check_root
 
-if TYPE_CHECKING:
-    from ckpt_storage.manager.retention import Decision, PruneReport, RetentionPolicy
+_BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 
 
 @click.command(short_help="Delete one checkpoint.")
 @url_argument()
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is shown.")
-@json_option
-@storage_options()
-@common
+@reads()
 def rm(
     url: str,
     *,
     yes: bool,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
-    timeout: float | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Show, or with --yes delete, the checkpoint at URL and its exports.
 
     Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
     by which a save that was under way finds out; so does what another tool wrote.
     """
-    from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # as above
-    from ckpt_storage.manager.delete import delete  # noqa: PLC0415  # as above
-
-    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+    with open_checkpoint(url, **options) as checkpoint:
         found = checkpoint.info
         told = {
             "url": checkpoint.url,
@@ -51,7 +59,7 @@ def rm(
                 f"{checkpoint.url} was written by another tool ({checkpoint.format}).",
                 next_step="Delete it with the tool that wrote it, or as a folder.",
             )
-    is_deleted = yes and delete(url, storage_options=storage_options, timeout=timeout)
+    is_deleted = yes and delete(url, **options)
     if as_json:
         output.emit("rm", **told, is_dry_run=not yes, is_deleted=is_deleted)
         return SOUND
@@ -74,11 +82,9 @@ def rm(
     help="The N best by a recorded metric, smallest or largest; by default one.",
 )
 @click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
-@click.option("--names", metavar="TEMPLATE", help="How steps are spelt; default 'step-{step:08d}'.")
+@click.option("--names", metavar="TEMPLATE", default=DEFAULT_TEMPLATE, help="How steps are spelt.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
-@json_option
-@storage_options(of="ROOT")
-@common
+@reads("ROOT")
 def prune(  # one parameter for each option
     root: str,
     *,
@@ -86,11 +92,10 @@ def prune(  # one parameter for each option
     keep_every: int | None,
     keep_best: tuple[str, ...],
     keep_newer_than: float | None,
-    names: str | None,
+    names: str,
     yes: bool,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
-    timeout: float | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
     """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
 
@@ -98,37 +103,17 @@ def prune(  # one parameter for each option
     are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
     it they go by the storage's, for which a probe is written and removed.
     """
-    from ckpt_storage.manager.names import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
-    from ckpt_storage.manager.prune import prune as run  # noqa: PLC0415  # called, not imported
-
-    template = names or DEFAULT_TEMPLATE
     policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")
-    report = run(
-        root,
-        policies,
-        names=template,
-        dry_run=not yes,
-        storage_options=storage_options,
-        timeout=timeout,
-        on_step=lambda name, number, count: output.notice(f"Deleting {name} ({number} of {count})"),
-    )
+    report = run(root, policies, names=names, dry_run=not yes, **options)
     if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
-        _check_names(root, template, check_root(root, storage_options, timeout))
+        _check_names(names, check_root(root, **options))
     code = FOUND if report.failed else SOUND
     if as_json:
-        output.emit(
-            "prune",
-            is_dry_run=report.is_dry_run,
-            kept=_told(report.kept),
-            planned=_told(report.planned),
-            leftovers=report.leftovers,
-            deleted=report.deleted,
-            freed=report.freed,
-            skipped=report.skipped,
-            failed=report.failed,
-        )
+        keys = ("is_dry_run", "leftovers", "deleted", "freed", "skipped", "failed")
+        plan = {"kept": _told(report.kept), "planned": _told(report.planned)}
+        output.emit("prune", **plan, **{key: getattr(report, key) for key in keys})
         return code
     _print(report)
     if report.is_dry_run and keep_newer_than is not None:
@@ -136,17 +121,11 @@ def prune(  # one parameter for each option
     return code
 
 
-def _check_names(root: str, template: str, folders: list[str]) -> None:
-    """Raise `InvalidInputError` if `root` has folders, and none is named by `template`."""
-    from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.manager.names import StepNames  # noqa: PLC0415  # as above
-    from ckpt_storage.store import Location  # noqa: PLC0415  # as above
-
+def _check_names(template: str, folders: list[str]) -> None:
+    """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
-        url = Location.of(root).url
         raise InvalidInputError(
-            f"None of the {len(folders)} folders of {url} is named {template!r}.",
-            path=url,
+            f"None of the {len(folders)} folders below ROOT is named {template!r}.",
             next_step="Say by --names how the run spells its steps.",
         )
 
@@ -154,7 +133,6 @@ def _check_names(root: str, template: str, folders: list[str]) -> None:
 def _policies(
     latest: int | None, every: int | None, best: tuple[str, ...], newer_than: float | None
 ) -> list[RetentionPolicy]:
-    from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan  # noqa: PLC0415  # called, not imported
 
     found: list[RetentionPolicy] = [KeepBest(*_best(text)) for text in best]
     found += [KeepLatest(latest)] if latest is not None else []
@@ -164,15 +142,12 @@ def _policies(
 
 
 def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
-    metric, _, rest = text.partition(":")
-    mode, _, count = rest.partition(":")
-    count = count or "1"
-    is_count = count.isascii() and count.isdigit() and int(count) > 0
-    if not metric or mode not in {"min", "max"} or not is_count:
+    match = _BEST.fullmatch(text)
+    if match is None:
         raise click.BadParameter(
             f"{text!r}: write METRIC:min, METRIC:max or METRIC:min:3.", param_hint="--keep-best"
         )
-    return metric, "max" if mode == "max" else "min", int(count)
+    return match[1], "max" if match[2] == "max" else "min", int(match[3] or 1)
 
 
 def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
@@ -191,11 +166,6 @@ def _print(report: PruneReport) -> None:
         for name, why in reasons.items():
             output.line(f"{what} {name}: {why}")
     if report.is_dry_run:
-        count = len(report.planned)
-        output.line(
-            f"{count} checkpoint{'s' if count != 1 else ''} would be deleted; --yes does it."
-            if count
-            else "Nothing would be deleted."
-        )
+        output.line(f"{len(report.planned)} would be deleted; --yes does it.")
     else:
         output.line(f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed.")

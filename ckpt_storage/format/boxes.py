@@ -211,6 +211,9 @@ class GridBoxes(LazyList[Box]):
     def __iter__(self) -> Iterator[Box]:
         return iter(self.grid.boxes(self.shape))
 
+    def __reduce__(self) -> tuple[type[GridBoxes], tuple[Grid, tuple[int, ...]]]:
+        return GridBoxes, (self.grid, self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, SourceFormat
@@ -24,14 +25,13 @@ from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import side_by_side
 
 from .diff import CheckpointDiff, compare
-from .facts import Entry, HistoryEntry, StoredFile, StoredRank, human_bytes
+from .facts import Entry, StoredFile, human_bytes
 from .handle import Handle, Names
-from .html import TreeView, checkpoint_html
 from .lazy_tensor import LazyTensor
 from .reading import elements_of, numpy_name, read_objects, read_tensors, slabs
 from .stats import TensorStats, summarise
-from .tree import Node, checkpoint_text, tree_of
 from .verify import VerifyReport, verify
+from .views import Node, TreeView, checkpoint_html, checkpoint_text, tree_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _MOST_UNASKED = 50_000
 """Names that are put into a tree within a second, whenever an object is shown."""
 
-_STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]{1,9})_[0-9]+\.distcp")
 _STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
@@ -67,15 +66,15 @@ def open_checkpoint(
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`, `InvalidInputError`.
     """
-    handle = Handle(
-        Location.of(url, storage_options),
-        timeouts=Timeouts.of(timeout),
-        retry=retry or RetryPolicy(),
-        thread_count=thread_count,
-        memory_limit_bytes=memory_limit_bytes,
-        unsafe_pickle=unsafe_pickle,
-    )
-    return Checkpoint(handle)
+    arguments = {
+        "storage_options": storage_options,
+        "thread_count": thread_count,
+        "memory_limit_bytes": memory_limit_bytes,
+        "timeout": Timeouts.of(timeout),
+        "retry": retry or RetryPolicy(),
+    }
+    location = Location.of(url, storage_options)
+    return Checkpoint(Handle(location, unsafe_pickle=unsafe_pickle, arguments=arguments))
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -153,7 +152,7 @@ class Checkpoint(Mapping[str, Any]):
     @cached_property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(entry.size_bytes for entry in self._entries())
+        return sum(entry.size_bytes for entry in self.entries())
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -171,39 +170,21 @@ class Checkpoint(Mapping[str, Any]):
                 places = handle.places(value_keys(source), store, deadline)
                 paths = {place.path for place in places}
             seen = {} if handle.marks is None else handle.marks.of
-            sizes = {
-                path: seen[path][0] if path in seen else store.stat(path).size_bytes
+            return tuple(
+                StoredFile(
+                    path=path,
+                    size_bytes=seen[path][0] if path in seen else store.stat(path).size_bytes,
+                )
                 for path in sorted(paths)
-            }
-        ranks = {path: _STOCK_FILE.fullmatch(path) for path in sizes}
-        return tuple(
-            StoredFile(path=path, size_bytes=size, rank=int(match[1]) if match else None)
-            for (path, size), match in zip(sizes.items(), ranks.values(), strict=True)
-        )
-
-    @property
-    def ranks(self) -> tuple[StoredRank, ...]:
-        """The ranks that wrote it, and how much each; empty where the format does not tell."""
-        manifest = self._handle.manifest
-        held: dict[int, list[int]] = {rank: [] for rank in range(self.world_size or 0)}
-        for file in self.files:
-            if file.rank is not None:
-                held.setdefault(file.rank, []).append(file.size_bytes)
-        return tuple(
-            StoredRank(
-                rank=rank,
-                file_count=len(sizes),
-                size_bytes=sum(sizes),
-                host=(manifest.hosts[rank] or None) if manifest else None,
             )
-            for rank, sizes in sorted(held.items())
-        )
 
     @property
-    def history(self) -> tuple[HistoryEntry, ...]:
+    def history(self) -> tuple[SlotRecord, ...]:
         """What was done to this checkpoint, oldest first, as its commit slots say now.
 
-        Costs a small read per slot. Empty where the format keeps no history.
+        A record has `slot`, `type` ("commit", "fence" or "deleted"), `save_id`, `created_at`
+        (RFC 3339, the writer's clock), `host` and `pid`. Costs a small read per slot. Empty where
+        the format keeps no history.
         """
         handle, source = self._handle, self._handle.source
         if not isinstance(source, CommittedSource):
@@ -213,12 +194,15 @@ class Checkpoint(Mapping[str, Any]):
             looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
             step = handle.options.thread_count
             batches = (looks[at : at + step] for at in range(0, len(looks), step))
-            found = [record for some in batches for record in side_by_side(store, some)]
-        return tuple(HistoryEntry.of(one, source.record) for one in found if one is not None)
+            return tuple(one for some in batches for one in side_by_side(store, some) if one)
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
-        return tuple(self._entries())
+        tensors = (
+            Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
+            for fqn, info in self._handle.tensors.items()
+        )
+        return (*tensors, *(Entry(fqn=fqn) for fqn in self._handle.objects))
 
     def tree(self, depth: int | None = None) -> TreeView:
         """Return the names as a tree with shapes and sizes, down to `depth` levels."""
@@ -247,19 +231,19 @@ class Checkpoint(Mapping[str, Any]):
         if prefix is not None and names is None and not chosen and len(self):
             raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
         tensors = [self._tensor(fqn) for fqn in chosen if fqn in handle.tensors]
-        _check_kind(tensors, kind, device)
+        _check_kind(tensors, kind)
         total_bytes = sum(tensor.nbytes for tensor in tensors)
         with handle.reporting(progress, total_bytes) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
             arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
             values: dict[str, Any] = {}
             for tensor, words in zip(tensors, arrays, strict=True):
-                if kind == "numpy":
-                    values[tensor.fqn] = elements_of(words, tensor.dtype)
-                else:
+                if kind == "torch":
                     from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
 
                     values[tensor.fqn] = tensor_of(words, tensor.dtype, device)
+                else:
+                    values[tensor.fqn] = elements_of(words, tensor.dtype)
             objects = [fqn for fqn in chosen if fqn not in values]
             values.update(read_objects(handle, objects, on_bytes=on_bytes))
         return {fqn: values[fqn] for fqn in chosen}
@@ -273,21 +257,21 @@ class Checkpoint(Mapping[str, Any]):
         tensor = self._tensor(fqn)
         parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
         total_bytes = tensor.nbytes * min(2, max(1, len(parts)))
+        held: list[NDArray[Any]] = []
         with self._handle.reporting(progress, total_bytes) as on_bytes:
 
             def pieces() -> Iterator[NDArray[Any]]:
-                for part in parts:
+                yield from held
+                for part in parts if not held else ():
                     words = tensor.words(part)
                     on_bytes(words.nbytes)
-                    yield elements_of(words.reshape(-1), tensor.dtype)
+                    piece = elements_of(words.reshape(-1), tensor.dtype)
+                    if len(parts) == 1:
+                        held.append(piece)
+                    yield piece
 
-            held = list(pieces()) if len(parts) == 1 else None
             return summarise(
-                pieces if held is None else lambda: held,
-                fqn=fqn,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                bin_count=bin_count,
+                pieces, fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, bin_count=bin_count
             )
 
     def diff(
@@ -364,20 +348,13 @@ class Checkpoint(Mapping[str, Any]):
         info = self._handle.tensors[fqn]
         return LazyTensor(fqn, info.dtype, tuple(info.shape), self._handle)
 
-    def _entries(self) -> Iterator[Entry]:
-        for fqn, info in self._handle.tensors.items():
-            yield Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
-        for fqn in self._handle.objects:
-            yield Entry(fqn=fqn)
-
     @cached_property
     def _root(self) -> Node:
-        return tree_of(self._entries())
+        return tree_of(self.entries())
 
-    def _root_unasked(self) -> Node | None:
+    def _shown_root(self) -> Node | None:
         """Return the tree for who only happens to look, a debugger say; None if that is slow."""
-        is_quick = len(self) <= _MOST_UNASKED or "_root" in self.__dict__
-        return self._root if is_quick else None
+        return self._root if len(self) <= _MOST_UNASKED else None
 
     def _facts(self) -> dict[str, object]:
         info, object_count = self.info, len(self._handle.objects)
@@ -386,7 +363,7 @@ class Checkpoint(Mapping[str, Any]):
             "step": self.step,
             "ranks": self.world_size,
             "tensors": f"{len(self._handle.tensors):,}",
-            "size": human_bytes(self.nbytes) if self._root_unasked() is not None else None,
+            "size": human_bytes(self.nbytes) if len(self) <= _MOST_UNASKED else None,
             "objects": f"{object_count:,}" if object_count else None,
             "saved": info.created_at,
             "save": info.save_id,
@@ -396,28 +373,19 @@ class Checkpoint(Mapping[str, Any]):
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        return checkpoint_text(self.url, self._facts(), self._root_unasked())
+        return checkpoint_text(self.url, self._facts(), self._shown_root())
 
     def _repr_html_(self) -> str:
-        return checkpoint_html(
-            self.info.name,
-            self.url,
-            self._facts(),
-            self._root_unasked(),
-            self._handle.sharding,
-        )
+        tree = self.tree() if self._shown_root() else None
+        return checkpoint_html(self.info.name, self.url, self._facts(), tree)
 
 
-def _check_kind(tensors: Sequence[LazyTensor], kind: str, device: Device | None) -> None:
+def _check_kind(tensors: Sequence[LazyTensor], kind: str) -> None:
     """Refuse what cannot be given, before anything is read."""
     if kind not in {"numpy", "torch"}:
         raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
     if kind == "torch":
         return
-    if device is not None:
-        raise InvalidInputError(
-            "A device was given for numpy arrays.", next_step="Pass kind='torch' too."
-        )
     unknown = [each for each in tensors if numpy_name(each.dtype) is None]
     if unknown:
         listing = ", ".join(f"{each.fqn} ({each.dtype})" for each in unknown)
@@ -438,10 +406,11 @@ def diff(
 
     Takes the options of `Checkpoint.diff` and raises as it does, and as `open_checkpoint`.
     """
-    if not isinstance(left, Checkpoint):
-        with open_checkpoint(left, storage_options=storage_options) as opened:
-            return diff(opened, right, storage_options=storage_options, **options)
-    if not isinstance(right, Checkpoint):
-        with open_checkpoint(right, storage_options=storage_options) as opened:
-            return left.diff(opened, **options)
-    return left.diff(right, **options)
+    with ExitStack() as stack:
+        one, other = (
+            side
+            if isinstance(side, Checkpoint)
+            else stack.enter_context(open_checkpoint(side, storage_options=storage_options))
+            for side in (left, right)
+        )
+        return one.diff(other, **options)

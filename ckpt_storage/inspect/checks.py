@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,6 @@ RESTORE = "Restore the file from a copy, or load another checkpoint."
 _PUBLISH = "Load it once with the right to write, or save again: either publishes it."
 _MAKE_ANEW = "Delete it if it is there, and consolidate again: it is made anew."
 _NO_EXPORTS = {"commits", "saves", DOCUMENTS}
-_MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +86,16 @@ class Findings:
     ) -> None:
         """Take in what `error` says; `path` and `rank` where it does not name them as we do."""
         step = error.next_step or "Load another checkpoint."
-        problem = Problem(
-            message=str(error).removesuffix(step).strip(),
-            next_step=step,
-            file=path or error.path,
-            rank=rank if error.rank is None else error.rank,
-            fqn=getattr(error, "fqn", None),
-            offset=getattr(error, "offset", None),
-        )
+        message = str(error).removesuffix(step).strip()
+        path, rank = path or error.path, rank if error.rank is None else error.rank
+        fqn, offset = (getattr(error, name, None) for name in ("fqn", "offset"))
         if self.is_strict:
             raise IntegrityError(
-                problem.message,
-                path=problem.file,
-                rank=problem.rank,
-                fqn=problem.fqn,
-                offset=problem.offset,
-                next_step=step,
+                message, path=path, rank=rank, fqn=fqn, offset=offset, next_step=step
             ) from error
-        self.problems.append(problem)
+        self.problems.append(
+            Problem(message=message, next_step=step, file=path, rank=rank, fqn=fqn, offset=offset)
+        )
 
     @contextmanager
     def noting(self, path: str | None = None, rank: int | None = None) -> Iterator[None]:
@@ -115,12 +106,12 @@ class Findings:
         """
         try:
             yield
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            self.add(error, path=path, rank=rank)
         except CheckpointError as error:
-            if self.is_strict and not isinstance(error, IntegrityError):
+            if isinstance(error, StorageError):
+                is_finding = error.kind == "not-found"
+            else:
+                is_finding = not self.is_strict or isinstance(error, IntegrityError)
+            if not is_finding:
                 raise
             self.add(error, path=path, rank=rank)
 
@@ -184,118 +175,109 @@ def check_foreign(store: Store, source: Source, findings: Findings) -> None:
     for path, place in last.items():
         findings.file_count += 1
         end = place.start + place.size_bytes
-        try:
-            size_bytes = store.stat(path).size_bytes
-        except StorageError as error:
-            missing = source.explain_missing(place)
-            if error.kind != "not-found" or not isinstance(missing, CheckpointError):
-                raise
-            findings.add(missing)
-            continue
-        if size_bytes < end:
-            short = IntegrityError(
-                f"{path} has {size_bytes} bytes; {place.fqn} ends at byte {end}.",
-                path=path,
-                fqn=place.fqn,
-                offset=size_bytes,
-                next_step=RESTORE,
-            )
-            findings.add(short)
+        with findings.noting():
+            try:
+                size_bytes = store.stat(path).size_bytes
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                raise source.explain_missing(place) from error
+            if size_bytes < end:
+                raise IntegrityError(
+                    f"{path} has {size_bytes} bytes; {place.fqn} ends at byte {end}.",
+                    path=path,
+                    fqn=place.fqn,
+                    offset=size_bytes,
+                    next_step=RESTORE,
+                )
 
 
-class ExportCheck:
-    """Checks what was consolidated into folders directly below a root, or into the root itself.
+def check_exports(
+    ranges: RangeReader,
+    findings: Findings,
+    *,
+    deep: bool,
+    head: str | None,
+    on_bytes: Callable[[int], None] = ignore,
+) -> list[ExportStatus]:
+    """Check what was consolidated into folders directly below a root, or into the root itself.
 
     `deep` reads every byte of the weight files; otherwise their lengths count. `head` is the save
-    id of the checkpoint, None without one.
+    id of the checkpoint, None without one. Raises `StorageError` for a storage that does not
+    answer.
     """
+    try:
+        entries = ranges.store.list("", recursive=False)
+    except StorageError as error:
+        # Without the right to list only the default place can be looked at.
+        if error.kind not in {"not-found", "permission"}:
+            raise
+        folders = [DEFAULT_FOLDER]
+    else:
+        found = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
+        folders = [folder for folder in found if folder not in _NO_EXPORTS]
+    statuses = []
+    for folder in ["", *folders]:
+        export = _Export(folder, ranges, findings, deep=deep, head=head, on_bytes=on_bytes)
+        status = export.check()
+        if status is not None:
+            # The weight files, the index and the record.
+            findings.file_count += status.file_count + 2
+            findings.checked_bytes += status.size_bytes if deep else 0
+            statuses.append(status)
+    return statuses
 
-    def __init__(
-        self, ranges: RangeReader, findings: Findings, *, deep: bool, head: str | None
-    ) -> None:
-        self._ranges = ranges
-        self._on_bytes: Callable[[int], None] = ignore
-        self._store = ranges.store
-        self._findings = findings
-        self._deep = deep
-        self._head = head
 
-    def size_bytes(self) -> int:
-        """Return the bytes of all weight files; of an export that cannot be read, none."""
-        total = 0
-        for folder in self._folders():
-            prefix = f"{folder}/" if folder else ""
-            with suppress(CheckpointError):
-                tag = IndexTag.of(self._index(prefix) or b"")
-                path = f"{prefix}{export_path(tag.fingerprint)}" if tag else ""
-                record = slotlog.read_if_there(self._store, path) if path else None
-                if record is not None:
-                    files = ExportRecord.decode(record.data, path=path).files
-                    total += sum(file.size_bytes for file in files)
-        return total
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """The check of one folder, which need not hold an export."""
 
-    def run(self, on_bytes: Callable[[int], None] = ignore) -> list[ExportStatus]:
-        """Check all exports. Raises `StorageError` for a storage that does not answer."""
-        self._on_bytes = on_bytes
-        found = [status for folder in self._folders() if (status := self._check(folder))]
-        # The weight files, the index and the record.
-        self._findings.file_count += sum(status.file_count + 2 for status in found)
-        if self._deep:
-            self._findings.checked_bytes += sum(status.size_bytes for status in found)
-        return found
+    folder: str
+    ranges: RangeReader
+    findings: Findings
+    deep: bool
+    head: str | None
+    on_bytes: Callable[[int], None]
 
-    def _folders(self) -> list[str]:
-        try:
-            entries = self._store.list("", recursive=False)
-        except StorageError as error:
-            # Without the right to list only the default place can be looked at.
-            if error.kind not in {"not-found", "permission"}:
-                raise
-            return ["", DEFAULT_FOLDER]
-        folders = [entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")]
-        return ["", *(folder for folder in folders if folder not in _NO_EXPORTS)]
-
-    def _check(self, folder: str) -> ExportStatus | None:
-        """Check one folder, once more if another export was published meanwhile."""
-        prefix, problems = f"{folder}/" if folder else "", self._findings.problems
-        index, before_count = self._index(prefix), len(problems)
-        status: ExportStatus | None = None
-        for _ in range(_MOST_ROUNDS):
+    def check(self) -> ExportStatus | None:
+        """Check the folder, once more if another export was published meanwhile."""
+        problems = self.findings.problems
+        before_count, index = len(problems), self._index()
+        status = self._check_index(index) if index is not None else None
+        if len(problems) > before_count and (now := self._index()) != index:
             del problems[before_count:]
-            if index is None:
-                return None
-            status = self._check_index(folder, prefix, index)
-            now = index if len(problems) == before_count else self._index(prefix)
-            if now == index:
-                break
-            index = now
+            status = self._check_index(now) if now is not None else None
         return status
 
-    def _index(self, prefix: str) -> bytes | None:
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def _index(self) -> bytes | None:
         try:
-            found = slotlog.read_if_there(self._store, f"{prefix}{INDEX_NAME}")
+            found = slotlog.read_if_there(self.ranges.store, self._path(INDEX_NAME))
         except StorageError as error:
             # Some storages answer so for what is not there to those who may not list.
             if error.kind != "permission":
                 raise
-            log.info("Whether %s holds an export cannot be told: %s", prefix or ".", error)
+            log.info("Whether %s holds an export cannot be told: %s", self.folder or ".", error)
             return None
         return None if found is None else found.data
 
-    def _check_index(self, folder: str, prefix: str, index: bytes) -> ExportStatus | None:
+    def _check_index(self, index: bytes) -> ExportStatus | None:
         """Check an export by its index; None for one that is not ours or not complete."""
-        path, tag, files = f"{prefix}{INDEX_NAME}", IndexTag.of(index), list[FileRef]()
+        store = self.ranges.store
+        path, tag, files = self._path(INDEX_NAME), IndexTag.of(index), list[FileRef]()
         with self._noting(path):
             if is_blocker(index):
-                raise in_progress(f"{self._store.url}/{folder}".rstrip("/"))
-            if tag is None and slotlog.is_there(self._store, f"{prefix}{NAMES_PATH}"):
+                raise in_progress(f"{store.url}/{self.folder}".rstrip("/"))
+            if tag is None and slotlog.is_there(store, self._path(NAMES_PATH)):
                 what = "is damaged, or another program wrote it: it names no export of ours"
                 raise _damage(path, what)
         if tag is None:
             return None
-        record_path = f"{prefix}{export_path(tag.fingerprint)}"
+        record_path = self._path(export_path(tag.fingerprint))
         with self._noting(record_path):
-            found = slotlog.read_if_there(self._store, record_path)
+            found = slotlog.read_if_there(store, record_path)
             if found is None:
                 raise _damage(record_path, "is missing: it is the record of the export")
             record = ExportRecord.decode(found.data, path=record_path)
@@ -303,36 +285,36 @@ class ExportCheck:
                 raise _damage(record_path, f"is of another export ({record.fingerprint})")
             files += record.files
             with self._noting(path):
-                is_as_written = FileRef(
+                is_as_written = record.index == FileRef(
                     path=record.index.path, size_bytes=len(index), crc32c=crc32c_of(index)
                 )
-                if is_as_written != record.index or tag.names - {file.path for file in files}:
+                if not is_as_written or tag.names - {file.path for file in files}:
                     raise _damage(path, "is not the index that the record of the export tells of")
             for file in files:
-                with self._noting(f"{prefix}{file.path}"):
-                    self._check_file(f"{prefix}{file.path}", file)
+                with self._noting(self._path(file.path)):
+                    self._check_file(self._path(file.path), file)
         return ExportStatus(
-            path=folder,
+            path=self.folder,
             save_id=tag.save_id,
-            is_stale=None not in (self._head, tag.save_id) and self._head != tag.save_id,
+            is_stale=None not in (self.head, tag.save_id) and self.head != tag.save_id,
             file_count=len(files) or len(tag.names),
             size_bytes=sum(file.size_bytes for file in files),
         )
 
     def _check_file(self, path: str, file: FileRef) -> None:
-        size_bytes = self._store.stat(path).size_bytes
+        size_bytes = self.ranges.store.stat(path).size_bytes
         if size_bytes != file.size_bytes:
             what = f"has {size_bytes} bytes; {file.size_bytes} were written"
             raise _damage(path, what, min(size_bytes, file.size_bytes))
         at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-        if self._deep and not has_checksum(self._ranges, at, self._on_bytes):
+        if self.deep and not has_checksum(self.ranges, at, self.on_bytes):
             what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
             raise _damage(path, what)
 
     @contextmanager
     def _noting(self, path: str) -> Iterator[None]:
         """Do as `Findings.noting`; what is absent can be made anew."""
-        with self._findings.noting(path):
+        with self.findings.noting(path):
             try:
                 yield
             except StorageError as error:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.options import Progress
-from ckpt_storage.progress import reporting
 
 from .facts import Entry, shown
 from .handle import Handle, Names
-from .html import card, page, table
 from .reading import batches, elements_of, numpy_name, read_objects, read_stored, read_tensors
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 _PIECE = 1 << 20
 """Elements that are compared at a time: 8 MiB a side as float64."""
 _MOST_SHOWN = 40
-_WIDTH = 60
-
-Kind = Literal["kind", "shape", "dtype", "values"]
 
 
 class Findings:
@@ -35,13 +31,12 @@ class Findings:
 
     def __init__(self, *, absolute: float = 0.0, relative: float = 0.0) -> None:
         self._tolerance = absolute, relative
-        self._seen_count = 0
         self._has_numbers = True
         self._at: int | None = None
-        self.different_count = 0
         self._max_absolute = 0.0
         self._max_relative = 0.0
-        self._nan_counts = [0, 0]
+        self._counts = {"count": 0, "left_nan_count": 0, "right_nan_count": 0}
+        self.different_count = 0
 
     def as_fields(self, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return the findings as fields of a `ValueDiff` of tensors of `shape`."""
@@ -51,40 +46,37 @@ class Findings:
         if self._at is not None:
             at = tuple(int(i) for i in np.unravel_index(self._at, shape)) if shape else ()
         return {
-            "count": self._seen_count,
+            **self._counts,
             "different_count": self.different_count,
             "max_absolute": self._max_absolute if self._has_numbers else None,
             "max_relative": self._max_relative if self._has_numbers else None,
             "at": at,
-            "left_nan_count": self._nan_counts[0],
-            "right_nan_count": self._nan_counts[1],
         }
 
     def add(
         self, left: NDArray[Any], left_dtype: str, right: NDArray[Any], right_dtype: str
     ) -> None:
         """Take in two flat arrays of words, equally long."""
-        has_numbers = numpy_name(left_dtype) and numpy_name(right_dtype)
         for at in range(0, len(left), _PIECE):
             x, y = left[at : at + _PIECE], right[at : at + _PIECE]
-            if left_dtype == right_dtype and x.tobytes() == y.tobytes():
+            is_same_type = left_dtype == right_dtype
+            if is_same_type and x.tobytes() == y.tobytes():
                 pass
-            elif has_numbers:
+            elif numpy_name(left_dtype) and numpy_name(right_dtype):
                 self._add_numbers(elements_of(x, left_dtype), elements_of(y, right_dtype))
             else:
                 self._has_numbers = False
-                same_type = left_dtype == right_dtype
-                self.different_count += int((x != y).sum()) if same_type else len(x)
-            self._seen_count += len(x)
+                self.different_count += int((x != y).sum()) if is_same_type else len(x)
+            self._counts["count"] += len(x)
 
     def _add_numbers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
+        # Of the NaN of types that it does not know numpy warns.
         with np.errstate(all="ignore"):
-            # Of the NaN of types that it does not know numpy warns.
             distance, size, x_nan, y_nan = _distances(x, y)
-            self._nan_counts[0] += int((x_nan & ~y_nan).sum())
-            self._nan_counts[1] += int((y_nan & ~x_nan).sum())
+            self._counts["left_nan_count"] += int((x_nan & ~y_nan).sum())
+            self._counts["right_nan_count"] += int((y_nan & ~x_nan).sum())
             distance[x_nan | y_nan] = 0.0
             absolute, relative = self._tolerance
             # Where infinity meets a number, an infinite tolerance would allow it.
@@ -93,7 +85,7 @@ class Findings:
             largest = int(distance.argmax())
             if float(distance[largest]) > self._max_absolute:
                 self._max_absolute = float(distance[largest])
-                self._at = self._seen_count + largest
+                self._at = self._counts["count"] + largest
             ratio = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
             self._max_relative = max(self._max_relative, float(ratio.max()))
 
@@ -102,19 +94,18 @@ def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return |x - y| and max(|x|, |y|) as float64, and where x and y are NaN."""
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
+    kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
+    a, b = x.astype(kind), y.astype(kind)
     if x.dtype == y.dtype and x.dtype.kind in "iu":
         # Wrapped round in their unsigned type, differences of 64 bits stay exact.
         unsigned = np.dtype(f"u{x.dtype.itemsize}")
         apart = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)
-        size = np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
-        none = np.zeros(len(x), bool)
-        return apart.astype(np.float64), size, none, none
-    kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
-    a, b = x.astype(kind), y.astype(kind)
-    distance = np.abs(a - b)
-    # Infinities less one another are NaN: alike, or apart in one part of complex numbers.
-    distance[np.isnan(distance)] = np.inf
-    distance[a == b] = 0.0
+        distance = apart.astype(np.float64)
+    else:
+        distance = np.abs(a - b)
+        # Infinities less one another are NaN: alike, or apart in one part of complex numbers.
+        distance[np.isnan(distance)] = np.inf
+        distance[a == b] = 0.0
     return distance, np.maximum(np.abs(a), np.abs(b)), np.isnan(a), np.isnan(b)
 
 
@@ -133,7 +124,7 @@ class ValueDiff:
     """
 
     fqn: str
-    kind: Kind
+    kind: Literal["kind", "shape", "dtype", "values"]
     left: str
     right: str
     count: int | None = None
@@ -145,7 +136,7 @@ class ValueDiff:
     right_nan_count: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckpointDiff:
     """How two checkpoints differ. False as a condition if they do not.
 
@@ -169,17 +160,12 @@ class CheckpointDiff:
     def __bool__(self) -> bool:
         return not self.is_equal
 
-    def _facts(self) -> dict[str, object]:
-        return {
-            "same": f"{self.same_count:,}",
-            "changed": f"{len(self.changed):,}",
-            "only left": f"{len(self.only_left):,}",
-            "only right": f"{len(self.only_right):,}",
-        }
-
     def __str__(self) -> str:
-        facts = ", ".join(f"{value} {name}" for name, value in self._facts().items())
-        lines = [f"- {shown(self.left_url)}", f"+ {shown(self.right_url)}", facts]
+        lines = [
+            f"- {shown(self.left_url)}",
+            f"+ {shown(self.right_url)}",
+            f"{self.same_count:,} same, {len(self.changed):,} changed",
+        ]
         lines += [f"- {shown(fqn)}" for fqn in self.only_left[:_MOST_SHOWN]]
         lines += [f"+ {shown(fqn)}" for fqn in self.only_right[:_MOST_SHOWN]]
         for item in self.changed[:_MOST_SHOWN]:
@@ -194,31 +180,7 @@ class CheckpointDiff:
         most = max(len(self.only_left), len(self.only_right), len(self.changed))
         return "\n".join([*lines, *(["…"] if most > _MOST_SHOWN else [])])
 
-    def _repr_html_(self) -> str:
-        parts = []
-        if self.changed:
-            head = ("name", "left", "right", "different", "of", "max difference", "relative", "at")
-            parts.append(table(head, map(_row, self.changed[:_MOST_SHOWN])))
-        for title, names in (("only left", self.only_left), ("only right", self.only_right)):
-            if names:
-                parts.append(table((title,), ((fqn,) for fqn in names[:_MOST_SHOWN])))
-        title = "Equal" if self.is_equal else "Different"
-        urls = (self.left_url, self.right_url)
-        return page(card(title, self._facts(), *parts, note=urls))
-
-
-def _row(item: ValueDiff) -> Sequence[object]:
-    cells: Sequence[object] = (
-        item.fqn,
-        item.left,
-        item.right,
-        item.different_count,
-        item.count,
-        item.max_absolute,
-        item.max_relative,
-        None if item.at is None else ", ".join(map(str, item.at)),
-    )
-    return cells
+    __repr__ = __str__
 
 
 def compare(
@@ -238,14 +200,14 @@ def compare(
     name that is in neither.
     """
     sides = (left, right)
-    if names is not None and not callable(names):
+    if names is None or callable(names):
+        chosen = [side.chosen(names, prefix) for side in sides]
+    else:
         wanted = [names] if isinstance(names, str) else list(names)
         for fqn in wanted:
             if fqn not in left and fqn not in right:
                 raise left.unknown(fqn)
         chosen = [side.chosen([fqn for fqn in wanted if fqn in side], prefix) for side in sides]
-    else:
-        chosen = [side.chosen(names, prefix) for side in sides]
     lefts, rights = map(dict.fromkeys, chosen)
     both = {fqn: (_entry(left, fqn), _entry(right, fqn)) for fqn in lefts if fqn in rights}
     found = {fqn: _unread(*pair) for fqn, pair in both.items()}
@@ -253,20 +215,14 @@ def compare(
         unread = [fqn for fqn, one in found.items() if one is None or one.kind == "dtype"]
         read = [both[fqn] for fqn in unread if both[fqn][0].dtype]
         total_bytes = sum(entry.size_bytes for pair in read for entry in pair)
-        with reporting(
-            progress,
-            phase="load",
-            rank=0,
-            total_bytes=total_bytes,
-            save_id=left.source.save_id,
-            with_bar=True,
-        ) as on_bytes:
-            findings = [Findings(absolute=absolute, relative=relative) for _ in read]
+        findings = [Findings(absolute=absolute, relative=relative) for _ in read]
+        with left.reporting(progress, total_bytes) as on_bytes:
             _compare_elements(sides, read, findings, on_bytes)
         for (one, other), result in zip(read, findings, strict=True):
-            if result.different_count and found[one.fqn] is None:
-                found[one.fqn] = _diff("values", one, other)
-            if (known := found[one.fqn]) is not None:
+            known = found[one.fqn]
+            if known is None and result.different_count:
+                known = ValueDiff(fqn=one.fqn, kind="values", left=str(one), right=str(other))
+            if known is not None:
                 found[one.fqn] = dataclasses.replace(known, **result.as_fields(one.shape))
         found |= {fqn: _of_objects(left, right, fqn) for fqn in unread if not both[fqn][0].dtype}
     changed = tuple(item for item in found.values() if item is not None)
@@ -305,16 +261,17 @@ def _entry(side: Handle, fqn: str) -> Entry:
 
 def _unread(left: Entry, right: Entry) -> ValueDiff | None:
     """Return how two values differ as far as that is known without reading them."""
+    kind: Literal["kind", "shape", "dtype"]
+    told = str(left), str(right)
     if bool(left.dtype) != bool(right.dtype):
-        told = ("tensor" if side.dtype else "object" for side in (left, right))
-        return ValueDiff(fqn=left.fqn, kind="kind", left=next(told), right=next(told))
-    if left.shape != right.shape:
-        return _diff("shape", left, right)
-    return None if left.dtype == right.dtype else _diff("dtype", left, right)
-
-
-def _diff(kind: Kind, left: Entry, right: Entry) -> ValueDiff:
-    return ValueDiff(fqn=left.fqn, kind=kind, left=str(left), right=str(right))
+        kind, told = "kind", ("tensor", "object") if left.dtype else ("object", "tensor")
+    elif left.shape != right.shape:
+        kind = "shape"
+    elif left.dtype != right.dtype:
+        kind = "dtype"
+    else:
+        return None
+    return ValueDiff(fqn=left.fqn, kind=kind, left=told[0], right=told[1])
 
 
 def _of_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:
@@ -328,7 +285,7 @@ def _of_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:
     else:
         if same_objects(*values):
             return None
-        told = list(map(_brief, values))
+        told = [shown(reprlib.repr(value)) for value in values]
     return ValueDiff(fqn=fqn, kind="values", left=told[0], right=told[1])
 
 
@@ -356,8 +313,3 @@ def _same_arrays(left: Any, right: Any) -> bool:  # noqa: ANN401  # arrays or te
         # Narrow types of torch know no comparison.
         left, right = left.double(), right.double()
     return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return shown(text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…")

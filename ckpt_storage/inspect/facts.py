@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
 
 from ckpt_storage.format.boxes import Box, GridBoxes, find_grid
-from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
@@ -102,49 +100,6 @@ class StoredFile:
     crc32c: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRank:
-    """What one rank wrote; `host` is None where telling it would cost another request."""
-
-    rank: int
-    file_count: int
-    size_bytes: int
-    host: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
-    """One commit slot: what was done to this checkpoint, by whom, when (RFC 3339, their clock).
-
-    type: "commit": `save_id` became the checkpoint. "fence": the attempts `fenced` were given up.
-        "deleted": the checkpoint was deleted.
-    is_open: whether this is the save that the open checkpoint reads.
-    """
-
-    slot: int
-    type: Literal["commit", "fence", "deleted"]
-    created_at: str
-    host: str
-    pid: int
-    save_id: str | None = None
-    fenced: tuple[str, ...] = ()
-    is_open: bool = False
-
-    @classmethod
-    def of(cls, record: SlotRecord, opened: SlotRecord) -> Self:
-        """Return what a slot says, where `opened` is the commit that is read."""
-        return cls(
-            slot=record.slot,
-            type=record.type,
-            created_at=record.created_at,
-            host=record.host,
-            pid=record.pid,
-            save_id=record.save_id,
-            fenced=tuple(record.fenced),
-            is_open=record.type == "commit" and record.save_id == opened.save_id,
-        )
-
-
 def shown(text: str) -> str:
     """Return `text` with every character spelt out that could mislead a terminal or a reader.
 
@@ -154,7 +109,7 @@ def shown(text: str) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """Return a number of bytes for people, in decimal units: 1.26 GB."""
+    """Return a number of bytes in decimal units: 1.26 GB."""
     power = min((len(str(count)) - 1) // 3, len(_UNITS) - 1)
     value = count / 1000**power
     told = f"{value:.0f}" if value >= _ROUND_FROM else f"{value:.3g}"

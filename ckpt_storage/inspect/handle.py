@@ -33,7 +33,6 @@ from .facts import Sharding
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
 
-_LOCAL_THREADS = 2
 _MOST_SUGGESTED_FROM = 20_000
 _PIECES_HELD = 8
 """A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
@@ -47,35 +46,23 @@ class Handle:
     time (`marks`) are noted at the opening and compared after every read.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        *,
-        timeouts: Timeouts,
-        retry: RetryPolicy,
-        thread_count: int | None,
-        memory_limit_bytes: int | None,
-        unsafe_pickle: bool,
-    ) -> None:
+    def __init__(self, location: Location, *, unsafe_pickle: bool, arguments: Any) -> None:  # noqa: ANN401  # those of `verify`
         self.location = location
+        self.url = location.url
         self.unsafe_pickle = unsafe_pickle
-        self.arguments: Mapping[str, Any] = {
-            "storage_options": location.storage_options,
-            "thread_count": thread_count,
-            "memory_limit_bytes": memory_limit_bytes,
-            "timeout": timeouts,
-            "retry": retry,
-        }
+        self.arguments: Mapping[str, Any] = arguments
+        timeouts: Timeouts = arguments["timeout"]
+        retry: RetryPolicy = arguments["retry"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=retry)
         is_remote = self._store.capabilities.is_remote
         self.options = TransferOptions.for_storage(
             is_remote=is_remote,
-            local_threads=_LOCAL_THREADS,
+            local_threads=2,
             local_part_bytes=LOCAL_READ_BYTES,
-            thread_count=thread_count,
+            thread_count=arguments["thread_count"],
             part_bytes=None,
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=arguments["memory_limit_bytes"],
         )
         self._costs = costs_for(is_remote=is_remote)
         self._pacer = Pacer(self.options.thread_count)
@@ -86,11 +73,6 @@ class Handle:
         self.source, self.marks = found
         self.tensors: Mapping[str, TensorInfo] = self.source.tensors
         self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
-
-    @property
-    def url(self) -> str:
-        """Where the checkpoint lies, without credentials."""
-        return self.location.url
 
     @property
     def piece_bytes(self) -> int:
@@ -127,10 +109,8 @@ class Handle:
 
     def chosen(self, names: Names, prefix: str | None) -> list[str]:
         """Return the names that are wanted. Raises `KeyError` for one that is not there."""
-        if names is None:
-            found = list(self)
-        elif callable(names):
-            found = [fqn for fqn in self if names(fqn)]
+        if names is None or callable(names):
+            found = [fqn for fqn in self if names is None or names(fqn)]
         else:
             found = list(dict.fromkeys([names] if isinstance(names, str) else names))
             for fqn in found:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.selections import Selection
 
-from .facts import Sharding, human_bytes, shape_text, shown
+from .facts import Sharding, shape_text, shown
 from .handle import Handle
-from .html import card, page, sharding_svg
 from .reading import elements_of, read_tensors
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ class Indexed:
     """What an index means: ascending positions per dimension, and what is left to do with them.
 
     `ranges` has one entry per dimension of the tensor, `turned` whether it is wanted backwards.
-    `final` turns the array of those positions, all dimensions kept, into what numpy gives for the
-    original index: it drops dimensions, adds new ones, turns round what was asked for backwards,
-    and copies nothing.
+    `final` turns the array of those positions into what numpy gives for the original index.
     """
 
     ranges: Selection
@@ -45,11 +42,6 @@ class Indexed:
     def view(self) -> tuple[int | slice | EllipsisType | None, ...]:
         """`final`, for which an element stays an array of no dimensions."""
         return self.final if Ellipsis in self.final else (*self.final, ...)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of positions per dimension."""
-        return tuple(map(len, self.ranges))
 
 
 def select(index: object, shape: Sequence[int]) -> Indexed:
@@ -201,12 +193,6 @@ class LazyTensor:
         wanted = select(index, self.shape)
         return tensor_of(self.words(wanted.ranges)[wanted.view], self.dtype, device)
 
-    def item(self) -> Any:  # noqa: ANN401  # a number of the tensor's kind
-        """Return the only element as a Python number. Raises `ValueError` if there are others."""
-        if self.size != 1:
-            raise ValueError(f"{self.fqn} has {self.size} elements; item() wants exactly one")
-        return self.numpy().item()
-
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001  # numpy's protocol
         if copy is False:
             raise ValueError(
@@ -223,12 +209,3 @@ class LazyTensor:
     def __repr__(self) -> str:
         shape = shape_text(self.shape)
         return f"<LazyTensor {shown(self.fqn)}: {shape} {self.dtype}, {self.sharding}>"
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "shape": shape_text(self.shape),
-            "dtype": self.dtype,
-            "size": human_bytes(self.nbytes),
-            "sharding": str(self.sharding),
-        }
-        return page(card(self.fqn, facts, sharding_svg(self.sharding, scale=3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.errors import InvalidInputError
 
 from .facts import DASH, shape_text, shown
-from .html import card, histogram_svg, page
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ class Histogram:
     counts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorStats:
     """What is in a tensor. Mean, std, min and max are of its finite elements, None without any.
 
@@ -60,28 +60,16 @@ class TensorStats:
         """Infinite elements of either sign."""
         return self.positive_inf_count + self.negative_inf_count
 
-    def _facts(self) -> dict[str, object]:
-        numbers = {"mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
-        facts: dict[str, object] = {
-            "type": self.dtype,
-            "shape": shape_text(self.shape),
-        }
-        facts.update({name: _number(value) for name, value in numbers.items()})
-        counts = {"NaN": self.nan_count, "Inf": self.inf_count, "zero": self.zero_count}
-        facts.update({name: f"{value:,}" for name, value in counts.items()})
-        return facts
-
     def __str__(self) -> str:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        return f"{shown(self.fqn)}: {facts}"
+        facts: dict[str, object] = {"type": self.dtype, "shape": shape_text(self.shape)}
+        for name in ("mean", "std", "min", "max"):
+            value = getattr(self, name)
+            facts[name] = DASH if value is None else f"{value:.6g}"
+        counts = {"NaN": self.nan_count, "Inf": self.inf_count, "zero": self.zero_count}
+        facts.update((name, f"{value:,}") for name, value in counts.items())
+        return f"{shown(self.fqn)}: {', '.join(f'{k} {v}' for k, v in facts.items())}"
 
-    def _repr_html_(self) -> str:
-        picture = histogram_svg(self.histogram.edges, self.histogram.counts)
-        return page(card(self.fqn, self._facts(), picture))
-
-
-def _number(value: float | None) -> str:
-    return DASH if value is None else f"{value:.6g}"
+    __repr__ = __str__
 
 
 def summarise(
@@ -94,126 +82,88 @@ def summarise(
 ) -> TensorStats:
     """Return what is in a tensor, whose elements `pieces()` yields as flat arrays.
 
-    It is called twice, because a histogram wants the extremes first. Means and squares are merged
-    as Chan, Golub and LeVeque do ("Updating Formulae and a Pairwise Algorithm for Computing
-    Sample Variances", 1979). Raises `InvalidInputError` for complex numbers, which have no order.
+    It is called twice: the spread wants the mean first, and a histogram the extremes. Raises
+    `InvalidInputError` for complex numbers, which have no order.
     """
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
-    total = _Totals()
-    for piece in _small(pieces()):
+    counts: Counter[str] = Counter()
+    means: list[tuple[int, float]] = []
+    extremes: list[float] = []
+    for piece, values in _wide(pieces()):
         if np.iscomplexobj(piece):
             raise InvalidInputError(
                 f"{fqn} is complex: its elements have no order.",
                 next_step="Read it, and look at its real and imaginary parts.",
             )
-        total.add(piece)
-    edges, counts = _histogram(pieces, total, bin_count)
-    has_finite = total.finite_count > 0
+        finite = values[np.isfinite(values)]
+        counts["nan"] += int(np.isnan(values).sum())
+        counts["+inf"] += int(np.isposinf(values).sum())
+        counts["-inf"] += int(np.isneginf(values).sum())
+        counts["zero"] += int(finite.size - np.count_nonzero(finite))
+        if finite.size:
+            # As float64 large integers would lose their last digits.
+            exact = piece if piece.dtype.kind in "iu" else finite
+            extremes += [exact.min().item(), exact.max().item()]
+            with np.errstate(over="ignore"):
+                mean = float(finite.mean())
+            if not math.isfinite(mean):
+                mean = float((finite / finite.size).sum())
+            means.append((finite.size, mean))
+    count = sum(size for size, _ in means)
+    mean = sum(value * (size / count) for size, value in means)
+    edges = _edges(min(extremes), max(extremes), bin_count) if count and bin_count > 0 else None
+    bins = np.zeros(max(bin_count, 0) if count else 0, np.int64)
+    squares = 0.0
+    for _, values in _wide(pieces()) if count else ():
+        finite = values[np.isfinite(values)]
+        with np.errstate(over="ignore"):
+            squares += float(np.square(finite - mean).sum())
+        if edges is not None:
+            bins += np.histogram(finite, edges)[0]
     return TensorStats(
         fqn=fqn,
         dtype=dtype,
         shape=shape,
         count=math.prod(shape),
-        finite_count=total.finite_count,
-        nan_count=total.nan_count,
-        positive_inf_count=total.positive_inf_count,
-        negative_inf_count=total.negative_inf_count,
-        zero_count=total.zero_count,
-        mean=total.mean if has_finite else None,
-        std=total.std() if has_finite else None,
-        min=total.least,
-        max=total.most,
-        histogram=Histogram(edges=edges, counts=counts),
+        finite_count=count,
+        nan_count=counts["nan"],
+        positive_inf_count=counts["+inf"],
+        negative_inf_count=counts["-inf"],
+        zero_count=counts["zero"],
+        mean=mean if count else None,
+        std=math.sqrt(squares / count) if count else None,
+        min=min(extremes, default=None),
+        max=max(extremes, default=None),
+        histogram=Histogram(
+            edges=() if edges is None else tuple(map(float, edges)), counts=tuple(map(int, bins))
+        ),
     )
 
 
-def _small(pieces: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    for piece in pieces:
-        for at in range(0, len(piece), _PIECE):
-            yield piece[at : at + _PIECE]
-
-
-def _wide(piece: NDArray[Any]) -> NDArray[np.float64]:
-    """Return elements as float64; numpy warns of the NaN of types that it does not know."""
+def _wide(
+    pieces: Iterable[NDArray[Any]],
+) -> Iterator[tuple[NDArray[Any], NDArray[np.float64]]]:
+    """Yield pieces of bounded size with their elements as float64."""
     import numpy as np  # noqa: PLC0415  # summarise imported it
 
-    with np.errstate(invalid="ignore"):
-        return piece.astype(np.float64)
+    for whole in pieces:
+        for at in range(0, len(whole), _PIECE):
+            piece = whole[at : at + _PIECE]
+            # numpy warns of the NaN of types that it does not know, and of complex numbers.
+            with np.errstate(invalid="ignore"):
+                yield piece, np.real(piece).astype(np.float64)
 
 
-class _Totals:
-    """What the first pass gathers."""
-
-    def __init__(self) -> None:
-        self.finite_count = 0
-        self.nan_count = 0
-        self.positive_inf_count = 0
-        self.negative_inf_count = 0
-        self.zero_count = 0
-        self.mean = 0.0
-        self.squares = 0.0
-        self.least: float | int | None = None
-        self.most: float | int | None = None
-
-    def add(self, piece: NDArray[Any]) -> None:
-        """Take in one flat array."""
-        import numpy as np  # noqa: PLC0415  # summarise imported it
-
-        if piece.dtype.kind in "iu":
-            # As float64 large integers would lose their last digits.
-            finite = piece.astype(np.float64)
-            low: float = int(piece.min())
-            high: float = int(piece.max())
-        else:
-            values = _wide(piece)
-            finite = values[np.isfinite(values)]
-            self.nan_count += int(np.isnan(values).sum())
-            self.positive_inf_count += int(np.isposinf(values).sum())
-            self.negative_inf_count += int(np.isneginf(values).sum())
-            if not finite.size:
-                return
-            low, high = float(finite.min()), float(finite.max())
-        self.zero_count += int(finite.size - np.count_nonzero(finite))
-        self.least = low if self.least is None else min(self.least, low)
-        self.most = high if self.most is None else max(self.most, high)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = float(finite.mean())
-            if not math.isfinite(mean):
-                mean = float((finite / finite.size).sum())
-            squares = float(np.square(finite - mean).sum())
-        count = self.finite_count + finite.size
-        share = finite.size / count
-        step = mean - self.mean
-        self.squares += squares + step * step * self.finite_count * share
-        # Not through `step`, which overflows where the numbers themselves do not.
-        self.mean += mean * share - self.mean * share
-        self.finite_count = count
-
-    def std(self) -> float:
-        """Return the standard deviation; infinite where its square leaves float64's range."""
-        square = self.squares / self.finite_count
-        return math.inf if math.isnan(square) else math.sqrt(square)
-
-
-def _histogram(
-    pieces: Callable[[], Iterable[NDArray[Any]]], total: _Totals, bin_count: int
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def _edges(low: float, high: float, bin_count: int) -> NDArray[np.float64]:
     import numpy as np  # noqa: PLC0415  # summarise imported it
 
-    if total.least is None or total.most is None or bin_count < 1:
-        return (), ()
-    low, high = float(total.least), float(total.most)
+    low, high = float(low), float(high)
     if low == high:
         # As numpy does: a bin needs some width.
         low, high = low - 0.5, high + 0.5
-    counts = np.zeros(bin_count, np.int64)
     # Halves, so that the distance of the extremes of float64 does not overflow.
     edges = 2 * np.linspace(low / 2, high / 2, bin_count + 1)
     edges[0], edges[-1] = low, high
     # Half of the smallest float there is rounds to nothing.
-    edges = np.maximum.accumulate(np.clip(edges, low, high))
-    for piece in _small(pieces()):
-        values = _wide(piece)
-        counts += np.histogram(values[np.isfinite(values)], edges)[0]
-    return tuple(map(float, edges)), tuple(map(int, counts))
+    return np.maximum.accumulate(np.clip(edges, low, high))

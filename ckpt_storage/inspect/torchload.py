@@ -31,12 +31,8 @@ _ZIP_START = b"PK\x03\x04"
 
 
 def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> Tensor:
-    """Return words as a tensor of torch's type `dtype`, in the same memory where it is the CPU's.
-
-    Every stride of `words` counts: what torch cannot express is copied.
-    """
-    shape = words.shape
-    flat = words.reshape(-1)
+    """Return words as a tensor of torch's type `dtype`, in the same memory if it can."""
+    shape, flat = words.shape, words.reshape(-1)
     if not flat.flags.c_contiguous or not flat.flags.writeable:
         flat = flat.copy()
     kind: torch.dtype = getattr(torch, dtype)
@@ -111,9 +107,9 @@ def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> 
     try:
         trusted: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
     except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
         raise FormatError(
-            f"{place.fqn} in {place.path} cannot be unpickled ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200].rstrip('.')}).",
+            f"{place.fqn} in {place.path} cannot be unpickled ({told}).",
             path=place.path,
             phase="load",
             next_step="Check that the checkpoint is not damaged, and that the modules its classes "
@@ -138,11 +134,10 @@ def refusal_of(blob: io.BytesIO) -> Exception | None:
     are inert as well.
     """
     blob.seek(0)
-    if _is_inert(blob):
-        return None
-    blob.seek(0)
     try:
-        torch.load(blob, map_location="cpu", weights_only=True)
+        if not _is_inert(blob):
+            blob.seek(0)
+            torch.load(blob, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  # torch raises what it likes; each is a refusal
         return error
     return None

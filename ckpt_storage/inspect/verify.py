@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,17 +38,15 @@ from ckpt_storage.transfer.workers import side_by_side
 
 from .checks import (
     RESTORE,
-    ExportCheck,
     ExportStatus,
     Findings,
     Problem,
+    check_exports,
     check_foreign,
     check_marker,
     check_stock,
 )
 
-_LOCAL_THREADS = 1
-"""A second thread waits for Python's lock longer than it reads: checks hold that."""
 _LOCAL_WINDOW_BYTES = 1 << 20
 """Checked while it is in a processor's second-level cache."""
 _BATCH_RANKS = 32
@@ -107,25 +105,22 @@ def verify(  # the public surface, all keyword-only
     ranges = _reader(store, deadline, thread_count, memory_limit_bytes)
     with deadline.governs(what):
         while True:
-            check = _Verification(ranges, deep=deep, progress=progress)
-            exports = check.run()
+            check = _Check(ranges, Findings(), deep=deep, progress=progress if deep else None)
+            check.run()
             # What was superseded and freed while it was being checked is not damaged.
-            if not (
-                check.save_id
-                and check.findings.problems
-                and gone(store, check.save_id, location.url)
-            ):
+            found, save_id = check.findings, check.save_id
+            if not (save_id and found.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
     return VerifyReport(
         url=location.url,
         format=check.format,
         save_id=check.save_id,
-        problems=check.findings.problems,
-        file_count=check.findings.file_count,
-        checked_bytes=check.findings.checked_bytes,
-        exports=exports,
-        notes=tuple(check.findings.notes),
+        problems=found.problems,
+        file_count=found.file_count,
+        checked_bytes=found.checked_bytes,
+        exports=check.exports or (),
+        notes=tuple(found.notes),
     )
 
 
@@ -133,16 +128,12 @@ def verify(  # the public surface, all keyword-only
 class Part:
     """Part `number` of `count` equal parts of the bytes of all shard files, one after another.
 
-    Parts begin and end within files, so that several processes share one large file.
+    Parts begin and end within files, so that several processes share one large file. What cannot
+    be divided belongs to the first.
     """
 
     number: int = 0
     count: int = 1
-
-    @property
-    def leads(self) -> bool:
-        """Whether what cannot be divided belongs to this part."""
-        return self.number == 0
 
     def stretches(self, files: Iterable[tuple[str, int]]) -> dict[str, range]:
         """Return what of each file, by path, lies in this part; only those of which something does.
@@ -156,7 +147,7 @@ class Part:
         begin = 0
         for path, size_bytes in given:
             stretch = range(max(low - begin, 0), min(high - begin, size_bytes))
-            if stretch or (self.leads and not size_bytes):
+            if stretch or not (self.number or size_bytes):
                 found[path] = stretch
             begin += size_bytes
         return found
@@ -174,7 +165,7 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
     replaced or deleted meanwhile, what opening raises if there is nothing, `StorageError`,
     `PhaseTimeoutError`.
     """
-    check = _Verification(_reader(store, deadline), deep=deep, part=part)
+    check = _Check(_reader(store, deadline), Findings(is_strict=True), deep=deep, part=part)
     with deadline.governs(f"Checking {store.url}"):
         try:
             check.run()
@@ -195,8 +186,11 @@ def part_bytes(store: Store, part: Part, deadline: Deadline) -> int:
         head = slotlog.read_log(store).head
         if head is None:
             return 0
-        files = [(ref.path, ref.size_bytes) for ref, _ in read_manifest(store, head).files]
-        return sum(map(len, part.stretches(files).values()))
+        return sum(map(len, part.stretches(_lengths(read_manifest(store, head))).values()))
+
+
+def _lengths(manifest: Manifest) -> list[tuple[str, int]]:
+    return [(ref.path, ref.size_bytes) for ref, _ in manifest.files]
 
 
 def _reader(
@@ -207,7 +201,8 @@ def _reader(
 ) -> RangeReader:
     options = TransferOptions.for_storage(
         is_remote=store.capabilities.is_remote,
-        local_threads=_LOCAL_THREADS,
+        # A second thread waits for Python's lock longer than it reads: checks hold that.
+        local_threads=1,
         local_part_bytes=_LOCAL_WINDOW_BYTES,
         thread_count=thread_count,
         part_bytes=None,
@@ -216,32 +211,41 @@ def _reader(
     return RangeReader(store, options, deadline)
 
 
-class _Verification:
-    """One check. With a `part` it checks only what loads need, and raises its first problem."""
+@dataclass(slots=True)
+class _Rank:
+    """What the manifest says that one rank wrote."""
 
-    def __init__(
-        self,
-        ranges: RangeReader,
-        *,
-        deep: bool,
-        part: Part | None = None,
-        progress: Progress = None,
-    ) -> None:
-        self._ranges = ranges
-        self._store = ranges.store
-        self._deep = deep
-        self._part = part or Part()
-        self._progress = progress if deep else None
-        self.findings = Findings(is_strict=part is not None)
-        self.format: str | None = None
-        self.save_id: str | None = None
-        self._statuses: Sequence[ExportStatus] | None = None
+    number: int
+    files: dict[str, FileRef] = field(default_factory=dict)
+    keys: list[Key] = field(default_factory=list)
 
-    def run(self) -> Sequence[ExportStatus]:
+
+@dataclass(slots=True)
+class _Check:
+    """One check. Of strict findings it checks only what loads need, and raises the first."""
+
+    ranges: RangeReader
+    findings: Findings
+    deep: bool
+    part: Part = Part()
+    progress: Progress = None
+    format: str | None = None
+    save_id: str | None = None
+    exports: Sequence[ExportStatus] | None = None
+
+    def run(self) -> None:
         """Check whatever is there. Raises what opening raises if there is nothing to check."""
-        findings = self.findings
+        findings, store = self.findings, self.ranges.store
         try:
-            self._run()
+            head = slotlog.read_log(store).head
+            if head is not None:
+                self.format, self.save_id = "ckpt_storage", head.save_id
+                self._check_ours(head)
+            elif not self.part.number:
+                ranges = self.ranges
+                source = open_source(store, deadline=ranges.deadline, options=ranges.options)
+                self.format, self.save_id = source.format, source.save_id
+                check_foreign(store, source, findings)
         except CheckpointGoneError as error:
             if self.save_id is None or findings.is_strict:
                 raise
@@ -253,44 +257,22 @@ class _Verification:
             # The check of exports notes the folder of one that is not complete.
             if findings.is_strict or not (error.path or "").endswith(INDEX_NAME):
                 raise
-        if findings.is_strict:
-            return ()
-        if self._statuses is None:
-            self._statuses = self._exports.run()
-        return self._statuses
-
-    @property
-    def _exports(self) -> ExportCheck:
-        return ExportCheck(self._ranges, self.findings, deep=self._deep, head=self.save_id)
-
-    def _run(self) -> None:
-        head = slotlog.read_log(self._store).head
-        if head is not None:
-            self.format, self.save_id = "ckpt_storage", head.save_id
-            self._check_ours(head)
-        elif self._part.leads:
-            source = open_source(
-                self._store, deadline=self._ranges.deadline, options=self._ranges.options
-            )
-            self.format, self.save_id = source.format, source.save_id
-            check_foreign(self._store, source, self.findings)
+        if not findings.is_strict and self.exports is None:
+            self.exports = check_exports(self.ranges, findings, deep=self.deep, head=self.save_id)
 
     def _check_ours(self, head: SlotRecord) -> None:
         """Check documents and files; decoding the manifest finds chunks that leave a gap."""
-        findings, manifest = self.findings, read_manifest(self._store, head)
+        ranges, findings = self.ranges, self.findings
+        store, manifest = ranges.store, read_manifest(ranges.store, head)
         findings.file_count += 1
         if not findings.is_strict:
-            check_marker(self._store, manifest.save_id, findings)
-        files = [(ref.path, ref.size_bytes) for ref, _ in manifest.files]
-        stretches = self._part.stretches(files)
-        total_bytes = sum(map(len, stretches.values()))
-        if self._progress and not findings.is_strict:
-            total_bytes += self._exports.size_bytes()
+            check_marker(store, manifest.save_id, findings)
+        stretches = self.part.stretches(_lengths(manifest))
         with reporting(
-            self._progress,
+            self.progress,
             phase="load",
             rank=0,
-            total_bytes=total_bytes,
+            total_bytes=sum(map(len, stretches.values())),
             save_id=self.save_id,
             with_bar=True,
         ) as on_bytes:
@@ -298,14 +280,12 @@ class _Verification:
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch = ranks[at : at + _BATCH_RANKS]
                 # Of its own, so that no more rank manifests are held than of one batch.
-                source = CommittedSource(
-                    self._store, head, manifest, self._ranges.deadline, self._ranges.options
-                )
+                source = CommittedSource(store, head, manifest, ranges.deadline, ranges.options)
                 first = len(findings.problems)
                 looks = [partial(self._check_rank, source, rank, stretches) for rank in batch]
-                reads = [read for some in side_by_side(self._store, looks) for read in some]
+                reads = [read for some in side_by_side(store, looks) for read in some]
                 with findings.noting():
-                    self._ranges.run(reads, on_bytes=on_bytes)
+                    ranges.run(reads, on_bytes=on_bytes)
                 findings.file_count += sum(1 + len(rank.files) for rank in batch)
                 findings.checked_bytes += sum(read.stop - read.start for read in reads)
                 findings.problems[first:] = sorted(
@@ -314,12 +294,14 @@ class _Verification:
                 )
             if not findings.is_strict:
                 # Late, because a saver that committed a moment ago is about to publish.
-                check_stock(self._store, head, manifest, findings)
-                self._statuses = self._exports.run(on_bytes)
+                check_stock(store, head, manifest, findings)
+                self.exports = check_exports(
+                    ranges, findings, deep=self.deep, head=self.save_id, on_bytes=on_bytes
+                )
 
     def _ranks(self, manifest: Manifest, stretches: Mapping[str, range]) -> Iterator[_Rank]:
         """Yield the ranks that have something in this part; the first has those without files."""
-        ranks = [_Rank(number, {}, []) for number in range(len(manifest.ranks))]
+        ranks = [_Rank(number) for number in range(len(manifest.ranks))]
         for ref, owner in manifest.files:
             ranks[owner].files[ref.path] = ref
         for fqn, tensor in manifest.tensors.items():
@@ -329,8 +311,7 @@ class _Verification:
         for fqn, owner in manifest.blobs.items():
             ranks[owner].keys.append((fqn, None))
         for rank in ranks:
-            is_empty = self._part.leads and not rank.files
-            if is_empty or any(path in stretches for path in rank.files):
+            if not (self.part.number or rank.files) or not stretches.keys().isdisjoint(rank.files):
                 yield rank
 
     def _check_rank(
@@ -347,18 +328,27 @@ class _Verification:
                     offset=0,
                     next_step=RESTORE,
                 )
-            for fqn, offsets in rank.keys:
+            for key in rank.keys:
                 with findings.noting():
-                    source.place(fqn, offsets)
+                    source.place(*key)
             for fqn, named in document.unsafe.items():
-                findings.notes.append(_unsafe(fqn, named, path, rank.number))
+                note = Problem(
+                    message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load "
+                    "refuses it.",
+                    next_step="Allow its types by torch.serialization.add_safe_globals, or, if "
+                    "you trust who wrote it, load with unsafe_pickle=True.",
+                    file=path,
+                    rank=rank.number,
+                    fqn=fqn,
+                )
+                findings.notes.append(note)
             for file in document.files:
                 if file.path not in stretches:
                     continue
                 with findings.noting(file.path, rank.number):
                     spans = FileChecks.of_shard(document, file)
-                    size_bytes = self._store.stat(file.path).size_bytes
-                    if self._deep:
+                    size_bytes = self.ranges.store.stat(file.path).size_bytes
+                    if self.deep:
                         reads += self._reads(spans, stretches[file.path], size_bytes)
                     _check_length(spans, size_bytes)
         return reads
@@ -368,7 +358,7 @@ class _Verification:
         at, end = map(spans.edge_from, (stretch.start, stretch.stop))
         end = min(end, spans.edge_before(size_bytes))
         while at < end:
-            full = spans.edge_before(at + self._ranges.options.part_bytes)
+            full = spans.edge_before(at + self.ranges.options.part_bytes)
             stop = min(max(full, spans.edge_from(at + 1)), end)
             judge = partial(self._judge, spans, at)
             yield RangeRead(path=spans.path, start=at, stop=stop, done=judge)
@@ -378,26 +368,6 @@ class _Verification:
         for span in spans.within(start, start + len(view)):
             if crc32c_of(view[span.start - start : span.stop - start]) != span.crc32c:
                 self.findings.add(spans.damage(span))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """What the manifest says that one rank wrote."""
-
-    number: int
-    files: dict[str, FileRef]
-    keys: list[Key]
-
-
-def _unsafe(fqn: str, named: str, path: str, rank: int) -> Problem:
-    return Problem(
-        message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load refuses it.",
-        next_step="Allow its types by torch.serialization.add_safe_globals, or, if you trust "
-        "who wrote it, load with unsafe_pickle=True.",
-        file=path,
-        rank=rank,
-        fqn=fqn,
-    )
 
 
 def _check_length(spans: FileChecks, size_bytes: int) -> None:

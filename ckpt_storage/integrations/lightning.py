@@ -32,8 +32,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import save, save_on
 
-from .packing import OUTLINE, pack, unpack
-from .whole import WholePlanner
+from .packing import OUTLINE, WholePlanner, pack, unpack
 
 __all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy"]
 
@@ -50,12 +49,8 @@ class _Storage:
     options: Mapping[str, Any] | None
     timeouts: Timeouts
 
-    def with_options(self, given: object) -> dict[str, Any] | None:
+    def with_options(self, given: Any) -> dict[str, Any] | None:  # noqa: ANN401  # Lightning's
         """Return the storage options with those of one call, which win."""
-        if not isinstance(given, Mapping | None):
-            raise InvalidInputError(
-                f"storage_options is a {type(given).__name__}.", next_step="Give a mapping."
-            )
         return {**(self.options or {}), **(given or {})} or None
 
     def load(
@@ -88,11 +83,8 @@ class CheckpointStorageIO(CheckpointIO):
     `consolidate`, `verify` and stock DCP work on it. A path that holds a checkpoint is replaced in
     one step. For strategies where rank 0 saves for all: one device, DDP.
 
-    Args:
-        storage_options: passed to the fsspec file system; those of a call win.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
-
+    `storage_options` go to the fsspec file system; those of a call win. `timeout`: seconds,
+    `timedelta` or `Timeouts`; default an hour a phase (`plan`: ten minutes).
     """
 
     def __init__(
@@ -145,13 +137,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
     """`ModelParallelStrategy` whose ranks save and load their own shards; `Trainer(strategy=...)`.
 
     Loads on another number of ranks and with another sharding. Arguments as for
-    `ModelParallelStrategy`, and
-
-    Args:
-        storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
-
+    `ModelParallelStrategy`; `storage_options` and `timeout` as for `CheckpointStorageIO`.
     """
 
     def __init__(

@@ -7,24 +7,26 @@ together is a tuple of plain values beside them, which loads under torch's `weig
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckpt_storage.errors import FormatError
 
-__all__ = ["OUTLINE", "pack", "unpack"]
+__all__ = ["OUTLINE", "WholePlanner", "pack", "unpack"]
 
 OUTLINE = "outline"
 """The key of what is no tensor. Everything else in a packed state is."""
 
-_CONTAINERS: tuple[tuple[str, type], ...] = (
-    ("dict", dict),
-    ("ordered", OrderedDict),
-    ("list", list),
-    ("tuple", tuple),
-)
+_CONTAINERS: dict[str, type] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "list": list,
+    "tuple": tuple,
+}
 
 
 def pack(
@@ -38,9 +40,29 @@ def pack(
     pickle.
     """
     tensors: dict[str, torch.Tensor] = {}
-    outline = _outline(
-        dict(values), (), _Names(tensors, lambda head: head == OUTLINE or is_taken(head))
-    )
+
+    def outlined(value: object, path: tuple[str, ...]) -> object:
+        if isinstance(value, torch.Tensor):
+            return ("tensor", named(value, path))
+        kind = next((name for name, cls in _CONTAINERS.items() if type(value) is cls), None)
+        if kind is None:
+            return ("value", value)
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]  # a list or tuple
+        return (kind, tuple((key, outlined(item, (*path, str(key)))) for key, item in items))
+
+    def named(tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        head, _, rest = ".".join(path).partition(".")
+        wish = f"[{head}]" if head == OUTLINE or is_taken(head) else head
+        wish += f".{rest or 'value'}"
+        # "a.b" and "a" with "b" in it spell one name.
+        name, count = wish, 1
+        while name in tensors:
+            count += 1
+            name = f"{wish}#{count}"
+        tensors[name] = tensor
+        return name
+
+    outline = outlined(dict(values), ())
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # The first key stays a level of its own: consolidation takes it off a model's weights.
@@ -69,41 +91,6 @@ def unpack(tensors: Mapping[str, torch.Tensor], outline: object) -> dict[str, An
     return values
 
 
-class _Names:
-    """Gives tensors names of their own."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], is_taken: Callable[[str], bool]) -> None:
-        self._tensors = tensors
-        self._is_taken = is_taken
-
-    def add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Note a tensor that was found at `path`; return its name."""
-        head, _, rest = ".".join(path).partition(".")
-        wish = f"[{head}]" if self._is_taken(head) else head
-        wish += f".{rest or 'value'}"
-        # "a.b" and "a" with "b" in it spell one name.
-        name, count = wish, 1
-        while name in self._tensors:
-            count += 1
-            name = f"{wish}#{count}"
-        self._tensors[name] = tensor
-        return name
-
-
-def _outline(value: object, path: tuple[str, ...], names: _Names) -> object:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", names.add(value, path))
-    kind = next((name for name, cls in _CONTAINERS if type(value) is cls), None)
-    if kind is None:
-        return ("value", value)
-    parts = tuple((key, _outline(item, (*path, str(key)), names)) for key, item in _items_of(value))
-    return (kind, parts)
-
-
-def _items_of(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401  # one of _CONTAINERS
-    return iter(value.items()) if isinstance(value, dict) else enumerate(value)
-
-
 def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:  # noqa: ANN401  # data
     kind, content = outline
     if kind == "tensor":
@@ -115,3 +102,35 @@ def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:  # n
         return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
     items = [item for _, item in pairs]
     return items if kind == "list" else tuple(items)
+
+
+class WholePlanner(DefaultLoadPlanner):
+    """Loads the targets given to it, and all else that the checkpoint has, on the CPU.
+
+    What was loaded is in `loaded`: the nested targets, and the rest under flat names. `wanted`
+    tells whether a name is loaded for which there is no target; default: all are.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        super().__init__()
+        self.loaded: dict[str, Any] = {}
+        self._wanted = wanted
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        """Make targets for what has none."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        known: Mapping[str, Any] = self.state_dict
+        found = {} if metadata is None else metadata.state_dict_metadata
+        self.loaded = dict(state_dict)
+        for fqn, item in found.items():
+            if fqn in known or not self._wanted(fqn):
+                continue
+            self.loaded[fqn] = None
+            if isinstance(item, TensorStorageMetadata):
+                self.loaded[fqn] = torch.empty(item.size, dtype=item.properties.dtype)
+        super().set_up_planner(self.loaded, metadata, is_coordinator)

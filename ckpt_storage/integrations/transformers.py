@@ -32,7 +32,7 @@ from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import Keep
 from ckpt_storage.options import Timeouts
 
-from .whole import WholePlanner
+from .packing import WholePlanner
 
 __all__ = ["CheckpointStorageCallback"]
 
@@ -53,14 +53,9 @@ class CheckpointStorageCallback(TrainerCallback):
     `save_strategy="best"`, DeepSpeed, and resuming with the Trainer's own FSDP (it insists on
     reading the model from files of its own).
 
-    Args:
-        url: where checkpoints go; the same on every rank.
-        keep: what to keep, as for `CheckpointManager`; default: everything.
-        storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
-        mode: "thread" or "process", as for `AsyncSaver`.
-
+    `keep` is as for `CheckpointManager` (default: everything), `mode` ("thread" or "process") as
+    for `AsyncSaver`. `timeout`: seconds, `timedelta` or `Timeouts`; default an hour a phase
+    (`plan`: ten minutes).
     """
 
     def __init__(
@@ -89,12 +84,10 @@ class CheckpointStorageCallback(TrainerCallback):
         """Return what to pass as `resume_from_checkpoint`; all ranks call, None: a fresh start.
 
         A temporary folder with the few kilobytes from which the Trainer learns its step and its
-        random states. Model, optimizer and scheduler are loaded when training begins; by then the
-        Trainer has found its place in the data and cannot go back. So every byte of the checkpoint
-        is checked here already, by each rank a part, and a damaged one is passed over for the one
-        before it, with a warning. `check="read"` leaves that out: a damaged model then ends the
-        run when training begins. Raises as `CheckpointManager.restore`, and `InvalidInputError` if
-        there is something to resume and the Trainer that has this callback uses its FSDP.
+        random states. Model, optimizer and scheduler are loaded when training begins, too late to
+        go back to an older checkpoint. So every byte is checked here, by each rank a part, and a
+        damaged checkpoint is passed over with a warning. `check="read"` leaves that out. Raises as
+        `CheckpointManager.restore`, and `InvalidInputError` if the Trainer uses its own FSDP.
         """
         own = f"{_RNG}.{_rank()}"
         planner = WholePlanner(wanted=lambda fqn: fqn in {_TRAINER, own})
@@ -118,7 +111,7 @@ class CheckpointStorageCallback(TrainerCallback):
             is_one = not dist.is_initialized() or dist.get_world_size() == 1
             name = "rng_state.pth" if is_one else f"rng_state_{_rank()}.pth"
             torch.save(_as_trainer_keeps_it(planner.loaded[own]), folder / name)
-        self._quiet.begin()
+        logging.getLogger("transformers.trainer").addFilter(self._quiet)
         return str(folder)
 
     def on_init_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
@@ -126,7 +119,27 @@ class CheckpointStorageCallback(TrainerCallback):
 
         Raises `InvalidInputError`; logs what is not kept.
         """
-        self._check(args)
+        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+        what = ""
+        if args.load_best_model_at_end:
+            what = "load_best_model_at_end: the Trainer would end with the last weights"
+        elif strategy == "best":
+            what = 'save_strategy="best": the Trainer would write those checkpoints itself'
+        elif args.deepspeed or getattr(args, "deepspeed_plugin", None):
+            what = "DeepSpeed, whose engine keeps the optimizer to itself"
+        if what:
+            raise InvalidInputError(
+                f"CheckpointStorageCallback cannot serve {what}.",
+                next_step="Leave it out: save by steps or epochs, and load the step that you want "
+                "with ckpt_storage.load. For DeepSpeed, use its own checkpoints.",
+            )
+        if args.fp16 and not self._has_warned:
+            log.warning(
+                "The scaler of fp16 training is not saved: a resumed run begins with a new one. "
+                "bf16 needs none."
+            )
+        self._has_warned = self._has_warned or bool(args.fp16)
+        self._is_fsdp = bool(args.fsdp)
 
     def on_train_begin(
         self,
@@ -139,9 +152,9 @@ class CheckpointStorageCallback(TrainerCallback):
 
         Raises as `ckpt_storage.load`, and as `on_init_end`.
         """
-        self._quiet.end()
+        logging.getLogger("transformers.trainer").removeFilter(self._quiet)
         # A callback that was added to a Trainer later has not seen it made.
-        self._check(args)
+        self.on_init_end(args)
         if self._resumed_step is None:
             return
         target = _state_of(kwargs)
@@ -204,22 +217,8 @@ class CheckpointStorageCallback(TrainerCallback):
     def close(self) -> None:
         """Wait for saves and free their memory; the callback is of no use afterwards."""
         self._drop_folder()
-        self._quiet.end()
+        logging.getLogger("transformers.trainer").removeFilter(self._quiet)
         self._manager.close()
-
-    def _check(self, args: TrainingArguments) -> None:
-        for is_asked, what, instead in _refusals(args):
-            if is_asked:
-                raise InvalidInputError(
-                    f"CheckpointStorageCallback cannot serve {what}.", next_step=instead
-                )
-        if args.fp16 and not self._has_warned:
-            log.warning(
-                "The scaler of fp16 training is not saved: a resumed run begins with a new one. "
-                "bf16 needs none."
-            )
-        self._has_warned = self._has_warned or bool(args.fp16)
-        self._is_fsdp = bool(args.fsdp)
 
     def _drop_folder(self) -> None:
         if self._folder is not None:
@@ -230,36 +229,8 @@ class CheckpointStorageCallback(TrainerCallback):
 class _ModelComesLater(logging.Filter):
     """Keeps back the Trainer's warning that the folder it resumes from lacks the model."""
 
-    def begin(self) -> None:
-        logging.getLogger("transformers.trainer").addFilter(self)
-
-    def end(self) -> None:
-        logging.getLogger("transformers.trainer").removeFilter(self)
-
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("There were missing keys in the checkpoint")
-
-
-def _refusals(args: TrainingArguments) -> list[tuple[bool, str, str]]:
-    """Return what would go wrong, each with whether it is asked for and what to do instead."""
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    return [
-        (
-            bool(args.load_best_model_at_end),
-            "load_best_model_at_end: the Trainer would end with the last weights",
-            "Leave it out, and load the step that was best with ckpt_storage.load.",
-        ),
-        (
-            strategy == "best",
-            'save_strategy="best": the Trainer would write those checkpoints itself',
-            "Save by steps or epochs.",
-        ),
-        (
-            bool(args.deepspeed or getattr(args, "deepspeed_plugin", None)),
-            "DeepSpeed, whose engine keeps the optimizer to itself",
-            "Use DeepSpeed's own checkpoints.",
-        ),
-    ]
 
 
 def _rank() -> int:

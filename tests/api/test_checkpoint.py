@@ -24,7 +24,6 @@ import ckpt_storage
 from ckpt_storage import (
     CheckpointError,
     CheckpointGoneError,
-    CheckpointNotFoundError,
     IntegrityError,
     InvalidInputError,
     UnsafeContentError,
@@ -91,16 +90,12 @@ def test_a_tensor_is_described_without_being_read(opened: Checkpoint) -> None:
     for name, tensor in WEIGHTS.items():
         lazy = opened[name]
         assert isinstance(lazy, LazyTensor)
-        assert (lazy.fqn, lazy.shape, lazy.ndim) == (name, tuple(tensor.shape), tensor.ndim)
+        assert (lazy.fqn, lazy.shape, lazy.size) == (name, tuple(tensor.shape), tensor.numel())
         assert lazy.dtype == str(tensor.dtype).removeprefix("torch.")
-        assert lazy.size == tensor.numel()
         assert lazy.nbytes == tensor.numel() * tensor.element_size()
-        assert len(lazy) == len(tensor)
-        count = 1 if opened.format == "safetensors" else 2
-        assert len(lazy.sharding) == len(list(lazy.sharding)) == count
+        assert len(lazy.sharding) == (1 if opened.format == "safetensors" else 2)
         cut = cases.CUTS[name]
-        sizes = [chunk.sizes[cut] for chunk in lazy.sharding]
-        assert sum(sizes) == tensor.shape[cut]
+        assert sum(chunk.sizes[cut] for chunk in lazy.sharding) == tensor.shape[cut]
 
 
 def test_whole_tensors_come_as_numpy_and_as_torch(opened: Checkpoint) -> None:
@@ -124,20 +119,6 @@ def test_an_index_gives_what_it_gives_in_numpy(opened: Checkpoint, data: st.Data
     assert tuple(told.shape) == np.shape(array[index])
 
 
-def test_a_step_may_pass_over_chunks(ranks: RankPool, tmp_path: Path) -> None:
-    """Chunks between two wanted rows are not read: their file may even be missing."""
-    ranks.run(cases.save_on_four, tmp_path / "run", world_size=4)
-    for rank in (1, 2):
-        (file,) = (tmp_path / "run").rglob(f"__{rank}_0.distcp")
-        file.unlink()
-    lazy = open_checkpoint(tmp_path / "run")["rows"]
-    assert lazy[::11].tolist() == [[0, 1, 2], [33, 34, 35]]
-    assert lazy[-1::-11, ::2].tolist() == [[33, 35], [0, 2]]
-    # Two threads look for both; whichever is first tells.
-    with pytest.raises(IntegrityError, match=r"rank [12] wrote"):
-        lazy[::4]
-
-
 def test_numpys_protocols_are_kept(opened: Checkpoint) -> None:
     """np.asarray, iteration, item and errors are what an array's would be."""
     lazy, array = opened["model.rows"], numpy_of(WEIGHTS["model.rows"])
@@ -153,19 +134,15 @@ def test_numpys_protocols_are_kept(opened: Checkpoint) -> None:
         bool(lazy)
 
 
-def test_scalars_keep_their_manners(saved: Path) -> None:
-    """A tensor without dimensions has no length, one item, and two ways to be indexed."""
+def test_a_tensor_without_dimensions_has_no_length(saved: Path) -> None:
+    """It has two ways to be indexed, and cannot be iterated."""
     lazy = open_checkpoint(saved / "ckpt_storage" / "step-1000")["scalar"]
-    assert lazy.item() == 3.5
     assert isinstance(lazy[()], np.float32)
     assert isinstance(lazy[...], np.ndarray)
     assert lazy.torch().shape == ()
-    with pytest.raises(TypeError, match="unsized"):
-        len(lazy)
-    with pytest.raises(TypeError, match="0-d"):
-        list(lazy)
-    with pytest.raises(ValueError, match="11137 elements"):
-        open_checkpoint(saved / "dcp" / "step-1000")["model.rows"].item()
+    for call in (len, list):
+        with pytest.raises(TypeError):
+            call(lazy)
 
 
 def test_objects_are_loaded(saved: Path) -> None:
@@ -195,15 +172,9 @@ def test_load_takes_names_a_prefix_or_a_predicate(opened: Checkpoint) -> None:
         opened.load(["model.rows", "nothing"])
     with pytest.raises(InvalidInputError, match="kind"):
         opened.load(kind="pandas")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="device"):
-        opened.load(device="cpu")
 
-
-def test_a_prefix_that_no_name_has_is_an_error(opened: Checkpoint) -> None:
-    """A slip in the prefix is told; what names and prefix leave of one another may be nothing."""
     with pytest.raises(KeyError, match="begins with 'modle"):
         opened.load(prefix="modle.")
-    assert opened.load(lambda _name: False, prefix="model.") == {}
 
 
 def test_load_tells_how_far_it_is(saved: Path) -> None:
@@ -231,9 +202,6 @@ def test_facts_are_told(saved: Path) -> None:
             for found in path.rglob("*")
             if found.suffix in {".distcp", ".safetensors"}
         }
-        if name in {"ckpt_storage", "dcp"}:
-            assert [rank.rank for rank in opened.ranks] == [0, 1]
-            assert sum(rank.size_bytes for rank in opened.ranks) == sum(files.values())
         assert opened.verify().ok
 
 
@@ -241,16 +209,10 @@ def test_facts_are_told(saved: Path) -> None:
     ("name", "step"),
     [
         ("step-1000", 1000),
-        ("step_00000012", 12),
         ("7", 7),
-        ("global_step5", 5),
         ("epoch=3-step=40", 40),
-        ("checkpoint", None),
-        ("run2", None),
         ("gpt-2", None),
-        ("qwen2.5-7", None),
         ("checkpoint-500", 500),
-        ("iter_100", 100),
         ("step-10-final", None),
     ],
 )
@@ -261,7 +223,7 @@ def test_the_step_is_read_off_the_name(tmp_path: Path, name: str, step: int | No
 
 
 def test_history_lists_the_slots(tmp_path: Path) -> None:
-    """Commits and a deletion are told in order, with who and when; the open save is marked."""
+    """Commits and a deletion are told in order, with who and when."""
     path = tmp_path / "run"
     for value in range(3):
         ckpt_storage.save({"a": torch.full((3,), value)}, path, overwrite=True)
@@ -270,7 +232,6 @@ def test_history_lists_the_slots(tmp_path: Path) -> None:
     assert [entry.slot for entry in history] == list(range(1, len(history) + 1))
     commits = [entry for entry in history if entry.type == "commit"]
     assert len(commits) == 3
-    assert [entry.is_open for entry in commits] == [False, False, True]
     assert commits[-1].save_id == opened.save_id
     assert all(entry.created_at and entry.pid for entry in history)
     delete(path)
@@ -288,7 +249,7 @@ def test_no_torch_is_imported_before_it_is_asked_for(saved: Path) -> None:
         for path in {paths!r}:
             opened = open_checkpoint(path)
             list(opened), repr(opened), str(opened.tree()), opened._repr_html_()
-            opened.files, opened.ranks, opened.history
+            opened.files, opened.history
             opened["model.columns"][3:9, ::2], opened.load(prefix="model.")
             opened.stats("model.rows"), opened.diff(path, prefix="model."), opened.verify()
             assert "torch" not in sys.modules, path
@@ -317,15 +278,6 @@ def test_types_that_only_torch_has_come_as_torch(tmp_path: Path) -> None:
     named = r"half \(complex32\), packed \(float4_e2m1fn_x2\).*kind='torch'"
     with pytest.raises(CheckpointError, match=named):
         opened.load()  # looks before it reads
-
-
-def test_items_that_only_torch_can_read_are_read(tmp_path: Path) -> None:
-    """A stock item that was saved with strides is loaded by torch, and indexed like the rest."""
-    tensor = dcp_cases.seeded(1, 30, 20)
-    dcp.save({"turned": tensor.t()}, checkpoint_id=tmp_path / "run")
-    lazy = open_checkpoint(tmp_path / "run")["turned"]
-    assert is_equal(lazy[::3, -4:], tensor.t().numpy()[::3, -4:])
-    assert same(lazy.torch(), tensor.t())
 
 
 class Evil:
@@ -375,16 +327,6 @@ def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
         lazy[0]
     assert caught.value.fqn == "a"
     assert "The file holds a, written by rank 0." in str(caught.value)
-
-
-def test_a_missing_file_of_the_head_is_damage(tmp_path: Path) -> None:
-    """As long as the save is the head, a file that is not there was lost, not pruned."""
-    dcp_cases.save({"a": torch.ones(5)}, tmp_path / "run")
-    opened = open_checkpoint(tmp_path / "run")
-    (file,) = (tmp_path / "run").rglob("*.distcp")
-    file.unlink()
-    with pytest.raises(IntegrityError, match="missing"):
-        opened["a"][:]
 
 
 @pytest.mark.parametrize("how", ["overwritten", "deleted"])
@@ -440,9 +382,3 @@ def test_a_closed_checkpoint_refuses_reads(saved: Path) -> None:
     assert "model.rows" in opened
     with pytest.raises(InvalidInputError, match="was closed"):
         lazy[0]
-
-
-def test_nothing_there_is_told(tmp_path: Path) -> None:
-    """A folder without a checkpoint raises what a load of it would."""
-    with pytest.raises(CheckpointNotFoundError):
-        open_checkpoint(tmp_path / "none")

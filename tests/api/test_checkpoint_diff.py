@@ -112,18 +112,6 @@ def test_values_can_be_left_unread(tmp_path: Path) -> None:
         diff(tmp_path / "left", tmp_path / "right")
 
 
-def test_not_a_number_equals_itself_only(tmp_path: Path) -> None:
-    """NaN in both is alike, in one it differs and is counted; infinities likewise."""
-    nan, inf = float("nan"), float("inf")
-    left = torch.tensor([nan, nan, 1.0, inf, inf, -inf, 0.0])
-    right = torch.tensor([nan, 1.0, nan, inf, -inf, 5.0, -0.0])
-    change = only(compared(tmp_path, {"a": left}, {"a": right}))
-    assert (change.left_nan_count, change.right_nan_count) == (1, 1)
-    assert (change.different_count, change.count) == (4, 7)
-    assert (change.max_absolute, change.max_relative) == (inf, inf)
-    assert change.at in {(4,), (5,)}
-
-
 def test_complex_infinities_that_differ_in_one_part_differ() -> None:
     """inf+1j is not inf+2j, though numpy tells no distance of them."""
     x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
@@ -144,35 +132,23 @@ def test_nan_of_narrow_types_is_compared_in_silence(kind: str, word: str) -> Non
     assert findings.different_count > len(every) // 2
 
 
-def test_tolerances_are_numpys(tmp_path: Path) -> None:
+def test_elements_within_a_tolerance_are_alike(tmp_path: Path) -> None:
     """Within rtol or atol elements are alike; max differences are told all the same."""
     left, right = torch.tensor([1.0, 100.0]), torch.tensor([1.001, 101.0])
     assert compared(tmp_path, {"a": left}, {"a": right}, rtol=0.02).is_equal
-    assert diff(tmp_path / "left", tmp_path / "right", atol=1.0).is_equal
     change = only(diff(tmp_path / "left", tmp_path / "right", atol=0.5))
     assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "low", "high"),
-    [(torch.int64, -(2**63), 2**63 - 1), (torch.uint64, 0, 2**64 - 1), (torch.int8, -128, 127)],
-    ids=str,
-)
-def test_differences_of_integers_do_not_wrap(
-    tmp_path: Path, dtype: torch.dtype, low: int, high: int
-) -> None:
-    """The extremes of a type are as far apart as they are."""
-    left, right = torch.tensor([low, 5], dtype=dtype), torch.tensor([high, 5], dtype=dtype)
-    change = only(compared(tmp_path, {"a": left}, {"a": right}))
-    assert change.max_absolute == float(high - low)
-    assert change.different_count == 1
-
-
-def test_close_integers_of_64_bits_are_told_apart(tmp_path: Path) -> None:
-    """Differences that float64 would round away are found."""
-    left = {"a": torch.tensor([2**62, 2**62 + 1])}
-    change = only(compared(tmp_path, left, {"a": torch.tensor([2**62, 2**62 + 2])}))
-    assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
+def test_differences_of_integers_do_not_wrap(tmp_path: Path) -> None:
+    """The extremes of a type are as far apart as they are; neighbours of 64 bits are told apart."""
+    for name, dtype, low, high in (
+        ("far", torch.int64, -(2**63), 2**63 - 1),
+        ("near", torch.int64, 2**62, 2**62 + 1),
+    ):
+        left, right = torch.tensor([low, 5], dtype=dtype), torch.tensor([high, 5], dtype=dtype)
+        change = only(compared(tmp_path / name, {"a": left}, {"a": right}))
+        assert (change.max_absolute, change.different_count) == (float(high - low), 1)
 
 
 @given(
@@ -210,14 +186,6 @@ def test_findings_are_numpys(pair: tuple[Any, Any], cuts: list[int], absolute: f
     assert fields["left_nan_count"] + fields["right_nan_count"] == one_nan.sum()
 
 
-def test_types_without_arithmetic_are_compared_as_bytes(tmp_path: Path) -> None:
-    """complex32 has no numpy type: elements that differ are counted, distances are not."""
-    raw = torch.arange(24, dtype=torch.uint8)
-    left, right = raw.view(torch.complex32), (raw ^ (raw == 9)).view(torch.complex32)
-    change = only(compared(tmp_path, {"a": left}, {"a": right}))
-    assert (change.different_count, change.max_absolute) == (1, None)
-
-
 def test_a_single_element_of_many_pieces_is_placed(tmp_path: Path) -> None:
     """Tensors larger than memory may be are compared in pieces, and places are of the whole."""
     left = torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000)
@@ -250,10 +218,7 @@ def test_objects_that_may_not_be_loaded_are_compared_as_stored(tmp_path: Path) -
 
 def test_an_unknown_name_is_an_error(tmp_path: Path) -> None:
     """One in neither checkpoint is a mistake; one in a single one is a finding."""
-    dcp_cases.save({"a": torch.ones(1)}, tmp_path / "left")
-    dcp_cases.save({"b": torch.ones(1)}, tmp_path / "right")
-    found = diff(tmp_path / "left", tmp_path / "right", names=["a"])
-    assert (found.only_left, found.only_right) == (("a",), ())
+    assert compared(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}).only_left == ("a",)
     with pytest.raises(KeyError, match="c"):
         diff(tmp_path / "left", tmp_path / "right", names=["c"])
 

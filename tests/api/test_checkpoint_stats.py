@@ -19,7 +19,6 @@ from hypothesis.extra import numpy as npst
 from ckpt_storage import InvalidInputError
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.stats import TensorStats, summarise
-from ckpt_storage.options import ProgressEvent
 
 KINDS = ("float64", "float32", "float16", "int64", "uint64", "int8", "uint8", "bool")
 
@@ -84,7 +83,7 @@ def test_a_small_spread_far_from_zero_keeps_its_digits() -> None:
     assert found.mean == pytest.approx(np.mean(values), rel=1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("limit_bytes", [None, 1 << 20], ids=["at-once", "streamed"])
 def test_a_stored_tensor_is_summarised(
     tmp_path: Path, dtype: torch.dtype, limit_bytes: int | None
@@ -116,13 +115,3 @@ def test_what_has_no_order_is_refused(tmp_path: Path) -> None:
     for name in ("step", "none"):
         with pytest.raises(KeyError):
             opened.stats(name)
-
-
-def test_progress_reaches_what_is_read(tmp_path: Path) -> None:
-    """A tensor that does not fit is read twice, and the events say so."""
-    dcp_cases.save({"w": torch.ones(1 << 20)}, tmp_path / "c")
-    for limit, times in ((None, 1), (1 << 20, 2)):
-        events: list[ProgressEvent] = []
-        with open_checkpoint(tmp_path / "c", memory_limit_bytes=limit) as checkpoint:
-            checkpoint.stats("w", progress=events.append)
-        assert events[-1].done_bytes == events[-1].total_bytes == (4 << 20) * times

@@ -96,7 +96,7 @@ def test_an_export_that_died_is_no_problem(url: Path) -> None:
     (url / "hf" / INDEX).unlink()
     report = ckpt_storage.verify(url)
     assert report.ok
-    assert report.exports == []
+    assert not report.exports
 
 
 def test_weights_of_others_are_passed_over(tmp_path: Path) -> None:
@@ -107,4 +107,4 @@ def test_weights_of_others_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "run" / "theirs" / INDEX).write_text(body)
     report = ckpt_storage.verify(tmp_path / "run")
     assert report.ok
-    assert report.exports == []
+    assert not report.exports

@@ -1,13 +1,11 @@
-"""Nests of values as packed states, and deleting for a framework."""
+"""Nests of values as packed states."""
 
 from __future__ import annotations
 
-import uuid
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -15,9 +13,7 @@ from hypothesis import strategies as st
 
 import ckpt_storage
 from ckpt_storage import FormatError
-from ckpt_storage.integrations.packing import OUTLINE, pack, unpack
-from ckpt_storage.integrations.whole import WholePlanner
-from ckpt_storage.manager.delete import delete
+from ckpt_storage.integrations.packing import OUTLINE, WholePlanner, pack, unpack
 
 _LEAVES = st.one_of(
     st.none(),
@@ -93,21 +89,6 @@ def test_a_packed_state_survives_a_checkpoint(tmp_path: Path) -> None:
     assert same(through_storage(values, tmp_path / "one"), values)
 
 
-def test_tensors_have_names_of_their_own(tmp_path: Path) -> None:
-    """Another reader finds the weights under the keys that lead to them."""
-    weight = torch.rand(3, 2)
-    ckpt_storage.save(pack({"state_dict": {"net.weight": weight}, "epoch": 1}), tmp_path / "one")
-    found = {"state_dict.net.weight": torch.zeros(3, 2)}
-    ckpt_storage.load(found, tmp_path / "one")
-    assert torch.equal(found["state_dict.net.weight"], weight)
-
-
-def test_keys_that_spell_one_name_are_told_apart(tmp_path: Path) -> None:
-    """A key with a dot, and two keys that it spells, keep their own tensors."""
-    values = {"x": {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}}
-    assert same(through_storage(values, tmp_path / "one"), values)
-
-
 def test_keys_that_the_outline_or_a_caller_needs_lose_no_tensor(tmp_path: Path) -> None:
     """A hook of the user's own may call its tensors what we call the outline."""
     values = {
@@ -154,23 +135,3 @@ def test_a_checkpoint_of_another_kind_is_refused(outline: object) -> None:
     """A checkpoint without an outline, or with a broken one, is an error and no guess."""
     with pytest.raises(FormatError):
         unpack({}, outline)
-
-
-@pytest.mark.parametrize("where", ["never", "never/here", "file", "file/below", "folder"])
-def test_removing_what_is_not_ours_is_no_error_and_changes_nothing(
-    tmp_path: Path, where: str
-) -> None:
-    """A training must not end because a checkpoint is gone, or Lightning's own IO wrote it."""
-    (tmp_path / "file").write_bytes(b"of torch.save")
-    (tmp_path / "folder").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    delete(tmp_path / where, missing_ok=True)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_removing_nothing_from_object_storage_makes_nothing() -> None:
-    """Where there are no folders nothing is written to find out that there is nothing."""
-    fs = fsspec.filesystem("memory")
-    url = f"memory://{uuid.uuid4().hex}"
-    delete(f"{url}/never", missing_ok=True)
-    assert not fs.exists(url)

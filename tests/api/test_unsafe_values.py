@@ -38,18 +38,7 @@ def by_dcp(state: dict[str, Any], path: Path, **options: Any) -> None:
     dcp.save(state, storage_writer=CheckpointStorageWriter(path, **options))
 
 
-def in_the_background(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save by `save_async`."""
-    ckpt_storage.save_async(state, path, **options).result()
-
-
-def by_manager(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save as a step of a run."""
-    with ckpt_storage.CheckpointManager(path.parent, names="run-{step}") as manager:
-        manager.save(1, state, **options)
-
-
-each_door = pytest.mark.parametrize("door", [by_save, by_dcp, in_the_background, by_manager])
+each_door = pytest.mark.parametrize("door", [by_save, by_dcp])
 Door = Callable[..., None]
 
 

@@ -63,28 +63,19 @@ def test_looking_imports_no_torch(run: Path, last: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("package", ["click", "rich"])
-def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
+def test_a_missing_package_is_one_line_that_names_the_extra() -> None:
     """And exit code 2."""
     code = (
         "import sys\n"
-        "sys.modules[sys.argv[1]] = None\n"
+        "sys.modules['click'] = None\n"
         "sys.argv = ['ckpt-storage', 'ls', '/tmp']\n"
         "from ckpt_storage.cli import main\n"
         "main()\n"
     )
-    result = python(code, package)
+    result = python(code)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "ckpt-storage[cli]" in result.stderr
-    assert package in result.stderr
-
-
-def test_exit_codes_reach_the_shell(run: Path, last: Path) -> None:
-    """0, 1 and 2."""
-    assert process("verify", last).returncode == 0
-    assert process("diff", last, run / "step-00000900", "--no-values").returncode == 0
-    assert process("show", run / "nothing").returncode == 2
 
 
 def test_a_reader_that_leaves_is_no_error(run: Path) -> None:
@@ -111,7 +102,7 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: Path) -> None:
     """While the storage hangs: one line, exit code 130."""
     options = tmp_path / "options.json"
@@ -135,37 +126,10 @@ def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: 
     assert errors.strip() == "ckpt-storage: interrupted."
 
 
-def test_a_program_that_calls_it_outlives_an_interrupt(server: S3Server, tmp_path: Path) -> None:
-    """It gets the exit code, and is not ended later; other threads may call, too."""
-    options = tmp_path / "options.json"
-    options.write_text(json.dumps(server.storage_options))
-    server.faults([FaultRule(times=0, action="hang")])
-    code = (
-        "import sys, threading, time\n"
-        "from ckpt_storage.cli.app import app\n"
-        "print(app(sys.argv[1:], standalone_mode=False), flush=True)\n"
-        "other = threading.Thread(target=lambda: print(app(['ls', '/nowhere'], "
-        "standalone_mode=False)))\n"
-        "other.start(); other.join(); time.sleep(5); print('alive')\n"
-    )
-    line = [sys.executable, "-c", code, "ls", "s3://bkt/x", "--storage-options-file", str(options)]
-    with (
-        interruptible(),
-        subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as started,
-    ):
-        server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
-        started.send_signal(signal.SIGINT)
-        output, errors = started.communicate(timeout=60)
-    assert (output, started.returncode) == ("130\n2\nalive\n", 0), errors
-
-
-@pytest.mark.parametrize("command", ["cp", "verify", "stats"])
+@pytest.mark.parametrize("command", ["cp", "verify"])
 def test_a_bar_is_drawn_on_a_terminal_only(last: Path, tmp_path: Path, command: str) -> None:
     """Standard error decides."""
-    after: dict[str, list[str]] = {"cp": [str(tmp_path / "a")], "stats": ["model.w"]}
-    more = after.get(command, [])
+    more = [str(tmp_path / "a")] if command == "cp" else []
     plain = process(command, last, *more)
     assert (plain.returncode, plain.stderr) == (0, "")
     ours, theirs = pty.openpty()
@@ -209,17 +173,15 @@ def test_torchrun_shares_the_work(last: Path, tmp_path: Path) -> None:
     [
         ("ckpt-storage ver", "plain,verify"),
         ("ckpt-storage verify ", "file,"),
-        ("ckpt-storage show {last} model.", "plain,model.w"),
         ("ckpt-storage verify --sha", "plain,--shallow"),
     ],
 )
-def test_shells_complete(words: str, expected: str, last: Path) -> None:
-    """Commands, options, paths, and names in a local checkpoint."""
-    text = words.format(last=last)
+def test_shells_complete(words: str, expected: str) -> None:
+    """Commands, options and paths."""
     environment = {
         "_CKPT_STORAGE_COMPLETE": "bash_complete",
-        "COMP_WORDS": text,
-        "COMP_CWORD": str(len(text.split(" ")) - 1),
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     result = process(env=environment)
     assert expected in result.stdout.splitlines() or any(

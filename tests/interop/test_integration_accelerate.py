@@ -57,16 +57,3 @@ def test_a_killed_loop_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert [info.name for info in infos] == ["step-00000006", "step-00000009"]
     for info in infos:
         assert ckpt_storage.verify(info.url).ok
-
-
-def test_a_loop_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two processes saved; one goes on from their step, and two from that of the one."""
-    url = str(tmp_path / "run")
-    for ranks, last, before in ((2, 3, 0), (1, 6, 3), (2, 9, 6)):
-        code, output = train(tmp_path, url, last, ranks=ranks)
-        assert code == 0, output
-        resumed = re.findall(rf"resumed from step-{before:08d}", output)
-        assert len(resumed) == (ranks if before else 0)
-        assert set(losses_in(output)) == {
-            (rank, step) for rank in range(ranks) for step in range(before + 1, last + 1)
-        }

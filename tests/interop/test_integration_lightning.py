@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from integration_tools import EXAMPLES, ROOT, finish, need
-from servers import Running
 from warm import run_script
 
 import ckpt_storage
@@ -40,30 +39,6 @@ full = {
 if trainer.global_rank == 0:
     torch.save({"state": full, "losses": model.losses}, out)
 torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
-
-DDP = """
-import json, sys
-import lightning
-import lightning_fit
-import torch
-import ckpt_storage
-from ckpt_storage.integrations.lightning import CheckpointStorageIO
-
-url, steps, resume, out = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = lightning_fit.Regression()
-trainer = lightning.Trainer(
-    strategy="ddp", devices=2, accelerator="cpu", max_steps=steps, logger=False,
-    plugins=[CheckpointStorageIO()], callbacks=[lightning_fit.keep(url)],
-    enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(model, lightning_fit.data(), ckpt_path=resume)
-names = [info.name for info in ckpt_storage.list_checkpoints(url)]
-result = {"losses": model.losses, "state": model.state_dict(), "names": names}
-torch.save(result, f"{out}-{trainer.global_rank}")
-trainer.strategy.barrier()
 torch.distributed.destroy_process_group()
 """
 
@@ -114,41 +89,6 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
         torch.testing.assert_close(again["state"][name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_ddp_ranks_resume_from_object_storage(
-    tmp_path: Path, moto_server: Running, moto_root: Running
-) -> None:
-    """Rank 0 of two saves to a bucket, both resume from it, and end as if never interrupted."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{EXAMPLES}:{ROOT}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test-secret-of-moto",
-        "AWS_ENDPOINT_URL": moto_server.url,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    script = tmp_path / "job.py"
-    script.write_text(DDP, encoding="utf-8")
-
-    def fit(url: str, steps: int, resume: str | None, out: str) -> list[dict[str, Any]]:
-        job = json.dumps([url, steps, resume, str(tmp_path / out)])
-        code, output = run_script(script, job, folder=tmp_path, environment=environment, ranks=2)
-        assert code == 0, output
-        return [torch.load(tmp_path / f"{out}-{rank}") for rank in (0, 1)]
-
-    url = moto_root.url
-    whole = fit(f"{url}/whole", 6, None, "whole")
-    assert whole[0]["names"] == ["step=4.ckpt", "step=6.ckpt"]
-    fit(f"{url}/run", 4, None, "begun")
-    resumed = fit(f"{url}/run", 6, f"{url}/run/step=4.ckpt", "resumed")
-    for rank in (0, 1):
-        expected = {step: whole[rank]["losses"][step] for step in (4, 5)}
-        assert resumed[rank]["losses"] == expected
-        for name, value in whole[rank]["state"].items():
-            assert torch.equal(resumed[rank]["state"][name], value)
-    # ModelCheckpoint of a resumed run remembers what the one before it kept, and deletes it.
-    assert resumed[0]["names"] == ["step=4.ckpt", "step=6.ckpt"]
-
-
 def test_a_checkpoint_is_replaced_loaded_and_removed(tmp_path: Path) -> None:
     """The three calls of a `CheckpointIO`, with Lightning's own kinds of values."""
     io = adapter()
@@ -173,15 +113,6 @@ def test_unsafe_values_need_weights_only_false(tmp_path: Path) -> None:
     with pytest.raises(ckpt_storage.UnsafeContentError):
         io.load_checkpoint(tmp_path / "x")
     assert io.load_checkpoint(tmp_path / "x", weights_only=False)["where"] == Path("x")
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    """A device to load to, and options that are no mapping, are errors before any work."""
-    with pytest.raises(ckpt_storage.InvalidInputError, match="map_location"):
-        adapter().load_checkpoint(tmp_path / "x", map_location="cuda:0")
-    with pytest.raises(ckpt_storage.InvalidInputError, match="storage_options"):
-        adapter().save_checkpoint({}, tmp_path / "x", storage_options=["key"])
-    assert not (tmp_path / "x").exists()
 
 
 def test_the_weights_are_consolidated_under_their_own_names(tmp_path: Path) -> None:

@@ -140,22 +140,21 @@ def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
     assert ckpt_storage.verify(url / "step-6").ok
 
 
-def test_what_is_loaded(tmp_path: Path) -> None:
-    """Nothing of an empty folder, a step that is asked for, else the newest with its states."""
-    url = tmp_path / "run"
-    output = do(url, "load", "save=9", "save=10", "load", "load=9")
-    assert [line for line in output.splitlines() if line.startswith("loaded")] == [
+def test_what_is_loaded_and_replaced(tmp_path: Path) -> None:
+    """Nothing of an empty folder, a step that is asked for, else the newest with its states.
+
+    A run that went back to step 9 replaces step 10; one that began anew replaces nothing.
+    """
+    words = ["load", "save=9", "save=10", "load", "load=9", "again=9", "load=10", "save=10"]
+    output = do(tmp_path / "run", *words)
+    told = [line for line in output.splitlines() if line.startswith(("loaded", "refused"))]
+    assert told == [
         "loaded False -1.0 -1",
         "loaded True 10.0 10",
         "loaded True 9.0 9",
+        "loaded True 9.0 9",
+        "refused 10",
     ]
-
-
-def test_only_steps_above_the_resumed_one_are_replaced(tmp_path: Path) -> None:
-    """A run that went back to step 9 replaces step 10; one that began anew replaces nothing."""
-    output = do(tmp_path / "run", "save=9", "save=10", "again=9", "load=10", "save=10", "load=10")
-    told = [line for line in output.splitlines() if line.startswith(("loaded", "refused"))]
-    assert told == ["loaded True 9.0 9", "refused 10", "loaded True 9.0 9"]
 
 
 def test_a_seed_is_loaded_without_other_states(tmp_path: Path) -> None:

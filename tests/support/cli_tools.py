@@ -84,9 +84,8 @@ FREE = {
     "cp": ("failed_exports.",),
     "consolidate": ("ties.",),
     "prune": ("skipped.", "failed."),
-    "doctor": ("capabilities.",),
 }
-"""Objects whose keys are names: of metrics, of values, of capabilities."""
+"""Objects whose keys are names: of metrics, of values."""
 
 
 def check_documented(body: dict[str, Any]) -> None:

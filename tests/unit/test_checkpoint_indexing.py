@@ -46,31 +46,11 @@ def test_what_numpy_refuses_is_refused(shape: tuple[int, ...], index: Any) -> No
             select(index, shape)
         assert str(caught.value) == refusal
     else:
-        assert math.prod(select(index, shape).shape) == count
+        assert math.prod(map(len, select(index, shape).ranges)) == count
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        True,
-        np.bool_(0),
-        [0, 1],
-        np.array([0]),
-        np.array([True, False]),
-        "a",
-        1.0,
-        (0, [1]),
-        object(),
-    ],
-    ids=lambda value: repr(value).split(" at ")[0],
-)
+@pytest.mark.parametrize("index", [True, [0, 1], np.array([True, False]), "a", 1.0, (0, [1])])
 def test_lists_masks_and_nonsense_are_refused(index: object) -> None:
     """What is no basic index raises IndexError and says what to do."""
     with pytest.raises(IndexError, match="read a region first"):
         select(index, (2, 2))
-
-
-def test_a_step_of_zero_is_refused() -> None:
-    """As for every slice in Python."""
-    with pytest.raises(ValueError, match="slice step cannot be zero"):
-        select(slice(None, None, 0), (3,))
