@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib import format as npy
 
+from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.layout import Fixed, Layout, elements_of, out_file
 from ckpt_storage.export.output import Made, Output, Setting
-from ckpt_storage.export.plain_folder import PlainFolder
 from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.run import Task, run_together
 from ckpt_storage.format.dtypes import DTYPES

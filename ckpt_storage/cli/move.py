@@ -214,7 +214,6 @@ def consolidate(
         output.line(f"{len(report.resumed)} files were complete from an earlier run.")
     if report.skipped:
         output.line(f"{len(report.skipped)} values are in no weight file; --json names them.")
-    output.names("Exports of other saves", report.stale_exports)
     return SOUND
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,15 +16,12 @@ from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointError,
-    CommitConflictError,
     CommitUnknownError,
-    IntegrityError,
     NotPublishedError,
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
-from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import begun_path, rank_manifest_path, save_folder, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest
@@ -34,7 +31,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
 from .folder import size_of
-from .layout import Layout, OutFile, Stored
+from .layout import Layout, OutFile
 from .output import Made, Output, Site, Taken
 from .plan import Plan
 from .shards import Shards, rank_manifest
@@ -113,8 +110,7 @@ class NewCheckpoint(Output):
                 user={},
             )
         except CheckpointError as error:
-            is_sure = not isinstance(error, CommitUnknownError | NotPublishedError)
-            self._may_be_committed = not is_sure
+            self._may_be_committed = isinstance(error, CommitUnknownError | NotPublishedError)
             raise
 
     def give_up(self, error: BaseException) -> None:
@@ -144,10 +140,7 @@ class CopiedCheckpoint(Output):
         log_there: CommitLog | None,
         overwrite: bool,
     ) -> None:
-        """`head` and `manifest` are the source's; `log_there` is what the target's slots say.
-
-        Only the coordinator has that.
-        """
+        """`head` and `manifest` are the source's; `log_there` (coordinator) are the target's."""
         super().__init__(site, plan)
         self._head = head
         self._manifest = manifest
@@ -171,7 +164,7 @@ class CopiedCheckpoint(Output):
         # The id was chosen by these slots: whoever names it since has given it up.
         previous = found.head.head if found.head else None
         self._grant = replace(grant, last_slot=found.last_slot, previous=previous)
-        self._ranks = self._send_ranks()
+        self._send_ranks()
         done: dict[int, FileRef] = {}
 
         def look(at: int, file: OutFile) -> None:
@@ -194,8 +187,16 @@ class CopiedCheckpoint(Output):
         del made
         stock_bytes: bytes | None = None
         if self.record is None:
+            assert self._grant is not None  # noqa: S101  # `take` was called
             stock, stock_bytes = self._send_stock()
-            self.record = self._commit(self._send_manifest(stock), stock)
+            self.record = commit.commit(
+                self.store.bounded(Deadline("commit", self.site.setting.timeouts.commit)),
+                self._grant,
+                manifest=self._send_manifest(stock),
+                stock=stock,
+                stock_entries=self._head.stock_entries,
+                user=self._head.user,
+            )
         record = self.record
         try:
             if self.was_there:
@@ -214,32 +215,6 @@ class CopiedCheckpoint(Output):
         except CheckpointError as error:
             log.warning("the copy is committed; what it replaced is not deleted: %s", error)
 
-    def damage(self, file: OutFile) -> CheckpointError:
-        """Return what is wrong with the source of a copied file, or with how it was copied."""
-        reference, rank = self._manifest.files[file.number - 1]
-        body = unseal(self._read(self._manifest.ranks[rank]), path=self._manifest.ranks[rank].path)
-        document = RankManifest.from_body(body, where=self._manifest.ranks[rank].path)
-        (shard,) = (one for one in document.files if one.path == reference.path)
-        checks = FileChecks.of_shard(document, shard)
-        (segment,) = file.segments
-        assert isinstance(segment, Stored)  # noqa: S101  # it was copied
-        site, path = self.site, segment.path
-
-        def pieces() -> Iterator[memoryview]:
-            window = memoryview(bytearray(min(site.options.part_bytes, max(1, file.size_bytes))))
-            for start in range(0, file.size_bytes, len(window)):
-                view = window[: file.size_bytes - start]
-                site.source.read(path, [(start, view)], size_bytes=file.size_bytes)
-                site.deadline.advanced(len(view))
-                yield view
-
-        return checks.first_damage(pieces()) or IntegrityError(
-            f"The storage copied {path} to other bytes, while the source reads as it was written.",
-            path=file.name,
-            offset=0,
-            next_step="Copy again, with copies='never' so that every byte is read and sent.",
-        )
-
     def _read(self, reference: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
         """Return a document of the source, checked against what names it."""
         save_id = self._manifest.save_id
@@ -248,22 +223,27 @@ class CopiedCheckpoint(Output):
     def _at(self, path: str) -> str:
         return path.replace(self._manifest.save_id, self._save_id)
 
-    def _send_ranks(self) -> list[FileRef]:
+    @property
+    def _is_renamed(self) -> bool:
+        return self._save_id != self._manifest.save_id
+
+    def _send_ranks(self) -> None:
         """Send the documents of all ranks, each held to what names it."""
         sent: dict[int, FileRef] = {}
 
         def send(rank: int, reference: FileRef) -> None:
-            data = self._read(reference)
-            if self._save_id != self._manifest.save_id:
-                body = unseal(data, path=reference.path)
+            if self._is_renamed:
+                body = unseal(self._read(reference), path=reference.path)
                 document = RankManifest.from_body(body, where=reference.path)
                 files = [replace(file, path=self._at(file.path)) for file in document.files]
                 data = seal(replace(document, save_id=self._save_id, files=files).to_body())
+            else:
+                data = self._read(reference)
             sent[rank] = _put(self.store, self._at(reference.path), data)
 
         jobs = [partial(send, *one) for one in enumerate(self._manifest.ranks)]
         self.site.at_once("copy rank manifests", jobs)
-        return [sent[rank] for rank in sorted(sent)]
+        self._ranks = [sent[rank] for rank in sorted(sent)]
 
     def _send_stock(self) -> tuple[FileRef | None, bytes | None]:
         """Send what `.metadata` is made from."""
@@ -279,36 +259,11 @@ class CopiedCheckpoint(Output):
         reference, manifest = self._head.manifest, self._manifest
         assert reference is not None  # noqa: S101  # a commit record names one; decode saw to it
         data = self._read(reference)
-        if self._save_id != manifest.save_id:
-            files = [
-                (replace(file, path=self._at(file.path)), rank) for file, rank in manifest.files
-            ]
+        if self._is_renamed:
+            files = [(replace(one, path=self._at(one.path)), rank) for one, rank in manifest.files]
             renamed = replace(manifest, files=files, ranks=self._ranks, stock=stock)
             data = seal(replace(renamed, save_id=self._save_id).to_body())
         return _put(self.store, self._at(reference.path), data)
-
-    def _commit(self, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
-        assert self._grant is not None  # noqa: S101  # `take` was called
-        try:
-            record = commit.commit(
-                self.store.bounded(Deadline("commit", self.site.setting.timeouts.commit)),
-                self._grant,
-                manifest=manifest,
-                stock=stock,
-                stock_entries=self._head.stock_entries,
-                user=self._head.user,
-            )
-        except CommitConflictError as error:
-            # Another copy of the same save may have been faster: it committed these very files.
-            head = slotlog.read_log(self.store).head
-            is_same = error.winner.get("save_id") == self._save_id
-            if not is_same or head is None or head.save_id != self._save_id:
-                raise
-            record = head
-        log.info(
-            "copy of %s to %s committed in slot %d", self._save_id, self.store.url, record.slot
-        )
-        return record
 
 
 def _put(store: Store, path: str, data: bytes) -> FileRef:

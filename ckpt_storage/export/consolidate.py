@@ -22,7 +22,6 @@ from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     InvalidInputError,
-    StorageError,
 )
 from ckpt_storage.format.exports import DEFAULT_FOLDER, INDEX_NAME
 from ckpt_storage.format.names import COMMITS, SAVES
@@ -31,13 +30,12 @@ from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .folder import ExportFolder
+from .export_folder import ExportFolder
 from .layout import Layout, Skipped
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
 from .output import Made, Output, Setting, Site
 from .places import location_beside
 from .plan import Plan
-from .removal import stale_exports
 from .run import Found, Task, meeting, run
 from .select import check_ties
 from .weights import lay_out_model
@@ -80,7 +78,6 @@ class ConsolidationReport:
     rank_bytes: bytes of weight files that each rank was responsible for, this run.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
     removed: files of earlier exports and of runs that died that were deleted.
-    stale_exports: folders directly below the checkpoint whose export is of another save.
     seconds: from the meeting of the ranks to the end.
     """
 
@@ -100,7 +97,6 @@ class ConsolidationReport:
     skipped: Sequence[Skipped]
     ties: Mapping[str, str]
     removed: Sequence[str]
-    stale_exports: Sequence[str]
     seconds: float
 
     @property
@@ -312,15 +308,9 @@ class _Consolidation(Task[ConsolidationReport]):
         return ExportFolder(self.site, plan, save_id=self.save_id, source_format=self.source.format)
 
     def report(self, output: Output, made: Made, seconds: float) -> ConsolidationReport:
-        """Say what was exported, and which exports beside it are of other saves."""
+        """Say what was exported."""
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
         setting, plan = self.site.setting, output.plan
-        stale: list[str] = []
-        try:
-            if self.save_id is not None:
-                stale = stale_exports(self.site.source, self.save_id)
-        except StorageError as error:
-            log.warning("Other exports of %s are not known: %s", setting.source.url, error)
         # Rank, file and bytes.
         wrote = [(region.owner, region.file, region.size_bytes) for region in plan.regions]
         wrote += [
@@ -359,6 +349,5 @@ class _Consolidation(Task[ConsolidationReport]):
             skipped=plan.layout.skipped,
             ties=dict(plan.layout.ties),
             removed=tuple(output.removed),
-            stale_exports=tuple(stale),
             seconds=seconds,
         )

@@ -17,26 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import (
-    CheckpointNotFoundError,
-    InvalidInputError,
-    StorageError,
-)
-from ckpt_storage.format.names import (
-    INDEX_NAME,
-    STOCK_METADATA,
-    new_write_id,
-    shard_name,
-)
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, shard_name
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
-from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
-from ckpt_storage.source.model import CommittedSource, Source
+from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location
-from ckpt_storage.store.store import Store
 
 from .attempt import NewCheckpoint
+from .folder import PlainFolder
 from .layout import Fixed, Layout, Segment, Stored
 from .options import (
     DEFAULT_MAX_FILE_BYTES,
@@ -46,10 +36,8 @@ from .options import (
     parse_bytes,
 )
 from .output import Made, Output, Setting, Site
-from .places import is_within, location_beside, onto_itself, place_within, split_file
-from .plain_folder import OneFile, PlainFolder
+from .places import is_within, location_beside, place_within, split_file
 from .plan import Plan
-from .reads import SegmentStream
 from .run import Found, Task, run_together
 from .select import Selected, payload_bytes, select
 from .shards import Shards, lay_out_shards, metadata_of, stock_pickle
@@ -100,9 +88,6 @@ _SAFETENSORS = frozenset({"dcp_safetensors", "safetensors"})
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
-_FOLDER_FILES = (".distcp", ".safetensors", ".json", STOCK_METADATA)
-"""How the names end that a folder of some format may get."""
-
 
 def convert(  # the public surface, all keyword-only
     src: str | os.PathLike[str],
@@ -127,15 +112,11 @@ def convert(  # the public surface, all keyword-only
     """Write the values of the checkpoint at `src` to `dst` in the format `to`.
 
     Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders and
-    files of `torch.save`. Every block that has a checksum is checked; of a torch file that is each
-    record, by the CRC-32 that torch wrote. All values go over under
-    their names: tensors bit by bit, and what is no tensor where the target can hold it. Names
-    nested in dicts and lists keep their nesting in formats that have it. `dst` shows the result
-    all at once, at the end. After a failure or a kill, call it again with the same arguments: it
-    needs no `overwrite` for what the one before left. Files of "dcp", "dcp_safetensors" and
-    "safetensors" that were complete, and are sound, are kept; so a smaller `max_file_bytes` makes
-    less to be written again. A file of "torch_save" is one stream with its table at the end, and
-    an attempt at a checkpoint of ours bears an id that no other may use: those begin anew.
+    files of `torch.save`. Every checksum there is is checked. Values keep their names: tensors go
+    over bit by bit, objects and nesting where the format has them. `dst` shows the result all at
+    once, at the end. After a failure or a kill, call it again with the same arguments. Files of
+    "dcp", "dcp_safetensors" and "safetensors" that were complete, and are sound, are kept; the
+    other formats begin anew.
 
     To make a model's weights of a training checkpoint, with its names and ties as `transformers`
     expects them, use `consolidate`.
@@ -187,7 +168,7 @@ def convert(  # the public surface, all keyword-only
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) and is_within(target, source):
-            raise onto_itself(source.url)
+            raise _onto_itself(source)
         wanted = _Wanted(
             source=source,
             target=target,
@@ -201,16 +182,30 @@ def convert(  # the public surface, all keyword-only
         )
         setting = Setting(
             source=source,
-            target=wanted.folder,
+            target=split_file(target)[0] if to == "torch_save" else target,
             timeouts=Timeouts.of(timeout),
             retry=retry or RetryPolicy(),
             page_cache=page_cache,
             memory_limit_bytes=memory_limit_bytes,
             progress=progress,
         )
-        return setting, wanted.terms(setting), partial(_Conversion, wanted=wanted)
+        terms = {
+            "the file": target.url,
+            "to": to,
+            "max_file_bytes": str(wanted.max_file_bytes),
+            "include": digest(include),
+            "exclude": digest(exclude),
+        }
+        return setting, setting.terms() | terms, partial(_Conversion, wanted=wanted)
 
     return run_together(process_group, "convert", what, Timeouts.of(timeout), job)
+
+
+def _onto_itself(source: Location) -> InvalidInputError:
+    return InvalidInputError(
+        f"{source.url} would be converted onto itself, or into its own files.",
+        next_step="Give another place for the result.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,22 +222,6 @@ class _Wanted:
     max_file_bytes: int
     unsafe_pickle: bool
 
-    @property
-    def folder(self) -> Location:
-        """Where files are put."""
-        return split_file(self.target)[0] if self.to == "torch_save" else self.target
-
-    def terms(self, setting: Setting) -> dict[str, str]:
-        """Return what all ranks must have in common."""
-        return {
-            **setting.terms(),
-            "the file": self.target.url,
-            "to": self.to,
-            "max_file_bytes": str(self.max_file_bytes),
-            "include": digest(self.include),
-            "exclude": digest(self.exclude),
-        }
-
 
 class _Conversion(Task[ConvertReport]):
     """One conversion on one rank."""
@@ -256,23 +235,20 @@ class _Conversion(Task[ConvertReport]):
         self._shards: Shards | None = None
 
     def find(self) -> Found:
-        """Open a checkpoint, or a file, which its name may tell; nothing may be missing of it."""
+        """Open a checkpoint, or a file, which its name tells; nothing may be missing of it."""
         site, wanted = self.site, self._wanted
         folder, name = split_file(wanted.source)
-        is_file = name.endswith(_TORCH_SUFFIXES) and self._is_file(folder, name)
-        if not is_file:
-            try:
-                super().find()
-            except (CheckpointNotFoundError, StorageError):
-                is_file = bool(name) and self._is_file(folder, name)
-                if not is_file:
-                    raise
+        is_file = name.endswith(_TORCH_SUFFIXES) and is_there(
+            site.opened(folder).bounded(site.deadline), name
+        )
         if is_file:
             site.read_from(folder)
             self._watch = watch_file(site.source, name)
             at = site.source.stat(name)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
             self.open(Found(file=(folder, name), state=state or new_write_id()))
+        else:
+            super().find()
         if self.source.format == wanted.to:
             raise InvalidInputError(
                 f"{wanted.source.url} is of the format {wanted.to} already.",
@@ -299,41 +275,28 @@ class _Conversion(Task[ConvertReport]):
             self.site.source, found.file[1], unsafe_pickle=self._wanted.unsafe_pickle
         )
 
-    def _is_file(self, folder: Location, name: str) -> bool:
-        return is_there(self.site.opened(folder).bounded(self.site.deadline), name)
-
     def check_unchanged(self) -> None:
         """Raise if the source changed since it was opened."""
         if self._watch is not None:
             self._watch()
         super().check_unchanged()
 
-    def source_files(self) -> list[str]:
-        """Return the files of the values."""
-        return [self.found.file[1]] if self.found.file else super().source_files()
-
     def _check_elsewhere(self) -> None:
         """Refuse a target that would replace files of the source; the storages are asked."""
         site, wanted = self.site, self._wanted
-        name = split_file(wanted.target)[1]
-        is_file, to_file = self.found.file is not None, wanted.to == "torch_save"
-        if to_file and not (name and is_there(site.target, name)):
+        name = split_file(wanted.target)[1] if wanted.to == "torch_save" else ""
+        # A file of torch is none that a folder of another format gets.
+        if self.found.file or (name and not is_there(site.target, name)):
             return
-        within = place_within(site.source, site.target, is_deep=not is_file)
+        within = place_within(site.source, site.target)
         if within is None:
             return
-        if to_file:
-            if f"{within}/{name}".lstrip("/") in self._paths():
-                raise InvalidInputError(
-                    f"{wanted.target.url} is part of {wanted.source.url}, which is to be "
-                    "converted.",
-                    next_step="Give another name for the result.",
-                )
-        elif self.found.file is not None:
-            if self.found.file[1].endswith(_FOLDER_FILES):
-                raise onto_itself(wanted.source.url)
-        elif not within or any(path.startswith(f"{within}/") for path in self._paths()):
-            raise onto_itself(wanted.source.url)
+        keys = value_keys(self.source)
+        self.source.require(keys)
+        own = {STOCK_METADATA, INDEX_NAME, *(self.source.place(*key).path for key in keys)}
+        path = f"{within}/{name}".strip("/")
+        if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
+            raise _onto_itself(wanted.source)
 
     def _select(self) -> Selected:
         wanted = self._wanted
@@ -346,13 +309,6 @@ class _Conversion(Task[ConvertReport]):
             format_name=wanted.to,
         )
 
-    def _paths(self) -> set[str]:
-        """Return the files that hold the values, and those that make them a checkpoint."""
-        keys = value_keys(self.source)
-        self.source.require(keys)
-        places = (self.source.place(*key).path for key in keys)
-        return {STOCK_METADATA, INDEX_NAME, *places}
-
     def content(self) -> object:
         """Return what stands for the values."""
         wanted = self._wanted
@@ -362,12 +318,12 @@ class _Conversion(Task[ConvertReport]):
     def lay_out(self) -> Layout:
         """Return the files; none for a file of torch, which is one stream."""
         self._chosen = self._select()
-        source, kept = self.source, self._chosen.names
+        source, kept, wanted = self.source, self._chosen.names, self._wanted
         self._tensors = {fqn: info for fqn, info in source.tensors.items() if fqn in kept}
         self._blobs = sorted(source.blobs & kept)
-        found = source.ties if isinstance(source, CommittedSource) else getattr(source, "ties", {})
-        self._ties = {a: t for a, t in found.items() if a in kept and t in kept}
-        tensors, wanted = self._tensors.values(), self._wanted
+        ties: Mapping[str, str] = getattr(source, "ties", {})
+        self._ties = {a: t for a, t in ties.items() if a in kept and t in kept}
+        tensors = self._tensors.values()
         if wanted.to == "torch_save":
             return Layout(files=())
         if wanted.to == "safetensors":
@@ -396,32 +352,36 @@ class _Conversion(Task[ConvertReport]):
                 torch.save(held[fqn], buffer)
                 found[fqn] = Fixed(buffer.getvalue())
             else:
-                found[fqn] = Stored(fqn=fqn, size_bytes=self._blob_bytes(fqn))
+                found[fqn] = Stored(fqn=fqn, size_bytes=self.source.place(fqn, None).size_bytes)
         return found
-
-    def _blob_bytes(self, fqn: str) -> int:
-        return self.source.place(fqn, None).size_bytes
 
     def output(self, plan: Plan) -> Output:
         """Return where the files go."""
         wanted, site, shards = self._wanted, self.site, self._shards
-        paths = self.source.planner_data or {}
-        metadata = partial(metadata_of, self._tensors.values(), self._blobs, paths)
         if wanted.to == "torch_save":
-            return OneFile(
+            from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
+
+            return TorchFile(
                 site,
                 plan,
-                url=wanted.target.url,
                 name=split_file(wanted.target)[1],
+                source=self.source,
+                tensors=self._tensors,
+                blobs=self._blobs,
+                ties=self._ties,
                 overwrite=wanted.overwrite,
-                write=self._write_torch_file,
+                unsafe_pickle=wanted.unsafe_pickle,
+                check_unchanged=self.check_unchanged,
             )
         folder = partial(PlainFolder, site, plan, overwrite=wanted.overwrite)
-        if shards is None:
-            if wanted.to == "dcp_safetensors":
-                return folder(shown="nothing")
+        if wanted.to == "dcp_safetensors":
+            return folder(shown="nothing")
+        if wanted.to == "safetensors":
             index = partial(index_document, plan.layout)
             return folder(shown="index", last=INDEX_NAME, document=index)
+        assert shards is not None  # noqa: S101  # `lay_out` was called
+        paths = self.source.planner_data or {}
+        metadata = partial(metadata_of, self._tensors.values(), self._blobs, paths)
         if wanted.to == "dcp":
 
             def stock() -> bytes:
@@ -455,43 +415,3 @@ class _Conversion(Task[ConvertReport]):
             excluded=tuple(sorted(self._chosen.excluded)),
             seconds=seconds,
         )
-
-    def _write_torch_file(self, store: Store, name: str, begin: Callable[[], None]) -> None:
-        """Write all values as one stream; `begin` is called before the first byte."""
-        from .torchzip import TorchValues, write_torch_file  # noqa: PLC0415  # imports torch
-
-        site = self.site
-        total_bytes = sum(map(payload_bytes, self._tensors.values()))
-        with reporting(
-            site.setting.progress,
-            phase="write",
-            rank=0,
-            total_bytes=total_bytes,
-            save_id=self.save_id,
-            with_bar=True,
-        ) as on_bytes:
-            write_torch_file(
-                TorchValues(
-                    tensors=self._tensors,
-                    blobs=self._blobs,
-                    held=getattr(self.source, "values", {}),
-                    paths=self.source.planner_data or {},
-                    ties=self._ties,
-                ),
-                store,
-                name,
-                stream=partial(
-                    SegmentStream,
-                    source=self.source,
-                    store=site.source,
-                    options=site.options,
-                    deadline=site.deadline,
-                ),
-                size_of=self._blob_bytes,
-                options=site.options,
-                deadline=site.deadline,
-                on_bytes=on_bytes,
-                unsafe_pickle=self._wanted.unsafe_pickle,
-                begin=begin,
-                check_unchanged=self.check_unchanged,
-            )

@@ -1,20 +1,15 @@
 """`copy`: a checkpoint from one storage to another, verified as it goes, committed there last.
 
-A copy keeps the save id. It is the same save: the same bytes under the same names, vouched for by
-the same checksums, so exports, logs and other copies that name it stay true, a repeated copy knows
-what it has, and two copies of one checkpoint can be told to be the same. I2 (a name is written
-once, by one attempt) is kept in its purpose: whoever writes a name below `saves/<save id>/` writes
-the same bytes.
+A copy keeps the save id: it is the same save, the same bytes under the same names, so exports, logs
+and other copies that name it stay true. Whoever writes a name below `saves/<save id>/` writes the
+same bytes (I2).
 
-One thing would not hold: a saver's fence or deletion at the target that names this save id allows
-somebody, who may have slept since, to delete its files at any later time (I7). So an id that a
-record at the target has named, and that is not the head there, is never used again. The copy then
-bears an id derived from it, always the same one, and its documents are written anew with that; a
-save id has a fixed length, so even the pickle for torch's own readers stays valid.
+An id that a record at the target has named, and that is not the head there, is never used again: a
+saver's fence or deletion allows somebody to delete its files at any later time (I7). The copy then
+bears an id derived from it, always the same one; its documents are written anew with that.
 
-Until the exclusive create of the next slot, the last of all writes but `.metadata`, no reader sees
-the copy, and an older checkpoint at the target stays what it was. Killed at any point, a copy goes
-on when it is called again: files that are complete are read back and kept.
+No reader sees the copy until the exclusive create of the next slot. Killed at any point, a copy
+goes on when it is called again: files that are complete are read back and kept.
 """
 
 from __future__ import annotations
@@ -22,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,24 +27,39 @@ from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.commit.delete import log_to_extend
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import IntegrityError, InvalidInputError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    IntegrityError,
+    InvalidInputError,
+)
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.exports import HOLDER_PATH, is_file_record
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.exports import (
+    DOCUMENTS,
+    HOLDER_PATH,
+    ExportRecord,
+    IndexTag,
+    export_path,
+    is_file_record,
+)
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
+from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import open_marked
-from ckpt_storage.source.model import SourceFormat, read_manifest
+from ckpt_storage.source.foreign import StockSource
+from ckpt_storage.source.model import Key, Source, SourceFormat, TensorInfo, gone, read_manifest
+from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .attempt import CopiedCheckpoint
-from .copied import CopiedFiles, check_whole, lay_out_copies
-from .exportcopy import CopiedExports, copy_exports
-from .layout import Layout
+from .folder import PlainFolder, Shown, listed
+from .layout import Layout, Stored, out_file
 from .output import Made, Output, Setting, Site
 from .places import is_within, location_beside, place_within
-from .plain_folder import PlainFolder, Shown
 from .plan import Plan
 from .run import Found, Task, run_together
 from .write import Copies
@@ -59,6 +69,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt_storage")
 
+_RESTORE = "Restore the file from a copy, or copy another checkpoint."
+_OWN = frozenset({f"{COMMITS}/", f"{SAVES}/", STOCK_METADATA})
+_SUMS = ("file_count", "read_bytes", "sent_bytes", "copied_bytes", "kept_count", "kept_bytes")
+"""What a report says of a checkpoint and its exports together."""
 _STAMP_CHARS = 17
 
 
@@ -114,17 +128,14 @@ def copy(  # the public surface, all keyword-only
 ) -> CopyReport:
     """Copy the checkpoint at `src` to `dst`, on any two storages.
 
-    Every block is checked against the checkpoint's checksums on its way, and nothing damaged is
-    ever committed. `dst` shows the copy all at once, at the end, or not at all. Calling again
-    after a failure or a kill sends only what is missing. Of two calls at the same time, the later
-    one ends the earlier. Only the newest save is copied, and those exports directly below it that
-    are of that save.
+    Every block is checked against the checkpoint's checksums, and nothing damaged is committed.
+    `dst` shows the copy all at once, at the end, or not at all. Calling again after a failure or a
+    kill sends only what is missing. Of two calls at the same time, the later one ends the earlier.
+    Only the newest save is copied, and those exports directly below it that are of that save; one
+    that is damaged does not undo the copy, see `CopyReport.failed_exports`.
 
     Checkpoints of other writers carry no checksums: their files, all that lie below `src`, are
     compared by length, and the one that makes them a checkpoint goes last.
-
-    An export that is damaged, or cannot be read, does not undo the copy that is committed by then:
-    see `CopyReport.failed_exports`.
 
     Args:
         src: what to copy.
@@ -148,7 +159,7 @@ def copy(  # the public surface, all keyword-only
 
     Raises:
         CheckpointError: `CheckpointExistsError` (there is another checkpoint and `overwrite` is
-            False), `IntegrityError` naming file, rank, tensor and offset, `CheckpointGoneError`
+            False), `IntegrityError` naming the file, `CheckpointGoneError`
             (the source was replaced meanwhile), `CommitConflictError`, `CommitUnknownError`,
             `StorageError`, `PhaseTimeoutError`, `InvalidInputError` (`dst` is `src` under another
             name, or one lies inside the other), and what opening `src` raises. After
@@ -160,7 +171,11 @@ def copy(  # the public surface, all keyword-only
     def job() -> tuple[Setting, Mapping[str, str], Callable[[Site], _Copy]]:
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
-        _check_apart(source, target)
+        if is_within(source, target) or is_within(target, source):
+            raise InvalidInputError(
+                f"One of {source.url} and {target.url} lies inside the other, or is it.",
+                next_step="Give a folder beside what is copied.",
+            )
         setting = Setting(
             source=source,
             target=target,
@@ -177,43 +192,30 @@ def copy(  # the public surface, all keyword-only
     return run_together(process_group, "copy", what, Timeouts.of(timeout), job)
 
 
-def _check_apart(source: Location, target: Location) -> None:
-    if is_within(source, target):
-        raise InvalidInputError(
-            f"{target.url} lies inside {source.url}, which is to be copied.",
-            next_step="Give a folder beside it.",
-        )
-    if is_within(target, source):
-        raise InvalidInputError(
-            f"{source.url}, which is to be copied, lies inside {target.url}: it would become part "
-            "of its own copy.",
-            next_step="Give a folder beside it.",
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToCopy(Found):
-    """A checkpoint that is copied.
+    """A checkpoint that is copied; `was_there`: the target's newest is it.
 
-    Of one of ours `save_id` is that of the copy, and `was_there` whether the target's head is that
-    save. Of another writer's `format` and, by path, length and time of each file below its root.
+    Of one of ours `save_id` is that of the copy. Of another writer's `format`, and by path length,
+    time and, of an export of ours, CRC-32C of each file below its root.
     """
 
     save_id: str | None = None
     was_there: bool = False
     format: SourceFormat = "ckpt_storage"
-    files: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, float | None, int | None]] = field(default_factory=dict)
 
 
 class _Copy(Task[CopyReport]):
-    """One copy on one rank."""
+    """One copy on one rank; `export`: what the index says of one that lies beside a checkpoint."""
 
     found: _ToCopy
-    source: CopiedFiles
+    source: _Files
 
-    def __init__(self, site: Site, *, overwrite: bool) -> None:
+    def __init__(self, site: Site, *, overwrite: bool, export: IndexTag | None = None) -> None:
         super().__init__(site)
         self._overwrite = overwrite
+        self._export = export
         self._log_there: CommitLog | None = None
         self._head: SlotRecord | None = None
         self._manifest: Manifest | None = None
@@ -222,7 +224,7 @@ class _Copy(Task[CopyReport]):
         """Look whose checkpoint it is; nothing may be missing of one of others."""
         site, setting = self.site, self.site.setting
         head = slotlog.read_log(site.source).head
-        if place_within(site.source, site.target) is not None:
+        if self._export is None and place_within(site.source, site.target) is not None:
             raise InvalidInputError(
                 f"{setting.target.url} is the same place as {setting.source.url}, or "
                 "lies inside it: what is written to the one is seen in the other.",
@@ -235,10 +237,13 @@ class _Copy(Task[CopyReport]):
             if self.marks is None:
                 # Saved by us since the log was read.
                 return self.find()
-            entries = [entry for entry in site.source.list("") if _is_content(entry)]
-            check_whole(source, entries)
-            files = {entry.path: (entry.size_bytes, entry.modified_s) for entry in entries}
-            self.open(_ToCopy(format=source.format, files=files))
+            entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
+            _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
+            crcs, was_there = self._exported(self._export) if self._export else ({}, False)
+            files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
+            if was_there:
+                site.target.make_folders(sorted({path.rpartition("/")[0] for path in files} - {""}))
+            self.open(_ToCopy(format=source.format, files=files, was_there=was_there))
         else:
             publishing.check_newest(site.source, head)
             self._log_there = log_to_extend(site.target)
@@ -247,6 +252,17 @@ class _Copy(Task[CopyReport]):
             self.open(_ToCopy(record=record, slot=head.slot, save_id=save_id, was_there=was_there))
         return self.found
 
+    def _exported(self, tag: IndexTag) -> tuple[dict[str, int], bool]:
+        """Return the checksums of an export's files, and whether the target's index is the same."""
+        store = self.site.source
+        index = store.get(INDEX_NAME).data
+        path = export_path(tag.fingerprint)
+        record = ExportRecord.decode(store.get(path, max_bytes=MOST_DOCUMENT_BYTES).data, path=path)
+        slotlog.check_document(index, record.index)
+        there = slotlog.read_if_there(self.site.target, INDEX_NAME)
+        is_same = there is not None and there.data == index
+        return {one.path: one.crc32c for one in record.files}, is_same
+
     def open(self, found: Found) -> None:
         """Read the same manifest."""
         assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
@@ -254,13 +270,7 @@ class _Copy(Task[CopyReport]):
         if found.record:
             self._head = SlotRecord.decode(found.record, slot=found.slot)
             self._manifest = read_manifest(self.site.source, self._head)
-        self.source = CopiedFiles(self.site, self._manifest.save_id if self._manifest else None)
-
-    def source_files(self) -> list[str]:
-        """Return all files."""
-        if self._manifest is not None:
-            return sorted(reference.path for reference, _ in self._manifest.files)
-        return sorted(self.found.files)
+        self.source = _Files(self.site, self._manifest.save_id if self._manifest else None)
 
     def content(self) -> object:
         """Return what stands for the files."""
@@ -270,14 +280,19 @@ class _Copy(Task[CopyReport]):
     def lay_out(self) -> Layout:
         """Return the files but the one that shows all others; none if they are there."""
         found, manifest = self.found, self._manifest
-        if manifest is None:
-            last = self._shown()[1]
-            files = sorted((path, size) for path, (size, _) in found.files.items() if path != last)
-            return lay_out_copies((path, path, size, None) for path, size in files)
-        own_id, save_id = manifest.save_id, found.save_id or ""
-        return lay_out_copies(
-            (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
-            for file, _ in (() if found.was_there else manifest.files)
+        if manifest is not None:
+            own_id, save_id = manifest.save_id, found.save_id or ""
+            return _laid_out(
+                (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
+                for file, _ in (() if found.was_there else manifest.files)
+            )
+        last = self._shown()[1]
+        return _laid_out(
+            (path, path, size_bytes, crc32c)
+            for path, (size_bytes, _, crc32c) in sorted(found.files.items())
+            # Nothing tells one content of a file that people put beside an export from another.
+            if path != last
+            and not (found.was_there and (crc32c is not None or path.startswith(DOCUMENTS)))
         )
 
     def _shown(self) -> tuple[Shown, str]:
@@ -299,6 +314,8 @@ class _Copy(Task[CopyReport]):
                 log_there=self._log_there,
                 overwrite=self._overwrite,
             )
+        if found.was_there:
+            return Output(site, plan)
         shown, last = self._shown()
 
         def document() -> bytes:
@@ -306,12 +323,8 @@ class _Copy(Task[CopyReport]):
             data = site.source.get(last, max_bytes=size_bytes).data
             self.check_unchanged()
             if len(data) != size_bytes:
-                raise IntegrityError(
-                    f"{last} has changed while the checkpoint was being copied.",
-                    path=last,
-                    offset=0,
-                    next_step="Copy again.",
-                )
+                what = f"{last} has changed while the checkpoint was being copied."
+                raise IntegrityError(what, path=last, offset=0, next_step="Copy again.")
             return data
 
         return PlainFolder(
@@ -331,55 +344,157 @@ class _Copy(Task[CopyReport]):
         self.site.at_once("read slots", jobs)
         head_id = found.head.save_id if found.head else None
         while save_id != head_id and save_id in named:
-            save_id = _derived(save_id)
+            digest = hashlib.sha256(f"copy of {save_id}".encode()).hexdigest()
+            save_id = f"{save_id[:_STAMP_CHARS]}{digest[:16]}"
         return save_id, save_id == head_id
 
     def report(self, output: Output, made: Made, seconds: float) -> CopyReport:
         """Copy the exports; say what was copied."""
-        found, site = self.found, self.site
-        exports, record = CopiedExports(), None
-        total_bytes = sum(size for size, _ in found.files.values())
-        if self._manifest is not None:
-            assert isinstance(output, CopiedCheckpoint)  # noqa: S101  # as `output` returns
-            total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
-            record = output.record
-            exports = copy_exports(site, self._manifest.save_id, as_save_id=found.save_id or "")
-        whole = [(output.plan, made), *exports.made]
-        kept = [plan.files[at].size_bytes for plan, one in whole for at in one.kept]
-        return CopyReport(
-            source_url=site.setting.source.url,
-            url=site.setting.target.url,
+        found, setting, plan = self.found, self.site.setting, output.plan
+        kept = [plan.files[at].size_bytes for at in made.kept]
+        report = CopyReport(
+            source_url=setting.source.url,
+            url=setting.target.url,
             format=found.format,
             save_id=self.save_id,
-            slot=record.slot if record else None,
+            slot=None,
             was_there=found.was_there,
-            file_count=sum(len(plan.files) for plan, _ in whole),
-            total_bytes=total_bytes,
-            read_bytes=sum(one.bytes_of("read_bytes") for _, one in whole) + sum(kept),
-            sent_bytes=sum(one.bytes_of("sent_bytes") for _, one in whole),
-            copied_bytes=sum(one.bytes_of("copied_bytes") for _, one in whole),
+            file_count=len(plan.files),
+            total_bytes=sum(size_bytes for size_bytes, *_ in found.files.values()),
+            read_bytes=made.bytes_of("read_bytes") + sum(kept),
+            sent_bytes=made.bytes_of("sent_bytes"),
+            copied_bytes=made.bytes_of("copied_bytes"),
             kept_count=len(kept),
             kept_bytes=sum(kept),
-            exports=tuple(exports.copied),
-            left_out=tuple(exports.left_out),
-            failed_exports=dict(exports.failed),
+            exports=(),
+            left_out=(),
+            failed_exports={},
             seconds=seconds,
         )
+        if self._manifest is None:
+            return report
+        assert isinstance(output, CopiedCheckpoint)  # noqa: S101  # as `output` returns
+        total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
+        slot = output.record.slot if output.record else None
+        return self._with_exports(replace(report, slot=slot, total_bytes=total_bytes))
+
+    def _with_exports(self, report: CopyReport) -> CopyReport:
+        """Copy what lies directly below the source; raises nothing: the copy is committed by now.
+
+        An export stays behind if it is of another save than the copy, or damaged, or if its place
+        at the target is taken. Idempotent.
+        """
+        copied: dict[str, CopyReport] = {}
+        left_out: list[str] = []
+        failed: dict[str, str] = {}
+        paths: list[str] = []
+        try:
+            paths = [entry.path for entry in listed(self.site.source, "")]
+        except CheckpointError as error:
+            left_out, failed = ["."], {".": str(error)}
+        for path in paths:
+            folder, one = path.rstrip("/"), None
+            if path in _OWN or path.startswith(PROBE_PREFIX):
+                continue
+            try:
+                one = self._copy_export(folder) if path.endswith("/") else None
+            except CheckpointError as error:
+                log.warning("the export %s is not copied: %s", folder, error)
+                if not isinstance(error, CheckpointExistsError):
+                    failed[folder] = str(error)
+            if one is not None:
+                copied[folder] = one
+            else:
+                left_out.append(folder if folder in failed else path)
+        whole = [report, *copied.values()]
+        return replace(
+            report,
+            **{name: sum(getattr(one, name) for one in whole) for name in _SUMS},
+            exports=tuple(copied),
+            left_out=tuple(left_out),
+            failed_exports=failed,
+        )
+
+    def _copy_export(self, folder: str) -> CopyReport | None:
+        """Copy a folder, or what is missing of it; None if it is no export of the save."""
+        setting = self.site.setting
+        index = slotlog.read_if_there(self.site.source, f"{folder}/{INDEX_NAME}")
+        tag = None if index is None else IndexTag.of(index.data)
+        if tag is None or not tag.save_id == self.save_id == self.source.save_id:
+            return None
+        inner = replace(
+            setting,
+            source=setting.source.child(folder),
+            target=setting.target.child(folder),
+            progress=None,
+        )
+        task = partial(_Copy, overwrite=False, export=tag)
+        what = f"the copy of {inner.source.url}"
+        return run_together(None, "copy", what, inner.timeouts, lambda: (inner, {}, task))
 
 
-def _is_content(entry: ObjectInfo) -> bool:
-    name = entry.path.rpartition("/")[2]
-    return not (
-        entry.path.endswith("/") or _is_of_the_work(entry.path) or name.startswith(PROBE_PREFIX)
+class _Files:
+    """Files as a source of bytes: there are no tensors; `save_id` is that of one of ours."""
+
+    def __init__(self, site: Site, save_id: str | None) -> None:
+        self.tensors: Mapping[str, TensorInfo] = {}
+        self.save_id = save_id
+        self._site = site
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Fetch nothing."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over nothing."""
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
+        """Raise: there are no values."""
+        raise KeyError((fqn, offsets))
+
+    def explain_missing(self, place: ChunkPlace) -> Exception:
+        """Return the error to raise when a file is not there."""
+        site, moved = self._site, None
+        if self.save_id is not None:
+            moved = gone(site.source, self.save_id, place.path)
+        what = f"{site.setting.source.url}: {place.path} is missing."
+        return moved or IntegrityError(what, path=place.path, offset=0, next_step=_RESTORE)
+
+
+def _laid_out(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
+    """Return files that are those of the source: path, name here, length, CRC-32C if known."""
+    return Layout(
+        files=tuple(
+            out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
+            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
+        )
     )
 
 
-def _is_of_the_work(path: str) -> bool:
-    """Return whether a path is that of a note of a run, and so no part of a checkpoint."""
-    return path == HOLDER_PATH or is_file_record(path)
+def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
+    """Refuse a checkpoint of which a file is missing, or shorter than what it must hold."""
+    if isinstance(source, StockSource):
+        # Whole items, with what stands behind a tensor's bytes.
+        items = source.metadata.items.items()
+        ends = [(fqn, one.relative_path, one.offset + one.length) for (fqn, _), one in items]
+    else:
+        keys = value_keys(source)
+        source.require(keys)
+        places = (source.place(*key) for key in keys)
+        ends = [(one.fqn, one.path, one.start + one.size_bytes) for one in places]
+    for fqn, path, end in ends:
+        size_bytes = sizes.get(path)
+        if size_bytes is None or size_bytes < end:
+            what = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
+            raise IntegrityError(
+                f"{path} {what}; {fqn} ends at its byte {end}.",
+                path=path,
+                fqn=fqn,
+                offset=size_bytes or 0,
+                next_step=_RESTORE,
+            )
 
 
-def _derived(save_id: str) -> str:
-    """Return the save id that a copy bears where `save_id` must not be used any more."""
-    digest = hashlib.sha256(f"copy of {save_id}".encode()).hexdigest()
-    return f"{save_id[:_STAMP_CHARS]}{digest[:16]}"
+def _is_content(path: str) -> bool:
+    """Return whether a path is part of a checkpoint; notes of runs and probes are none."""
+    is_probe = path.rpartition("/")[2].startswith(PROBE_PREFIX)
+    return not (path.endswith("/") or path == HOLDER_PATH or is_file_record(path) or is_probe)

@@ -10,57 +10,47 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt_storage.commit.delete import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
+from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConsolidationError,
     FormatError,
     IntegrityError,
+    InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
     INDEX_NAME,
-    NAMES_PATH,
-    SINGLE_NAME,
-    ExportRecord,
     Holder,
-    Names,
-    Series,
     WeightFileRecord,
-    export_path,
     is_file_record,
+    is_output_file,
     is_weight_file,
     records_folder,
-    records_tag,
-    suffix_of,
     weight_file_path,
 )
-from ckpt_storage.format.names import BLOCKER, PROBE_PREFIX
-from ckpt_storage.store.backend import Content, ObjectInfo, Part
+from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker
+from ckpt_storage.store.backend import ObjectInfo, Part
 from ckpt_storage.store.store import Store
 
-from .layout import Layout
 from .output import Made, Output, Sealed, Site, Taken
 from .plan import Plan
-from .weights import index_document, with_suffix
 
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
-_CLAIM_COUNT = 3
+Shown = Literal["metadata", "index", "nothing"]
+"""What makes files a checkpoint of others: `.metadata`, an index, or that they lie there."""
 
 
 class FolderOutput(Output):
@@ -82,7 +72,7 @@ class FolderOutput(Output):
         )
         self.store.replace(weight_file_path(identity, number), record.encode())
 
-    def hold(self, earlier: Holder | None, *series: Series) -> Taken:
+    def hold(self, earlier: Holder | None) -> Taken:
         """Become the holder, and end the uploads that an earlier one left open.
 
         Return what it sealed of this very content; those uploads stay open.
@@ -90,28 +80,27 @@ class FolderOutput(Output):
         store, identity = self.store, self.plan.identity
         store.make_folders([DOCUMENTS, records_folder(identity)])
         taken = self._found()
-        holder = Holder(run_id=self._run_id, fingerprint=identity, series=series, stamp=stamp())
-        store.replace(HOLDER_PATH, holder.after(earlier).encode())
+        holder = Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
+        store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {one.file.path for one in taken.sealed.values()}
-            abort_uploads(store, "", lambda path: path not in kept and self.may_end(path, earlier))
+            abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
         return taken
 
-    def may_end(self, path: str, earlier: Holder) -> bool:
-        """Return whether an open upload to a path is one that the earlier holder left."""
-        is_mine = earlier.fingerprint == self.plan.identity
-        return earlier.wrote(path) or (is_mine and path in {file.name for file in self.plan.files})
+    def may_end(self, path: str) -> bool:
+        """Return whether an open upload to a path can only be one that an earlier run left."""
+        return is_output_file(path)
 
     def is_held(self) -> bool:
         """Return whether nobody else has begun to work here since this run took the folder."""
-        holder = holder_of(self.store, "")
+        holder = holder_of(self.store)
         return holder is not None and holder.run_id == self._run_id
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
         if self.is_held():
             return
-        holder = holder_of(self.store, "")
+        holder = holder_of(self.store)
         how = "it was removed"
         if holder is not None:
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
@@ -132,16 +121,11 @@ class FolderOutput(Output):
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
         identity = self.plan.identity
-        entries = listed(self.store, records_folder(identity))
-        found = self.read_records(entry.path for entry in entries)
+        found = self.read_records(one.path for one in listed(self.store, records_folder(identity)))
         return [sealed for fingerprint, sealed in found if fingerprint == identity]
 
     def _found(self) -> Taken:
-        """Return what an earlier run sealed.
-
-        Nothing is trusted but a record of this very content, and with it a file of that length or
-        an upload that is still open.
-        """
+        """Return what is sealed: of records, those with their file or an upload still open."""
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         recorded = {
             files[key]: one
@@ -174,16 +158,14 @@ class FolderOutput(Output):
         """Return what those of some paths that are records say, with their fingerprints."""
         found: list[tuple[str, Sealed]] = []
 
-        def decode(data: bytes, path: str) -> tuple[str, Sealed]:
+        def decode(path: str, data: bytes) -> None:
             one = WeightFileRecord.decode(data, path=path)
             parts = tuple(Part.from_json(part) for part in one.parts)
             sealed = Sealed(file=one.file, token=one.token, write_id=one.write_id, parts=parts)
-            return one.fingerprint, sealed
+            found.append((one.fingerprint, sealed))
 
         def read(path: str) -> None:
-            one = trusted(self.store, path, partial(decode, path=path))
-            if one is not None:
-                found.append(one)
+            trusted(self.store, path, partial(decode, path))
 
         self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
         return found
@@ -202,160 +184,116 @@ class FolderOutput(Output):
         self.site.at_once("end uploads", [partial(end, one) for one in files if one.token])
 
 
-class ExportFolder(FolderOutput):
-    """The folder of an export of ours: an earlier one stays readable until the index is put.
+class PlainFolder(FolderOutput):
+    """A folder in which files of another format are being put, so that a part looks like no whole.
 
-    Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
+    What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
+    folder of safetensors without an index has nothing of the kind; so while such a folder is being
+    filled, a blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
     """
 
-    is_together = True
-
-    def __init__(self, site: Site, plan: Plan, *, save_id: str | None, source_format: str) -> None:
-        """`save_id` and `source_format` are of what is exported."""
+    def __init__(
+        self,
+        site: Site,
+        plan: Plan,
+        *,
+        shown: Shown,
+        last: str = "",
+        document: Callable[[], bytes] = bytes,
+        overwrite: bool,
+    ) -> None:
+        """`last` is the file that shows all others, "" for none, and `document` gives its bytes."""
         super().__init__(site, plan)
-        self._save_id = save_id
-        self._source_format = source_format
-        self._index: Content | None = None
-        self.removed: list[str] = []
+        self._shown = shown
+        self._last = last
+        self._document = document
+        self._overwrite = overwrite
+        self._names = frozenset({*(file.name for file in plan.files), last} - {""})
+        self.is_together = shown != "metadata"
 
     def take(self) -> Taken:
-        """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
-        store, identity = self.store, self.plan.identity
-        self._index = read_if_there(store, INDEX_NAME)
-        if not is_there(store, NAMES_PATH):
-            self._claim_names()
-        # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
-        names = trusted(store, NAMES_PATH, Names.decode)
-        is_mine = names is not None and names.fingerprint == identity
-        suffix = "" if is_mine else suffix_of(identity)
-        self.plan = self.plan.renamed(self.named(self.plan.layout, suffix))
-        taken = self.hold(holder_of(store, ""), Series(len(self.plan.files), suffix))
-        if self._index is None:
-            # Else readers would take the first files of a run that died for the whole.
-            self._put_index(BLOCKER)
-            self._index = read_if_there(store, INDEX_NAME)
-        return replace(taken, name=suffix)
+        """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
 
-    def named(self, layout: Layout, name: str) -> Layout:
-        """Return the files with a suffix."""
-        return with_suffix(layout, name)
-
-    def _claim_names(self) -> None:
-        """Give names without a suffix to this content, unless another one is faster."""
-        store = self.store
-        here = [entry.path for entry in listed(store, "")]
-        foreign = sorted(name for name in here if is_weight_file(name) or name == INDEX_NAME)
-        if foreign:
+        Raises `CheckpointExistsError` if a checkpoint, or a file of one of the names, is there and
+        is not to be overwritten, and `InvalidInputError` for the folder of a checkpoint of ours.
+        What another run left that died may always be replaced; a complete checkpoint may not.
+        """
+        store, is_indexed = self.store, self._shown != "metadata"
+        if read_log(store).last is not None:
+            raise InvalidInputError(
+                f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
+                "would lie between its own.",
+                path=store.url,
+                next_step="Give another folder.",
+            )
+        earlier = holder_of(store)
+        is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
+        entries = listed(store, "", recursive=True)
+        here = {entry.path for entry in entries if not entry.path.endswith("/")}
+        index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
+        is_hidden = index is not None and is_blocker(index.data)
+        in_the_way = {path for path in here if path in self._names or self._mixes(path)}
+        # Readers take what would be replaced here for a checkpoint.
+        is_whole = STOCK_METADATA in here or (
+            is_indexed and not is_hidden and (index is not None or any(map(_is_weight, here)))
+        )
+        is_remains = not is_whole and is_there(store, HOLDER_PATH)
+        blocking = sorted(in_the_way | here & {STOCK_METADATA})
+        # A blocker alone: cut between hiding the folder and writing the note.
+        is_free = not blocking or (is_hidden and blocking == [INDEX_NAME])
+        if not (is_resumed or is_remains or self._overwrite or is_free):
             raise CheckpointExistsError(
-                f"{store.url} holds weight files that ckpt_storage did not export ({foreign[0]}).",
+                f"{store.url} holds {blocking[0]}.",
                 path=store.url,
                 phase="plan",
-                next_step="Give an output folder of its own, or move those files away.",
+                next_step="Give another folder, or pass overwrite=True to replace what is there.",
             )
-        store.make_folders([DOCUMENTS])
-        data = Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
-        for attempt in range(_CLAIM_COUNT):
-            try:
-                store.create(NAMES_PATH, data)
-            except StorageError as error:
-                if error.kind == "unsupported":
-                    store.replace(NAMES_PATH, data)
-                elif error.kind != "exists" and (
-                    not error.retryable or attempt == _CLAIM_COUNT - 1
-                ):
-                    raise
-            if is_there(store, NAMES_PATH):
-                return
+        store.make_folders([])
+        if STOCK_METADATA in here:
+            store.delete([STOCK_METADATA])
+        if is_indexed and any(map(_is_weight, here | self._names)):
+            store.replace(INDEX_NAME, BLOCKER)
+        if not is_resumed:
+            old = in_the_way - {INDEX_NAME}
+            if is_remains and not is_indexed:
+                # Shards of work that died: without its `.metadata` nobody can tell what is in them.
+                old |= set(filter(_is_shard, here))
+            store.delete(sorted(old))
+            # Only their records lead to sealed files that lack their names.
+            self.end_uploads(sealed for _, sealed in self.read_records(here))
+            if any(path.startswith(f"{DOCUMENTS}/") for path in here):
+                store.delete_folder(DOCUMENTS)
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
+        return self.hold(earlier)
 
-    def recorded(self) -> list[Sealed]:
-        """Return also the files of a complete export of this content."""
-        record = self._record()
-        return [*(Sealed(file=f) for f in (record.files if record else ())), *super().recorded()]
-
-    def _record(self) -> ExportRecord | None:
-        """Return the record of this content if it was exported completely before."""
-        path = export_path(self.plan.identity)
-        record = trusted(self.store, path, partial(ExportRecord.decode, path=path))
-        return record if record and record.fingerprint == self.plan.identity else None
+    def may_end(self, path: str) -> bool:
+        """Return also whether it is of a file that this run, or one of the other kind, writes."""
+        is_kind = _is_shard(path) or _is_weight(path)
+        return is_kind or super().may_end(path) or path in self._names
 
     def publish(self, made: Made) -> None:
-        """Record the export and put the index; then delete what that superseded."""
-        plan, store = self.plan, self.store
-        files = [made.files[at] for at in range(len(plan.files))]
+        """Put the file that shows all others, or take the index away that hid them."""
+        del made
         self.check_held()
-        index = index_document(plan.layout, save_id=self._save_id, fingerprint=plan.identity)
-        reference = FileRef(path=INDEX_NAME, size_bytes=len(index), crc32c=crc32c_of(index))
-        known = self._record()
-        if known is None or (list(known.files), known.index) != (files, reference):
-            record = ExportRecord(
-                fingerprint=plan.identity,
-                save_id=self._save_id,
-                source_format=self._source_format,
-                source=self.site.setting.source.url,
-                files=files,
-                index=reference,
-                ties=plan.layout.ties,
-                stamp={**stamp(), "world_size": plan.world_size},
-            )
-            store.replace(export_path(plan.identity), record.encode())
-        if self._index is None or self._index.data != index:
-            self._put_index(index)
-        is_mine = SINGLE_NAME in {file.name for file in plan.files}
-        if not is_mine and is_there(store, SINGLE_NAME) and self.is_held():
-            # Libraries that prefer it to an index see the new export from here on.
-            store.delete([SINGLE_NAME])
-            self.removed.append(SINGLE_NAME)
-        try:
-            self.collect()
-        except StorageError as error:
-            # The export counts; what is left over, the next consolidation finds.
-            log.warning("Clearing up after the export to %s failed: %s", store.url, error)
+        if self._last:
+            self.store.replace(self._last, self._document())
+        elif self._shown != "metadata":
+            self.store.delete([INDEX_NAME])
+        # Whatever lies here now is a checkpoint like any other.
+        self.store.delete_folder(records_folder(self.plan.identity))
+        self.store.delete([HOLDER_PATH])
+        if not listed(self.store, DOCUMENTS):
+            self.store.delete_folder(DOCUMENTS)
 
-    def _put_index(self, index: bytes) -> None:
-        """Put the index in place of the version that was there when the folder was taken."""
-        store, before = self.store, self._index
-        try:
-            if not store.capabilities.if_match:
-                store.replace(INDEX_NAME, index)
-            elif before is None:
-                store.create(INDEX_NAME, index)
-            else:
-                store.replace(INDEX_NAME, index, if_match=before.version)
-        except StorageError as error:
-            # An answer may have been lost; what lies there counts.
-            now = read_if_there(store, INDEX_NAME)
-            if now is not None and now.data == index:
-                return
-            if error.kind in {"exists", "precondition", "not-found"}:
-                raise self.overtaken("another index was published") from error
-            raise
+    def _mixes(self, path: str) -> bool:
+        """Return whether a file would mix with those to come.
 
-    def collect(self) -> None:
-        """Delete what the index that was just published superseded.
-
-        Cut at any point, the next consolidation goes on. Deletes nothing once another one has taken
-        the folder over: what is old to this one may be what counts by now.
+        Where an index says what counts, those are weight files of an earlier export alone.
         """
-        store, mine = self.store, records_folder(self.plan.identity)
-        kept = {file.name for file in self.plan.files}
-        here = [entry.path for entry in listed(store, "")]
-        documents = [entry.path for entry in listed(store, DOCUMENTS)]
-        # Whoever takes over says so before it writes, so what was listed before is not its own.
-        if not self.is_held():
-            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
-            return
-        old = sorted(name for name in here if is_weight_file(name) and name not in kept)
-        probes = [name for name in here if name.startswith(PROBE_PREFIX)]
-        if old or probes:
-            store.delete([*old, *probes])
-        for path in documents:
-            folder = path.rstrip("/")
-            if path.endswith("/") and folder != mine and _is_records_folder(folder):
-                store.delete_folder(folder)
-        done = [entry.path for entry in listed(store, mine) if is_file_record(entry.path)]
-        if done:
-            store.delete(done)
-        self.removed = sorted({*old, *self.removed})
+        if self._shown == "metadata":
+            return False
+        is_old = is_weight_file if self._shown == "index" else _is_weight
+        return path == INDEX_NAME or is_old(path)
 
 
 def trusted(store: Store, path: str, decode: Callable[[bytes], T]) -> T | None:
@@ -368,7 +306,7 @@ def trusted(store: Store, path: str, decode: Callable[[bytes], T]) -> T | None:
         return None
 
 
-def holder_of(store: Store, folder: str) -> Holder | None:
+def holder_of(store: Store, folder: str = "") -> Holder | None:
     """Return who works in a folder; None for nobody, and for a note that is damaged."""
     return trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), Holder.decode)
 
@@ -393,7 +331,9 @@ def listed(store: Store, folder: str, *, recursive: bool = False) -> list[Object
         raise
 
 
-def _is_records_folder(path: str) -> bool:
-    """Return whether a path is that of the records of one export."""
-    tag = path.removeprefix(f"{DOCUMENTS}/")
-    return re.fullmatch(r"[0-9a-f]+", tag) is not None and tag == records_tag(tag)
+def _is_weight(path: str) -> bool:
+    return "/" not in path and path.endswith(".safetensors")
+
+
+def _is_shard(path: str) -> bool:
+    return "/" not in path and path.startswith("__") and path.endswith(".distcp")

@@ -202,10 +202,12 @@ class Output:
         """Clear away what nobody could go on with."""
 
     def damage(self, file: OutFile) -> CheckpointError:
-        """Return the error for a file that was written otherwise than its checksum says."""
+        """Return the error for a file that has other bytes than the source says."""
         return IntegrityError(
-            f"{file.name} does not have the checksum that it was written with.",
+            f"{file.name} has other bytes than the checkpoint says: the source is damaged, or was "
+            "copied wrongly.",
             path=file.name,
             offset=0,
-            next_step="Restore the file from a copy.",
+            next_step="Run ckpt_storage.verify on the source; if it is sound, copy again with "
+            "copies='never'. Else restore the file from another copy.",
         )

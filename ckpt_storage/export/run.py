@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
@@ -26,7 +27,7 @@ from ckpt_storage.store.deadline import Deadline, Stalling
 
 from .layout import Layout
 from .output import Made, Output, Setting, Site, Taken
-from .places import Marks, Seen, check_seen
+from .places import check_seen, put_probe, remove_probe
 from .plan import Plan, plan
 from .reads import Readable
 from .work import collect, make, share
@@ -100,10 +101,6 @@ class Task(abc.ABC, Generic[R]):
         else:
             source = open_source(site.source, deadline=site.deadline, options=site.options)
         self.source, self.found, self.save_id = source, found, source.save_id
-
-    def source_files(self) -> list[str]:
-        """Return the files of the source that every rank must see."""
-        return files_of(self.source)
 
     def check_unchanged(self) -> None:
         """Raise if another writer touched the source since it was opened; coordinator only."""
@@ -211,19 +208,19 @@ def _made(
 
 def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
     """Return the output, with a plan that is the same on all ranks, and what was taken of it."""
-    site, marks, found = task.site, Marks(), Found()
+    site, probe, found = task.site, "", Found()
     is_first = operation.is_coordinator
     output: Output | None = None
     try:
         if is_first:
             found = task.find()
             if operation.world_size > 1:
-                marks = Marks.placed(task.source_files(), site.source, site.target)
-        found, marks = share(operation, (found, marks))
+                probe = put_probe(site.target)
+        found, probe = share(operation, (found, probe))
         if not is_first and found.file is not None:
             site.read_from(found.file[0])
-        seen = Seen(host=socket.gethostname(), missing=marks.missing(site.source, site.target))
-        if not seen.missing:
+        sees = not probe or is_there(site.target, probe)
+        if sees:
             if not is_first:
                 task.open(found)
             first = plan(
@@ -234,14 +231,15 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
                 source=task.content(),
             )
             output = task.output(first)
-        came = collect(operation, (seen, output.plan.digest if output else ""))
+        digest = output.plan.digest if output else ""
+        came = collect(operation, ((socket.gethostname(), sees), digest))
     finally:
         if is_first:
-            marks.remove(site.target)
+            remove_probe(site.target, probe)
     taken = Taken()
     if is_first:
         source_url = site.setting.source.url
-        check_seen([one for one, _ in came], source_url, site.setting.target.url)
+        check_seen([one for one, _ in came], site.setting.target.url)
         assert output is not None  # noqa: S101  # else it has not seen something
         digests: dict[str, list[int]] = {}
         for rank, (_, digest) in enumerate(came):

@@ -34,10 +34,11 @@ _READ_AHEAD_BYTES = 64 * 1024
 _WINDOW_BYTES = 4 << 20
 _LOCAL = struct.Struct("<26x2H")
 _RESTORE = "Restore the file from a copy."
+_AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class _Record:
     """Bytes of the file that have one checksum, if any: a storage, of which tensors are views."""
 
     start: int
@@ -59,16 +60,18 @@ class TorchFileSource:
     save_id: str | None = None
     format: Literal["torch_save"] = "torch_save"
     _places: dict[Key, ChunkPlace] = field(default_factory=dict)
-    _records: dict[str, Record] = field(default_factory=dict)
-    _sound: set[Record] = field(default_factory=set)
+    _records: dict[str, _Record] = field(default_factory=dict)
+    _sound: set[_Record] = field(default_factory=set)
+    _first: dict[tuple[int, str, tuple[int, ...]], str] = field(default_factory=dict)
 
     @property
     def blobs(self) -> frozenset[str]:
         """FQNs of the values that are no tensors."""
         return frozenset(self.values)
 
-    def add(self, fqn: str, tensor: torch.Tensor, record: Record) -> None:
+    def add(self, fqn: str, tensor: torch.Tensor, record: _Record) -> None:
         """Take a tensor over whose storage lies in `record`. Raises `FormatError`."""
+        _check_plain(fqn, tensor, self.path)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         start = record.start + int(tensor.storage_offset()) * tensor.element_size()
         zeros = (0,) * len(shape)
@@ -82,14 +85,8 @@ class TorchFileSource:
         self.tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[Box(zeros, shape)])
         if place.size_bytes:
             self._records[fqn] = record
-
-    def find_ties(self) -> None:
-        """Note which tensors are the same bytes."""
-        first: dict[tuple[int, str, tuple[int, ...]], str] = {}
-        for (fqn, _), place in self._places.items():
-            info = self.tensors[fqn]
-            target = first.setdefault((place.start, info.dtype, info.shape), fqn)
-            if place.size_bytes and target != fqn:
+            target = self._first.setdefault((start, dtype, shape), fqn)
+            if target != fqn:
                 self.ties[fqn] = target
 
     def require(self, chunks: Iterable[Key]) -> None:
@@ -103,7 +100,7 @@ class TorchFileSource:
                 self._check(fqn, record)
                 self._sound.add(record)
 
-    def _check(self, fqn: str, record: Record) -> None:
+    def _check(self, fqn: str, record: _Record) -> None:
         if record.crc32 is None:
             return
         crc, end = 0, record.start + record.size_bytes
@@ -113,15 +110,8 @@ class TorchFileSource:
             self.store.read(self.path, [(start, view)], size_bytes=self.size_bytes)
             crc = zlib.crc32(view, crc)
         if crc != record.crc32:
-            raise IntegrityError(
-                f"{self.path} is damaged: the {record.size_bytes} bytes at byte "
-                f"{record.start}, which hold {fqn}, do not have the checksum that they were "
-                "written with.",
-                path=self.path,
-                fqn=fqn,
-                offset=record.start,
-                next_step=_RESTORE,
-            )
+            what = f"the {record.size_bytes} bytes at byte {record.start}, which hold {fqn}, do"
+            raise _damaged(self.path, what, record.start, fqn)
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store of the step that begins."""
@@ -152,14 +142,9 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     """
     size_bytes = store.stat(path).size_bytes
     shown = f"{store.url}/{path}"
-
-    def refused(what: str, next_step: str) -> FormatError:
-        return FormatError(f"{shown} {what}.", path=path, next_step=next_step)
-
-    again = "Load it with torch.load and save it anew with torch.save."
     file = io.BufferedReader(_StoreFile(store, path, size_bytes), _READ_AHEAD_BYTES)
     if file.read(4) != b"PK\x03\x04":
-        raise refused("is no file of torch.save, or one of the format before torch 1.6", again)
+        raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
         archive = _Archive(file, path)
         state = archive.unpickled(unsafe_pickle=unsafe_pickle)
@@ -175,28 +160,39 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
         ) from error
     except Exception as error:
         what = f"cannot be read ({type(error).__name__}): it is damaged, cut short, or no file of "
-        raise refused(f"{what}torch.save", _RESTORE) from error
+        raise _refused(shown, f"{what}torch.save", _RESTORE) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise refused(
-            f"holds a {type(state).__name__}, not a state dict with names as keys",
-            "Save a dict that maps names to tensors, such as model.state_dict().",
-        )
+        what = f"holds a {type(state).__name__}, not a state dict with names as keys"
+        step = "Save a dict that maps names to tensors, such as model.state_dict()."
+        raise _refused(shown, what, step)
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
-        raise refused(what, "Load it with torch.load, rename one, and save it anew.") from error
+        raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
     source = TorchFileSource(
         store=store, path=path, size_bytes=size_bytes, planner_data=dict(paths)
     )
     for fqn, value in flat.items():
         if isinstance(value, torch.Tensor):
-            _check_plain(fqn, value, path)
             source.add(fqn, value, archive.record_of(value))
         else:
             source.values[fqn] = value
-    source.find_ties()
     return source
+
+
+def _refused(path: str, what: str, next_step: str) -> FormatError:
+    return FormatError(f"{path} {what}.", path=path, next_step=next_step)
+
+
+def _damaged(path: str, what: str, offset: int, fqn: str | None = None) -> IntegrityError:
+    return IntegrityError(
+        f"{path} is damaged: {what} not have the checksum that torch wrote.",
+        path=path,
+        fqn=fqn,
+        offset=offset,
+        next_step=_RESTORE,
+    )
 
 
 class _StoreFile(io.RawIOBase):
@@ -216,8 +212,7 @@ class _StoreFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
-        self._at = max(0, origin + offset)
+        self._at = max(0, offset + (0, self._at, self._size_bytes)[whence])
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
@@ -241,14 +236,16 @@ class _Archive:
         self._path = path
         self._infos: dict[str, zipfile.ZipInfo] = {}
         self._small: dict[str, bytes] = {}
-        # By address, of storages that must not be freed while it stands for them.
-        self._records: dict[int, tuple[Record, torch.UntypedStorage]] = {}
+        # A storage must not be freed while its address stands for it.
         self._storages: dict[str, torch.UntypedStorage] = {}
+        self._records: dict[int, _Record] = {}
         with zipfile.ZipFile(file) as archive:
             # torch can be told to write none: then it writes zeros.
             has_crcs = any(info.CRC for info in archive.infolist())
             for info in archive.infolist():
-                self._check_stored(info)
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                    what = f"holds the compressed record {info.filename:.80}, as no file of torch"
+                    raise _refused(path, f"{what}.save does", _AGAIN)
                 if not has_crcs:
                     info.CRC = None  # type: ignore[assignment]  # zipfile then checks none
                 name = info.filename.partition("/")[2]
@@ -256,35 +253,17 @@ class _Archive:
                 if not name.startswith("data/"):
                     self._small[name] = self._read(archive, info)
 
-    def _check_stored(self, info: zipfile.ZipInfo) -> None:
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise FormatError(
-                f"{self._path} holds the compressed record {info.filename:.80}, as no file of "
-                "torch.save does.",
-                path=self._path,
-                next_step="If you trust who made it, load it with torch.load and save it anew.",
-            )
-
     def _read(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         try:
             return archive.read(info)
         except zipfile.BadZipFile as error:
-            raise IntegrityError(
-                f"{self._path} is damaged: its record {info.filename} does not have the checksum "
-                "it was written with.",
-                path=self._path,
-                offset=info.header_offset,
-                next_step=_RESTORE,
-            ) from error
+            what = f"its record {info.filename} does"
+            raise _damaged(self._path, what, info.header_offset) from error
 
     def unpickled(self, *, unsafe_pickle: bool) -> object:
         """Return what was saved; tensors have no bytes, but `record_of` tells where they are."""
         if self._small.get("byteorder", b"little") != b"little":
-            raise FormatError(
-                f"{self._path} was written on a big-endian machine.",
-                path=self._path,
-                next_step="Load it with torch.load and save it anew.",
-            )
+            raise _refused(self._path, "was written on a big-endian machine", _AGAIN)
         data = io.BytesIO(self._small["data.pkl"])
         kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
         unpickler = kind(data, encoding="utf-8")
@@ -306,16 +285,16 @@ class _Archive:
                 raise EOFError(key)
             self._file.seek(info.header_offset)
             gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(self._file.read(_LOCAL.size)))
-            record = Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
             storage = self._storages[key] = _torch.UntypedStorage(size_bytes, device="meta")
-            self._records[_address(storage)] = record, storage
+            record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
+            self._records[_address(storage)] = record
         return _torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    def record_of(self, tensor: torch.Tensor) -> Record:
-        """Return where the storage of a tensor lies; anywhere, if it has no elements."""
-        if not tensor.numel():
-            return Record(0, 0, None)
-        return self._records[_address(tensor.untyped_storage())][0]
+    def record_of(self, tensor: torch.Tensor) -> _Record:
+        """Return where the storage of a tensor lies; anywhere, if it has none or no elements."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return _Record(0, 0, None)
+        return self._records[_address(tensor.untyped_storage())]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -335,20 +314,12 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 def _check_plain(fqn: str, tensor: torch.Tensor, path: str) -> None:
     """Refuse a tensor whose bytes in the file are not its elements in C order."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES and not tensor.is_quantized:
-        what, step = f"has dtype {dtype}, which this release does not read", "Convert it with torch"
-    elif tensor.layout != torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-        what, step = f"is {layout}: it has no elements in a row", "Save it as tensor.to_dense()"
-    elif tensor.is_quantized:
-        what = "is quantized: its bytes are not its elements"
-        step = "Save it as tensor.dequantize()"
-    elif not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        what = f"is stored with strides {tuple(tensor.stride())}, not in C order"
-        step = "Save it as tensor.contiguous()"
-    else:
-        return
-    raise FormatError(
-        f"{fqn} in {path} {what}.", path=path, next_step=f"{step}, or leave it out with exclude=."
-    )
+    kind, layout = (str(one).removeprefix("torch.") for one in (tensor.dtype, tensor.layout))
+    is_strided = layout == "strided" and not tensor.is_quantized
+    if is_strided and not tensor.is_contiguous():
+        layout = f"stored with strides {tuple(tensor.stride())}"
+    is_changed = layout != "strided" or tensor.is_conj() or tensor.is_neg()
+    if is_changed or kind not in DTYPES:
+        what = f"holds {fqn} ({kind}, {layout}), whose bytes are not its elements in C order"
+        step = "Save it dense, contiguous and of a plain dtype, or leave it out with exclude=."
+        raise _refused(path, what, step)

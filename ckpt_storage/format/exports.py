@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ckpt_storage.errors import FormatError
@@ -24,11 +24,10 @@ __all__ = [
     "Holder",
     "IndexTag",
     "Names",
-    "Series",
     "WeightFileRecord",
     "export_path",
-    "is_document",
     "is_file_record",
+    "is_output_file",
     "is_weight_file",
     "records_folder",
     "records_tag",
@@ -47,14 +46,12 @@ HOLDER_PATH = f"{DOCUMENTS}/job.json"
 SINGLE_NAME = "model.safetensors"
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-([0-9]{5,})(-([0-9a-f]{8}))?)?\.safetensors")
+_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?\.safetensors")
 _DOCUMENT = re.compile(
     rf"{re.escape(DOCUMENTS)}/((names|job)\.json"
     r"|[0-9a-f]{16}/([0-9]{5,}|output)\.json)"
 )
 _FILE_RECORD = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{16}}/[0-9]{{5,}}\.json")
-_MOST_SERIES = 64
-"""How many a holder remembers: whoever takes a folder over clears away those before it."""
 _TAG_DIGITS = 16
 _SUFFIX_DIGITS = 8
 
@@ -94,26 +91,9 @@ def is_file_record(path: str) -> bool:
     return _FILE_RECORD.fullmatch(path) is not None
 
 
-def is_document(path: str) -> bool:
-    """Return whether `path`, in an output folder, is that of one of our documents."""
-    return path == INDEX_NAME or _DOCUMENT.fullmatch(path) is not None
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Series:
-    """The names of the weight files of one export: how many there are, and their suffix."""
-
-    count: int
-    suffix: str = ""
-
-    @classmethod
-    def of(cls, name: str) -> Self | None:
-        """Return the series that a file name belongs to; None unless an export gives it."""
-        if name == SINGLE_NAME:
-            return cls(1)
-        found = _WEIGHT_FILE.fullmatch(name)
-        one = None if found is None else cls(int(found[2]), found[4] or "")
-        return None if one == cls(1) else one
+def is_output_file(path: str) -> bool:
+    """Return whether `path`, in an output folder, is that of a weight file or document of ours."""
+    return path == INDEX_NAME or is_weight_file(path) or _DOCUMENT.fullmatch(path) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,33 +116,15 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The consolidation that works in the folder now.
-
-    `series` are the names that it writes, and those that holders before it said they would: by
-    them, uploads that a dead one left open are told from those of others.
-    """
+    """The run that works in the folder now."""
 
     run_id: str
     fingerprint: str
-    series: tuple[Series, ...] = ()
     stamp: Mapping[str, Any] = field(default_factory=dict)
-
-    def after(self, earlier: Self | None) -> Self:
-        """Return this holder with the names of the one whose place it takes."""
-        known = dict.fromkeys((*(earlier.series if earlier else ()), *self.series))
-        return replace(self, series=tuple(known)[-_MOST_SERIES:])
-
-    def wrote(self, path: str) -> bool:
-        """Return whether an upload to `path`, in the output folder, can only be of one of these."""
-        return is_document(path) or Series.of(path) in self.series
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        body = {
-            "run_id": self.run_id,
-            "fingerprint": self.fingerprint,
-            "series": [[one.count, one.suffix] for one in self.series],
-        }
+        body = {"run_id": self.run_id, "fingerprint": self.fingerprint}
         return _sealed("holder", body, self.stamp)
 
     @classmethod
@@ -172,7 +134,6 @@ class Holder:
         return cls(
             run_id=get.string("run_id"),
             fingerprint=_fingerprint(get),
-            series=tuple(_series(get)),
             stamp={"host": str(get.body.get("host", "")), "pid": get.body.get("pid", 0)},
         )
 
@@ -291,15 +252,6 @@ def _sealed(kind: str, body: Mapping[str, Any], stamp: Mapping[str, Any]) -> byt
 
 def _opened(data: bytes, kind: str, path: str) -> Fields:
     return Fields.of(unseal(data, path=path), kind, path)
-
-
-def _series(get: Fields) -> Iterator[Series]:
-    for one in get.body.get("series", ()):
-        match one:
-            case [int(count), str(suffix)] if count > 0:
-                yield Series(count, suffix)
-            case _:
-                get.fail(f"has {one!r:.80} where a series of names should be")
 
 
 def _fingerprint(get: Fields) -> str:

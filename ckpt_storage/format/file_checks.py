@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_storage.errors import IntegrityError
 
-from .crc import crc32c_of
-from .documents import FileRef
 from .rank_manifest import RankManifest, ShardFile
 
 
@@ -42,14 +40,6 @@ class FileChecks:
     starts: Sequence[int]
     crcs: Sequence[int]
     fqns: Sequence[str | None]
-
-    @classmethod
-    def of_file(cls, file: FileRef, *, path: str) -> FileChecks:
-        """Return the one checksum of a file of which no other is known."""
-        starts = [0] if file.size_bytes else []
-        return cls(
-            path=path, size_bytes=file.size_bytes, starts=starts, crcs=[file.crc32c], fqns=[None]
-        )
 
     @classmethod
     def of_shard(cls, document: RankManifest, file: ShardFile) -> FileChecks:
@@ -97,22 +87,6 @@ class FileChecks:
     def edge_from(self, offset: int) -> int:
         """Return the nearest edge between two spans at or behind `offset` (bytes)."""
         return next((s.stop for s in self.within(offset, offset + 1) if s.start < offset), offset)
-
-    def first_damage(self, pieces: Iterable[memoryview]) -> IntegrityError | None:
-        """Return what is wrong with the file, whose bytes come in order, cut anywhere."""
-        spans = self.within(0, self.size_bytes)
-        span, at, crc = next(spans, None), 0, 0
-        for piece in pieces:
-            stop = at + len(piece)
-            while span is not None and at < stop:
-                end = min(span.stop, stop)
-                crc = crc32c_of(piece[at - stop + len(piece) : end - stop + len(piece)], crc)
-                at = end
-                if at == span.stop:
-                    if crc != span.crc32c:
-                        return self.damage(span)
-                    span, crc = next(spans, None), 0
-        return None if span is None else self.damage(span)
 
     def damage(self, span: Span) -> IntegrityError:
         """Return the error that says `span` is not what was written."""

@@ -19,7 +19,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.export.removal import remove_exports
+from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline

@@ -37,7 +37,7 @@ from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.format.exports import is_file_record
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Backend, Content, ObjectInfo, Settings
+from ckpt_storage.store.backend import Backend, Content, Settings
 from ckpt_storage.store.registry import backend_of
 from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, SimulatedCrash
 
@@ -393,32 +393,6 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
     for one in folder.run(2, folder.fresh("replace"), world_size=2, wrap=wrap, file_count=1):
         assert isinstance(one.error, IntegrityError | RankFailedError), one
         assert shard.name in str(one.error)
-
-
-def test_disks_of_single_nodes_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that does not see the others' files ends the consolidation before it began."""
-    output = folder.fresh("first")
-
-    class Blind(FaultBackend):
-        """Has no shard files."""
-
-        def stat(self, path: str) -> ObjectInfo:
-            """Ask; a shard file is elsewhere."""
-            return super().stat(f"{path}.elsewhere" if path.endswith(".distcp") else path)
-
-    def blinded(location: Location, backend: Backend) -> Backend:
-        is_blind = location.path.endswith("v2") and folder.rank_of_this_thread
-        return Blind(backend) if is_blind else backend
-
-    monkeypatch.setattr(run_module, "open_store", Opener(blinded))
-    ended = folder.run(2, output, world_size=3)
-    for one in ended:
-        assert isinstance(one.error, CheckpointError)
-        assert "not the same on all nodes" in str(one.error)
-        assert "(rank 0)" in str(one.error)
-        assert "(ranks 1-2)" in str(one.error)
-        assert "object store" in str(one.error)
-    assert [name for name in folder.files(output) if "probe" in name] == []
 
 
 def test_an_output_that_only_one_node_has_is_refused(folder: Folder) -> None:

@@ -24,7 +24,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
-from ckpt_storage.export.removal import remove_exports
+from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.store import Location
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 

@@ -13,7 +13,7 @@ from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
-from ckpt_storage.export.removal import remove_exports
+from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
@@ -322,7 +322,7 @@ def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
             holder = Holder(run_id="c" * 32, fingerprint="d" * 64)
             disk.put(f"{name_of(3)}/hf/.ckpt-storage/job.json", holder.encode())
 
-    turns = {"model.safetensors.index.json": 2, "00001.json": 5, "names.json": 6}
+    turns = {"model.safetensors.index.json": 1, "00001.json": 4, "names.json": 5}
     left = [turns[path]]
 
     def turn() -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import crc32c
 import pytest
 import torch
 from copy_cases import save
 
-from ckpt_storage.format.documents import FileRef, unseal
+from ckpt_storage.format.documents import unseal
 from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.rank_manifest import RankManifest
 
@@ -28,30 +25,6 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[FileChecks, bytes]:
     return FileChecks.of_shard(document, file), (root / file.path).read_bytes()
 
 
-def cut(data: bytes | bytearray, step: int) -> Iterator[memoryview]:
-    """Yield data in pieces of at most `step` bytes."""
-    view = memoryview(data)
-    return (view[at : at + step] for at in range(0, len(view), step))
-
-
-@pytest.mark.parametrize("step", [977, 65_536, 100_001, 10**9])
-def test_every_flipped_bit_is_found_wherever_the_pieces_are_cut(
-    shard: tuple[FileChecks, bytes], step: int
-) -> None:
-    """Sound bytes pass; one flipped bit never does, nor does a file that ends early."""
-    checks, data = shard
-    assert checks.first_damage(cut(data, step)) is None
-    assert checks.first_damage(cut(data[:-1], step)) is not None
-    for seed in range(1, 8):
-        at = random.Random(seed).randrange(len(data))
-        seen = bytearray(data)
-        seen[at] ^= 1 << seed % 8
-        found = checks.first_damage(cut(seen, step))
-        assert found is not None, (step, at)
-        assert found.offset is not None
-        assert found.offset <= at < found.offset + 65_536
-
-
 def test_spans_cover_the_file_and_have_the_checksums_of_their_bytes(
     shard: tuple[FileChecks, bytes],
 ) -> None:
@@ -67,13 +40,3 @@ def test_spans_cover_the_file_and_have_the_checksums_of_their_bytes(
     for at in range(0, len(data), 9_973):
         assert spans.edge_before(at) == max(edge for edge in edges if edge <= at)
         assert spans.edge_from(at) == min(edge for edge in edges if edge >= at)
-
-
-def test_a_file_with_one_checksum_is_checked_in_pieces() -> None:
-    """As the weight files of an export."""
-    data = bytes(range(256)) * 40
-    file = FileRef(path="w", size_bytes=len(data), crc32c=crc32c.crc32c(data))
-    checks = FileChecks.of_file(file, path="w")
-    assert checks.first_damage(cut(data, 3000)) is None
-    found = checks.first_damage(cut(data[:-1] + b"?", 3000))
-    assert "w is damaged" in str(found)

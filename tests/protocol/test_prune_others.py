@@ -15,8 +15,8 @@ from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 import ckpt_storage
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.export.removal import remove_exports
-from ckpt_storage.format.exports import Holder, Series
+from ckpt_storage.export.export_folder import remove_exports
+from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepLatest
@@ -190,9 +190,7 @@ class Uploading(DictStore):
 
 EXPORTED = {
     **EXPORT,
-    "hf/.ckpt-storage/job.json": Holder(
-        run_id="b" * 32, fingerprint="a" * 64, series=(Series(1), Series(2, "a" * 8))
-    ).encode(),
+    "hf/.ckpt-storage/job.json": Holder(run_id="b" * 32, fingerprint="a" * 64).encode(),
 }
 OUR_UPLOADS = {
     "hf/model.safetensors",
@@ -200,9 +198,6 @@ OUR_UPLOADS = {
     "hf/.ckpt-storage/aaaaaaaaaaaaaaaa/00002.json",
 }
 OTHER_UPLOADS = {
-    "hf/model-00001-of-00004.safetensors",
-    "hf/model-00002-of-00002-bbbbbbbb.safetensors",
-    "hf/model-00001-of-00001.safetensors",
     "hf/adapter.bin",
     "hf/sub/model.safetensors",
     "hf/.ckpt-storage/notes.bin",
@@ -212,7 +207,7 @@ OTHER_UPLOADS = {
 
 @pytest.mark.parametrize("others", [{}, {"hf/other/x.bin": b"1"}, {"hf/a.txt": b""}])
 def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) -> None:
-    """Of what is open in an export's folder, only what its holders said they write is aborted."""
+    """Of what is open in an export's folder, only what exports write is aborted."""
     store = Uploading(Disk(), CAS)
     store.uploads = OUR_UPLOADS | OTHER_UPLOADS
     for path, data in {**EXPORTED, **others}.items():
@@ -222,24 +217,11 @@ def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) 
     assert set(store.disk.files) == set(others)
 
 
-def test_uploads_without_a_known_holder_stay() -> None:
-    """Where nothing tells which names an export had, no weight file's upload is taken for ours."""
-    for holder in (b"damaged", EXPORT["hf/.ckpt-storage/job.json"]):
-        store = Uploading(Disk(), CAS)
-        store.uploads = OUR_UPLOADS | OTHER_UPLOADS
-        for path, data in {**EXPORT, "hf/.ckpt-storage/job.json": holder}.items():
-            store.disk.put(path, data)
-        remove_exports(store)
-        assert store.uploads == OTHER_UPLOADS | {
-            path for path in OUR_UPLOADS if not path.endswith(".json")
-        }
-
-
 def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) -> None:
     """A second consolidation clears what a dead one left, and nothing of others."""
     ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
     store = open_store(Location.of(tmp_path / "a"))
-    names = ["model.safetensors", "adapter.bin", "model-00001-of-00007.safetensors"]
+    names = ["model.safetensors", "adapter.bin"]
     uploads = {name: store.upload(f"hf/{name}") for name in names}
     for upload in uploads.values():
         upload.write_part(0, 0, [memoryview(b"data")], last=True)

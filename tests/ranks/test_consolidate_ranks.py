@@ -24,7 +24,7 @@ from ckpt_storage.export.consolidate import (
     consolidate,
     run_consolidate,
 )
-from ckpt_storage.export.folder import ExportFolder
+from ckpt_storage.export.export_folder import ExportFolder
 from ckpt_storage.export.output import Setting
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location

@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_cells import RETRY, TIMEOUTS
-from fault_ranks import Job, Where
+from fault_cells import TIMEOUTS, WORLD_SIZE
+from fault_ranks import Job
 from servers import free_port
 
 from ckpt_storage.testing.s3_server import S3Server
@@ -171,10 +171,10 @@ class Ranks:
         world_size: int,
         launcher_hosts: bool,
         version: int,
-        holds: Mapping[int, Where] | None = None,
+        holds: int | None = None,
         files: Mapping[str, int] | None = None,
     ) -> None:
-        """Start the processes; they wait for `go`. `holds` tells in which call a rank asks."""
+        """Start the processes; they wait for `go`. `holds` is the rank whose planner asks."""
         port = free_port()
         if launcher_hosts:
             self._store = dist.TCPStore(
@@ -196,10 +196,9 @@ class Ranks:
                     url=URL,
                     storage_options=server.storage_options,
                     timeouts=TIMEOUTS,
-                    retry=RETRY,
                     port=port,
                     launcher_hosts=launcher_hosts,
-                    hold=(holds or {}).get(rank, ""),
+                    is_held=rank == holds,
                     version=version,
                     files=files,
                     log_path=str(self._folder / f"rank-{rank}.log"),
@@ -226,7 +225,7 @@ class Ranks:
         ]
 
 
-def stock_version(server: S3Server, world_size: int) -> int:
+def stock_version(server: S3Server) -> int:
     """Return which version stock torch loads completely from what lies on the server."""
     with tempfile.TemporaryDirectory() as folder:
         for key, data in server.dump().items():
@@ -236,7 +235,7 @@ def stock_version(server: S3Server, world_size: int) -> int:
         target = {
             "model": {
                 name: torch.zeros_like(value)
-                for name, value in fault_ranks.state_of(0, range(world_size)).items()
+                for name, value in fault_ranks.state_of(0, range(WORLD_SIZE)).items()
             }
         }
         with contextlib.redirect_stderr(io.StringIO()):
@@ -246,7 +245,7 @@ def stock_version(server: S3Server, world_size: int) -> int:
                 no_dist=True,
             )
     for version in range(1, 9):
-        expected = fault_ranks.state_of(version, range(world_size))
+        expected = fault_ranks.state_of(version, range(WORLD_SIZE))
         if all(torch.equal(target["model"][name], expected[name]) for name in expected):
             return version
     return -1
@@ -261,7 +260,7 @@ def export_version(server: S3Server) -> int:
         loaded = safetensors.torch.load(objects[f"{EXPORT}/{name}"])
         found |= {key: value for key, value in loaded.items() if index["weight_map"][key] == name}
     for version in range(1, 9):
-        expected = fault_ranks.weights_of(version, range(3))
+        expected = fault_ranks.weights_of(version, range(WORLD_SIZE))
         if found.keys() == {f"model.{name}" for name in expected} and all(
             torch.equal(found[f"model.{name}"], value) for name, value in expected.items()
         ):

@@ -17,15 +17,14 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Client, Connection, wait
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage.coordination.operation import Operation
@@ -42,15 +41,13 @@ _OURS = [
     for name in ("loads.load", "background.saver", "saves.save", "export.consolidate")
 ]
 
-Where = Literal["call", "local plan", "global plan", ""]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one rank is to do.
 
-    `number` is new for every group of ranks. `hold` names the call in which this rank stops and
-    asks the driver how to go on. `version` is the content that a save saves. `files` says which
+    `number` is new for every group of ranks. With `is_held` its planner asks the driver how to go
+    on. `version` is the content that a save saves. `files` says which
     weight file each tensor goes into.
     """
 
@@ -64,11 +61,10 @@ class Job:
     timeouts: ckpt_storage.Timeouts
     port: int
     launcher_hosts: bool
-    hold: Where = ""
+    is_held: bool = False
     version: int = 0
     files: Mapping[str, int] | None = None
     log_path: str = os.devnull
-    retry: ckpt_storage.RetryPolicy = field(default_factory=ckpt_storage.RetryPolicy)
 
 
 def tensor_of(version: int, rank: int) -> torch.Tensor:
@@ -94,7 +90,7 @@ def weights_of(version: int, ranks: range) -> dict[str, Any]:
 
 
 class _Line:
-    """How a rank, or a process that it started, talks to the driver; pickles."""
+    """How a rank talks to the driver."""
 
     def __init__(self, address: str, rank: int, number: int) -> None:
         self.address = address
@@ -116,10 +112,6 @@ class _Line:
     def _event(self, what: str, **details: Any) -> tuple[Any, ...]:
         mine = {"pid": os.getpid(), "number": self.number, **details}
         return self.rank, what, time.monotonic(), mine
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        tell_of_waits(self)
 
 
 def tell_of_waits(line: _Line) -> None:
@@ -144,78 +136,36 @@ def _wrap(line: _Line, name: str) -> None:
     setattr(Operation, name, step)
 
 
-class _Held:
-    """A planner that stops where it was told to; pickles, for savers with a worker process."""
+class HeldPlanner(DefaultSavePlanner):
+    """A planner that asks the driver before it plans."""
 
-    def __init__(self, line: _Line, where: Where) -> None:
-        super().__init__()
-        self._line = line
-        self._where = where
-
-    def _inner(self, where: Where) -> Any:
-        """Return the planner itself, once the driver says so."""
-        if self._where == where:
-            self._line.ask(where)
-        return super()
+    line: _Line | None = None
 
     def create_local_plan(self) -> Any:
-        """Plan."""
-        return self._inner("local plan").create_local_plan()
-
-    def create_global_plan(self, plans: Any) -> Any:
-        """Plan for all."""
-        return self._inner("global plan").create_global_plan(plans)
+        """Plan, once the driver says so."""
+        if self.line is not None:
+            self.line.ask("local plan")
+        return super().create_local_plan()
 
 
-class HeldSavePlanner(_Held, DefaultSavePlanner):
-    """A planner of saves."""
-
-
-class HeldLoadPlanner(_Held, DefaultLoadPlanner):
-    """A planner of loads."""
-
-
-class HeldModel:
-    """A `Stateful` whose state is asked for in the call, before the ranks meet."""
-
-    def __init__(self, line: _Line, where: Where, state: dict[str, Any]) -> None:
-        self._line = line
-        self._where = where
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, once the driver says so."""
-        if self._where == "call":
-            self._line.ask(self._where)
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state."""
-        self._state = state
-
-
-def save(job: Job, line: _Line, *, is_async: bool = False) -> str:
-    """Save, or do it in a background thread; return what was committed."""
-    call: Callable[..., Any] = ckpt_storage.save_async if is_async else ckpt_storage.save
-    ended = call(
-        {"model": HeldModel(line, job.hold, _own(job, job.version))},
+def save(job: Job, line: _Line) -> str:
+    """Save; return what was committed."""
+    planner = HeldPlanner()
+    planner.line = line if job.is_held else None
+    info = ckpt_storage.save(
+        {"model": _own(job, job.version)},
         job.url,
         overwrite=True,
-        planner=HeldSavePlanner(line, job.hold),
+        planner=planner,
         **_common(job),
     )
-    return f"committed in slot {(ended.result() if is_async else ended).slot}"
+    return f"committed in slot {info.slot}"
 
 
-def load(job: Job, line: _Line) -> str:
+def load(job: Job, _line: _Line) -> str:
     """Load this rank's part; return which version it is."""
     target = {name: torch.zeros_like(value) for name, value in _own(job, 0).items()}
-    ckpt_storage.load(
-        {"model": HeldModel(line, job.hold, target)},
-        job.url,
-        planner=HeldLoadPlanner(line, job.hold),
-        **_common(job),
-    )
+    ckpt_storage.load({"model": target}, job.url, **_common(job))
     for version in range(9):
         if all(torch.equal(value, target[name]) for name, value in _own(job, version).items()):
             return f"version {version}"
@@ -232,35 +182,24 @@ def check_and_save(job: Job, line: _Line) -> str:
     return found
 
 
-def save_weights(job: Job, line: _Line) -> str:
+def save_weights(job: Job, _line: _Line) -> str:
     """Save the model to consolidate, which three ranks hold; return what was committed."""
     state = weights_of(job.version, range(job.rank, 3, job.world_size))
-    info = ckpt_storage.save(
-        {"model": HeldModel(line, "", state)}, job.url, overwrite=True, **_common(job)
-    )
+    info = ckpt_storage.save({"model": state}, job.url, overwrite=True, **_common(job))
     return f"committed in slot {info.slot}"
 
 
-def consolidate(job: Job, line: _Line) -> str:
+def consolidate(job: Job, _line: _Line) -> str:
     """Consolidate; return which files came out."""
-    if job.hold == "call":
-        line.ask(job.hold)
-    asks = [job.hold] if job.hold == "local plan" else []
-
-    def rename(fqn: str) -> str:
-        if asks:
-            line.ask(asks.pop())
-        return fqn
-
+    # A function: names keep their "model.".
     report = ckpt_storage.consolidate(
-        job.url, fqn_to_index_mapping=job.files, rename=rename, **_common(job)
+        job.url, fqn_to_index_mapping=job.files, rename=str, **_common(job)
     )
     return f"published {', '.join(file.name for file in report.files)}"
 
 
 OPERATIONS: dict[str, Callable[[Job, _Line], str]] = {
     "save": save,
-    "async save": partial(save, is_async=True),
     "load": load,
     "check and save": check_and_save,
     "save weights": save_weights,
@@ -273,11 +212,7 @@ def _own(job: Job, version: int) -> dict[str, Any]:
 
 
 def _common(job: Job) -> dict[str, Any]:
-    return {
-        "storage_options": dict(job.storage_options),
-        "timeout": job.timeouts,
-        "retry": job.retry,
-    }
+    return {"storage_options": dict(job.storage_options), "timeout": job.timeouts}
 
 
 def rank_main(job: Job) -> None:
