@@ -115,7 +115,7 @@ def _print(tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
     if not as_json:
         found = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
-            _put([f"{found}\n".encode()])
+            _put([(str(found) + "\n").encode()])
         click.echo(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
         return
     if count > _MOST_JSON_ELEMENTS:

@@ -148,7 +148,7 @@ def model_and_optimizer(_rank: int, path: Path, of: str, to: str) -> None:
         ("fsdp", "tp"),
         ("tp", "2d"),
         ("2d", "hsdp"),
-        ("hsdp", "replicated"),
+        ("hsdp", "fsdp"),
         ("replicated", "fsdp"),
     ],
 )
