@@ -172,16 +172,14 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
 
 def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of elements in C order, a piece of at most `most_bytes` at a time."""
-    flip = tuple(slice(None, None, -1 if is_turned else 1) for is_turned in selection.turned)
+    if slice(None, None, -1) in selection.final:
+        # In another order than it is stored: all at once.
+        yield tensor.words(selection.ranges)[selection.view].tobytes()
+        return
     sizes = tuple(map(len, selection.ranges))
     for part in slabs(sizes, max(1, most_bytes // tensor.itemsize)):
-        ranges = tuple(
-            whole[::-1][some.start : some.stop][::-1]
-            if is_turned
-            else whole[some.start : some.stop]
-            for whole, some, is_turned in zip(selection.ranges, part, selection.turned, strict=True)
-        )
-        yield tensor.words(ranges)[flip].tobytes()
+        pairs = zip(selection.ranges, part, strict=True)
+        yield tensor.words(tuple(r[some.start : some.stop] for r, some in pairs)).tobytes()
 
 
 def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt_storage.commit import publishing, slotlog
@@ -68,18 +68,27 @@ class ExportStatus:
     size_bytes: int
 
 
+@dataclass(slots=True)
 class Findings:
-    """Problems and notes, and how much was checked. Takes problems from several threads.
+    """What one check reads with, and has found. Takes problems from several threads.
 
-    `is_strict`: problems are not collected; the first one is raised, as `IntegrityError`.
+    `is_deep`: every byte counts, otherwise documents and lengths. `is_strict`: problems are not
+    collected; the first one is raised, as `IntegrityError`.
     """
 
-    def __init__(self, *, is_strict: bool = False) -> None:
-        self.problems: list[Problem] = []
-        self.notes: list[Problem] = []
-        self.file_count = 0
-        self.checked_bytes = 0
-        self.is_strict = is_strict
+    ranges: RangeReader
+    is_deep: bool
+    is_strict: bool = False
+    on_bytes: Callable[[int], None] = ignore
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
+    file_count: int = 0
+    checked_bytes: int = 0
+
+    @property
+    def store(self) -> Store:
+        """Where the checkpoint lies."""
+        return self.ranges.store
 
     def add(
         self, error: CheckpointError, *, path: str | None = None, rank: int | None = None
@@ -116,20 +125,21 @@ class Findings:
             self.add(error, path=path, rank=rank)
 
 
-def check_marker(store: Store, save_id: str, findings: Findings) -> None:
+def check_marker(findings: Findings, save_id: str) -> None:
     """Check that the marker of a save, if it is there, is sealed as it was written."""
     path = begun_path(save_id)
     with findings.noting(path):
-        found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+        found = slotlog.read_if_there(findings.store, path, most_bytes=MOST_SLOT_BYTES)
         if found is not None:
             findings.file_count += 1
             unseal(found.data, path=path)
 
 
-def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Findings) -> None:
+def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> None:
     """Check `.metadata` and the copy that it is made from, byte by byte."""
     if manifest.stock is None:
         return
+    store = findings.store
     findings.file_count += 2
     with findings.noting(manifest.stock.path):
         copy = slotlog.read_referenced(store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
@@ -165,7 +175,7 @@ def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str
     )
 
 
-def check_foreign(store: Store, source: Source, findings: Findings) -> None:
+def check_foreign(findings: Findings, source: Source) -> None:
     """Check that the files of another writer are there and long enough; they bear no checksums."""
     last: dict[str, ChunkPlace] = {}
     for place in source.places(value_keys(source)):
@@ -177,7 +187,7 @@ def check_foreign(store: Store, source: Source, findings: Findings) -> None:
         end = place.start + place.size_bytes
         with findings.noting():
             try:
-                size_bytes = store.stat(path).size_bytes
+                size_bytes = findings.store.stat(path).size_bytes
             except StorageError as error:
                 if error.kind != "not-found":
                     raise
@@ -192,22 +202,14 @@ def check_foreign(store: Store, source: Source, findings: Findings) -> None:
                 )
 
 
-def check_exports(
-    ranges: RangeReader,
-    findings: Findings,
-    *,
-    deep: bool,
-    head: str | None,
-    on_bytes: Callable[[int], None] = ignore,
-) -> list[ExportStatus]:
+def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     """Check what was consolidated into folders directly below a root, or into the root itself.
 
-    `deep` reads every byte of the weight files; otherwise their lengths count. `head` is the save
-    id of the checkpoint, None without one. Raises `StorageError` for a storage that does not
-    answer.
+    `head` is the save id of the checkpoint, None without one. Raises `StorageError` for a storage
+    that does not answer.
     """
     try:
-        entries = ranges.store.list("", recursive=False)
+        entries = findings.store.list("", recursive=False)
     except StorageError as error:
         # Without the right to list only the default place can be looked at.
         if error.kind not in {"not-found", "permission"}:
@@ -218,12 +220,11 @@ def check_exports(
         folders = [folder for folder in found if folder not in _NO_EXPORTS]
     statuses = []
     for folder in ["", *folders]:
-        export = _Export(folder, ranges, findings, deep=deep, head=head, on_bytes=on_bytes)
-        status = export.check()
+        status = _Export(folder, findings, head).check()
         if status is not None:
             # The weight files, the index and the record.
             findings.file_count += status.file_count + 2
-            findings.checked_bytes += status.size_bytes if deep else 0
+            findings.checked_bytes += status.size_bytes if findings.is_deep else 0
             statuses.append(status)
     return statuses
 
@@ -233,20 +234,17 @@ class _Export:
     """The check of one folder, which need not hold an export."""
 
     folder: str
-    ranges: RangeReader
     findings: Findings
-    deep: bool
     head: str | None
-    on_bytes: Callable[[int], None]
 
     def check(self) -> ExportStatus | None:
         """Check the folder, once more if another export was published meanwhile."""
         problems = self.findings.problems
         before_count, index = len(problems), self._index()
-        status = self._check_index(index) if index is not None else None
+        status = self._check_index(index)
         if len(problems) > before_count and (now := self._index()) != index:
             del problems[before_count:]
-            status = self._check_index(now) if now is not None else None
+            status = self._check_index(now)
         return status
 
     def _path(self, name: str) -> str:
@@ -254,7 +252,7 @@ class _Export:
 
     def _index(self) -> bytes | None:
         try:
-            found = slotlog.read_if_there(self.ranges.store, self._path(INDEX_NAME))
+            found = slotlog.read_if_there(self.findings.store, self._path(INDEX_NAME))
         except StorageError as error:
             # Some storages answer so for what is not there to those who may not list.
             if error.kind != "permission":
@@ -263,9 +261,11 @@ class _Export:
             return None
         return None if found is None else found.data
 
-    def _check_index(self, index: bytes) -> ExportStatus | None:
+    def _check_index(self, index: bytes | None) -> ExportStatus | None:
         """Check an export by its index; None for one that is not ours or not complete."""
-        store = self.ranges.store
+        if index is None:
+            return None
+        store = self.findings.store
         path, tag, files = self._path(INDEX_NAME), IndexTag.of(index), list[FileRef]()
         with self._noting(path):
             if is_blocker(index):
@@ -302,12 +302,13 @@ class _Export:
         )
 
     def _check_file(self, path: str, file: FileRef) -> None:
-        size_bytes = self.ranges.store.stat(path).size_bytes
+        size_bytes = self.findings.store.stat(path).size_bytes
         if size_bytes != file.size_bytes:
             what = f"has {size_bytes} bytes; {file.size_bytes} were written"
             raise _damage(path, what, min(size_bytes, file.size_bytes))
         at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-        if self.deep and not has_checksum(self.ranges, at, self.on_bytes):
+        found = self.findings
+        if found.is_deep and not has_checksum(found.ranges, at, found.on_bytes):
             what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
             raise _damage(path, what)
 

@@ -30,12 +30,11 @@ _ITER_BYTES = 16 << 20
 class Indexed:
     """What an index means: ascending positions per dimension, and what is left to do with them.
 
-    `ranges` has one entry per dimension of the tensor, `turned` whether it is wanted backwards.
-    `final` turns the array of those positions into what numpy gives for the original index.
+    `ranges` has one entry per dimension of the tensor. `final` turns the array of those positions
+    into what numpy gives for the original index.
     """
 
     ranges: Selection
-    turned: tuple[bool, ...]
     final: tuple[int | slice | EllipsisType | None, ...]
 
     @property
@@ -60,10 +59,9 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             "indexed"
         )
     ranges: list[range] = []
-    turned: list[bool] = []
     final: list[int | slice | EllipsisType | None] = []
     for entry in entries:
-        dim, is_turned = len(ranges), False
+        dim = len(ranges)
         if entry is None:
             final.append(None)
         elif entry is Ellipsis:
@@ -78,10 +76,8 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
         else:
             ranges.append(_one(entry, shape[dim], dim))
             final.append(0)
-        turned += [is_turned] * (len(ranges) - dim)
-    turned += [False] * (len(shape) - len(ranges))
     ranges += map(range, shape[len(ranges) :])
-    return Indexed(ranges=tuple(ranges), turned=tuple(turned), final=tuple(final))
+    return Indexed(ranges=tuple(ranges), final=tuple(final))
 
 
 def _one(entry: object, size: int, axis: int) -> range:

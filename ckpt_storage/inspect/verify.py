@@ -105,22 +105,22 @@ def verify(  # the public surface, all keyword-only
     ranges = _reader(store, deadline, thread_count, memory_limit_bytes)
     with deadline.governs(what):
         while True:
-            check = _Check(ranges, Findings(), deep=deep, progress=progress if deep else None)
+            check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
             # What was superseded and freed while it was being checked is not damaged.
-            found, save_id = check.findings, check.save_id
-            if not (save_id and found.problems and gone(store, save_id, location.url)):
+            save_id = check.save_id
+            if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
     return VerifyReport(
         url=location.url,
         format=check.format,
         save_id=check.save_id,
-        problems=found.problems,
-        file_count=found.file_count,
-        checked_bytes=found.checked_bytes,
+        problems=check.problems,
+        file_count=check.file_count,
+        checked_bytes=check.checked_bytes,
         exports=check.exports or (),
-        notes=tuple(found.notes),
+        notes=tuple(check.notes),
     )
 
 
@@ -165,7 +165,7 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
     replaced or deleted meanwhile, what opening raises if there is nothing, `StorageError`,
     `PhaseTimeoutError`.
     """
-    check = _Check(_reader(store, deadline), Findings(is_strict=True), deep=deep, part=part)
+    check = _Check(_reader(store, deadline), is_deep=deep, is_strict=True, part=part)
     with deadline.governs(f"Checking {store.url}"):
         try:
             check.run()
@@ -221,12 +221,9 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class _Check:
-    """One check. Of strict findings it checks only what loads need, and raises the first."""
+class _Check(Findings):
+    """One check. A strict one checks only what loads need."""
 
-    ranges: RangeReader
-    findings: Findings
-    deep: bool
     part: Part = Part()
     progress: Progress = None
     format: str | None = None
@@ -235,38 +232,36 @@ class _Check:
 
     def run(self) -> None:
         """Check whatever is there. Raises what opening raises if there is nothing to check."""
-        findings, store = self.findings, self.ranges.store
         try:
-            head = slotlog.read_log(store).head
+            head = slotlog.read_log(self.store).head
             if head is not None:
                 self.format, self.save_id = "ckpt_storage", head.save_id
                 self._check_ours(head)
             elif not self.part.number:
                 ranges = self.ranges
-                source = open_source(store, deadline=ranges.deadline, options=ranges.options)
+                source = open_source(self.store, deadline=ranges.deadline, options=ranges.options)
                 self.format, self.save_id = source.format, source.save_id
-                check_foreign(store, source, findings)
+                check_foreign(self, source)
         except CheckpointGoneError as error:
-            if self.save_id is None or findings.is_strict:
+            if self.save_id is None or self.is_strict:
                 raise
-            findings.add(error)
+            self.add(error)
         except (IntegrityError, InvalidInputError, FormatError, UnsafeContentError) as error:
-            with findings.noting():
+            with self.noting():
                 raise error from None
         except CheckpointInProgressError as error:
             # The check of exports notes the folder of one that is not complete.
-            if findings.is_strict or not (error.path or "").endswith(INDEX_NAME):
+            if self.is_strict or not (error.path or "").endswith(INDEX_NAME):
                 raise
-        if not findings.is_strict and self.exports is None:
-            self.exports = check_exports(self.ranges, findings, deep=self.deep, head=self.save_id)
+        if not self.is_strict and self.exports is None:
+            self.exports = check_exports(self, self.save_id)
 
     def _check_ours(self, head: SlotRecord) -> None:
         """Check documents and files; decoding the manifest finds chunks that leave a gap."""
-        ranges, findings = self.ranges, self.findings
-        store, manifest = ranges.store, read_manifest(ranges.store, head)
-        findings.file_count += 1
-        if not findings.is_strict:
-            check_marker(store, manifest.save_id, findings)
+        ranges, manifest = self.ranges, read_manifest(self.store, head)
+        self.file_count += 1
+        if not self.is_strict:
+            check_marker(self, manifest.save_id)
         stretches = self.part.stretches(_lengths(manifest))
         with reporting(
             self.progress,
@@ -275,29 +270,28 @@ class _Check:
             total_bytes=sum(map(len, stretches.values())),
             save_id=self.save_id,
             with_bar=True,
-        ) as on_bytes:
+        ) as self.on_bytes:
             ranks = list(self._ranks(manifest, stretches))
             for at in range(0, len(ranks), _BATCH_RANKS):
-                batch = ranks[at : at + _BATCH_RANKS]
+                batch, first = ranks[at : at + _BATCH_RANKS], len(self.problems)
                 # Of its own, so that no more rank manifests are held than of one batch.
-                source = CommittedSource(store, head, manifest, ranges.deadline, ranges.options)
-                first = len(findings.problems)
+                source = CommittedSource(
+                    self.store, head, manifest, ranges.deadline, ranges.options
+                )
                 looks = [partial(self._check_rank, source, rank, stretches) for rank in batch]
-                reads = [read for some in side_by_side(store, looks) for read in some]
-                with findings.noting():
-                    ranges.run(reads, on_bytes=on_bytes)
-                findings.file_count += sum(1 + len(rank.files) for rank in batch)
-                findings.checked_bytes += sum(read.stop - read.start for read in reads)
-                findings.problems[first:] = sorted(
-                    findings.problems[first:],
+                reads = [read for some in side_by_side(self.store, looks) for read in some]
+                with self.noting():
+                    ranges.run(reads, on_bytes=self.on_bytes)
+                self.file_count += sum(1 + len(rank.files) for rank in batch)
+                self.checked_bytes += sum(read.stop - read.start for read in reads)
+                self.problems[first:] = sorted(
+                    self.problems[first:],
                     key=lambda one: (one.rank or 0, one.file or "", one.offset or 0),
                 )
-            if not findings.is_strict:
+            if not self.is_strict:
                 # Late, because a saver that committed a moment ago is about to publish.
-                check_stock(store, head, manifest, findings)
-                self.exports = check_exports(
-                    ranges, findings, deep=self.deep, head=self.save_id, on_bytes=on_bytes
-                )
+                check_stock(self, head, manifest)
+                self.exports = check_exports(self, self.save_id)
 
     def _ranks(self, manifest: Manifest, stretches: Mapping[str, range]) -> Iterator[_Rank]:
         """Yield the ranks that have something in this part; the first has those without files."""
@@ -318,9 +312,9 @@ class _Check:
         self, source: CommittedSource, rank: _Rank, stretches: Mapping[str, range]
     ) -> list[RangeRead]:
         """Check what one rank wrote, but for the content of its files; return the reads of that."""
-        findings, reads = self.findings, list[RangeRead]()
+        reads = list[RangeRead]()
         path = source.manifest.ranks[rank.number].path
-        with findings.noting(path, rank.number):
+        with self.noting(path, rank.number):
             document = source.rank_manifest(rank.number)
             if {file.path: file.ref() for file in document.files} != rank.files:
                 raise IntegrityError(
@@ -329,7 +323,7 @@ class _Check:
                     next_step=RESTORE,
                 )
             for key in rank.keys:
-                with findings.noting():
+                with self.noting():
                     source.place(*key)
             for fqn, named in document.unsafe.items():
                 note = Problem(
@@ -341,14 +335,14 @@ class _Check:
                     rank=rank.number,
                     fqn=fqn,
                 )
-                findings.notes.append(note)
+                self.notes.append(note)
             for file in document.files:
                 if file.path not in stretches:
                     continue
-                with findings.noting(file.path, rank.number):
+                with self.noting(file.path, rank.number):
                     spans = FileChecks.of_shard(document, file)
-                    size_bytes = self.ranges.store.stat(file.path).size_bytes
-                    if self.deep:
+                    size_bytes = self.store.stat(file.path).size_bytes
+                    if self.is_deep:
                         reads += self._reads(spans, stretches[file.path], size_bytes)
                     _check_length(spans, size_bytes)
         return reads
@@ -367,7 +361,7 @@ class _Check:
     def _judge(self, spans: FileChecks, start: int, view: memoryview) -> None:
         for span in spans.within(start, start + len(view)):
             if crc32c_of(view[span.start - start : span.stop - start]) != span.crc32c:
-                self.findings.add(spans.damage(span))
+                self.add(spans.damage(span))
 
 
 def _check_length(spans: FileChecks, size_bytes: int) -> None:
