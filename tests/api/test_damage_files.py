@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,14 @@ def checkpoint(saver: Saver, tmp_path: Path) -> Checkpoint:
 
 
 @contextmanager
-def damaged(path: Path, change: Callable[[bytearray], object]) -> Iterator[None]:
-    """Change the content of a file inside the block."""
+def flipped(path: Path, position: int) -> Iterator[None]:
+    """Flip one bit of a byte inside the block."""
     before = path.read_bytes()
     content = bytearray(before)
-    change(content)
-    assert content != before
+    content[position] ^= 1 << position % 8
     path.write_bytes(content)
     yield
     path.write_bytes(before)
-
-
-@contextmanager
-def flipped(path: Path, position: int) -> Iterator[None]:
-    """Flip one bit of a byte inside the block."""
-
-    def flip(content: bytearray) -> None:
-        content[position] ^= 1 << position % 8
-
-    with damaged(path, flip):
-        yield
 
 
 def problem_at(report: VerifyReport, name: str) -> Problem:
@@ -222,7 +210,7 @@ def test_files_of_another_length_are_found(saver: Saver, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("change", [-1, 1], ids=["cut", "extended"])
-@pytest.mark.parametrize("name", ["rows", "columns", "twins"])
+@pytest.mark.parametrize("name", ["rows", "twins"])
 def test_a_load_finds_files_of_another_length(
     checkpoint: Checkpoint, name: str, change: int
 ) -> None:
@@ -262,20 +250,6 @@ def exchange_spans(first: Span, second: Span) -> None:
         span.path.write_bytes(data)
 
 
-def test_exchanged_shard_files_are_found(checkpoint: Checkpoint) -> None:
-    """Two ranks' shard files in each other's place are found by verify and by a load."""
-    exchange(*checkpoint.shards)
-    names = {checkpoint.name(path) for path in checkpoint.shards}
-    for deep in (True, False):
-        # They differ in length, so a look at lengths is enough.
-        problems = verify(checkpoint.root, deep=deep).problems
-        assert {problem.file for problem in problems} == names
-        assert {problem.rank for problem in problems} == {0, 1}
-    error = load_failure(checkpoint.root, zeros_like(large_state()))
-    assert isinstance(error, IntegrityError)
-    assert error.path in names
-
-
 def save_rows_only(_rank: int, path: Path) -> None:
     """Save one tensor of which both ranks hold as much."""
     mesh = init_device_mesh("cpu", (2,))
@@ -309,12 +283,11 @@ Place = tuple[str, int, int]
     ("first", "second"),
     [
         (("twins.a", 0, 0), ("twins.b", 0, 0)),
-        (("twins.a", 0, 0), ("twins.b", 1, 0)),
         (("twins.a", 0, 0), ("twins.a", 1, 0)),
         (("rows", 0, 0), ("rows", 0, 1)),
         (("rows", 1, 3), ("columns", 1, 0)),
     ],
-    ids=["tensors", "both", "ranks", "blocks", "kinds"],
+    ids=["tensors", "ranks", "blocks", "kinds"],
 )
 def test_exchanged_payloads_are_found(checkpoint: Checkpoint, first: Place, second: Place) -> None:
     """Equally long bytes in each other's place are found in both, whatever they belong to."""
