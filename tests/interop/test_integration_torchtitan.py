@@ -134,7 +134,7 @@ def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
     for name in others:
         ckpt_storage.save({"x": torch.zeros(1)}, url / name)
     output = run(url, 6, "async")
-    assert "step-2, which is not the newest: step-3 could not be loaded" in output
+    assert "step-2, and not from what comes first: step-3 could not be loaded" in output
     names = [info.name for info in ckpt_storage.list_checkpoints(url)]
     assert names == ["step-4", "step-6", *others], output
     assert ckpt_storage.verify(url / "step-6").ok

@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     names, output = damaged_run(tmp_path)
     for rank in (0, 1):
         assert json.dumps([rank, 4, True]) in output, output
-    assert "which is not the newest: step-00000006 could not be loaded" in output
+    assert "not from what comes first: step-00000006 could not be loaded" in output
     assert names == ["step-00000003", "step-00000006", "step-00000008"]
     for name in names:
         assert ckpt_storage.verify(tmp_path / "run" / name).ok

@@ -146,9 +146,10 @@ def model_and_optimizer(_rank: int, path: Path, of: str, to: str) -> None:
     ("of", "to"),
     [
         ("fsdp", "tp"),
-        ("tp", "2d"),
-        ("2d", "hsdp"),
+        ("tp", "fsdp"),
         ("hsdp", "fsdp"),
+        ("2d", "fsdp"),
+        ("fsdp", "2d"),
         ("replicated", "fsdp"),
     ],
 )
