@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store.timed import halt_threads
+from ckpt_storage.store.calls import halt_threads
 
 from .handle import SaveStatus
 

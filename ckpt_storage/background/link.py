@@ -35,8 +35,8 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import hear_outcome, look_up_outcome
 from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.store.calls import halted
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.timed import halted
 
 from .arena import Arena
 from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Step, worker_main

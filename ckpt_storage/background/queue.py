@@ -14,7 +14,7 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import run_save, save_operation
-from ckpt_storage.store.timed import abandoned_thread_count
+from ckpt_storage.store.calls import abandoned_thread_count
 
 from .arena import Arenas
 from .handle import SaveStatus

@@ -157,7 +157,6 @@ class AsyncSaver:
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         retry: RetryPolicy | None = None,
@@ -362,7 +361,7 @@ def _forget_savers() -> None:
 os.register_at_fork(after_in_child=_forget_savers)
 
 
-def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
+def save_async(  # all that `save` takes, and one argument more
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
@@ -378,7 +377,6 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     sync_files: bool = True,
-    commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,

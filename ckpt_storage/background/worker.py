@@ -26,8 +26,8 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import run_save
+from ckpt_storage.store.calls import abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.timed import abandoned_thread_count
 
 from .arena import map_shared
 from .staging import Places, RankPlan, staged_part

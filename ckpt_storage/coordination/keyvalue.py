@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.errors import CheckpointError, RankFailedError, SaveCancelledError, StorageError
+from ckpt_storage.store.calls import TimedPool
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.timed import TimedPool
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
+from ckpt_storage.store.calls import AbandonedError, TimedPool
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.timed import AbandonedError, TimedPool
 
 from .group import RankGroup
 from .operation import Operation

@@ -71,8 +71,6 @@ class CheckpointStorageWriter(StorageWriter):
         page_cache: "drop" lets the kernel keep no copy of what is on the disk (local only), so that
             saves do not displace what else is cached.
         sync_files: make files and folders durable before they are referenced (local only).
-        commit_url: where commit records go if not below `path`: for mounts without rename or
-            exclusive create, the native URL of the same place.
         stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
             some 200 bytes for each item of each rank. "auto": up to 200,000 items. Without it a
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
@@ -99,7 +97,6 @@ class CheckpointStorageWriter(StorageWriter):
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         process_group: dist.ProcessGroup | None = None,
@@ -118,7 +115,6 @@ class CheckpointStorageWriter(StorageWriter):
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             sync_files=sync_files,
-            commit_url=commit_url,
             stock_metadata=stock_metadata,
             unsafe_values=unsafe_values,
             retry=retry,

@@ -217,7 +217,6 @@ class ConsolidateJob:
         timeouts: Timeouts,
         retry: RetryPolicy | None,
         progress: Progress,
-        commits: Location | None = None,
     ) -> ConsolidateJob:
         """Return the job that options mean. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
@@ -236,7 +235,6 @@ class ConsolidateJob:
             retry=retry or RetryPolicy(),
             page_cache=options.page_cache or "keep",
             memory_limit_bytes=options.memory_limit_bytes,
-            commits=commits,
             progress=progress,
         )
         return cls(setting=setting, options=options)

@@ -27,7 +27,7 @@ _THREADS = 8
 class Setting:
     """From where to where an output is made, and how; the same on all ranks.
 
-    `commits` is where the source's commit records lie, if not in it. Pickles if `progress` does.
+    Pickles if `progress` does.
     """
 
     source: Location
@@ -38,7 +38,6 @@ class Setting:
     memory_limit_bytes: int | None = None
     copies: Copies = "auto"
     thread_count: int | None = None
-    commits: Location | None = None
     progress: Progress = None
 
     def terms(self) -> dict[str, str]:
@@ -58,7 +57,7 @@ class Site:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._stores = ExitStack()
-        self._plain_source = self.opened(setting.source, commit_location=setting.commits)
+        self._plain_source = self.opened(setting.source)
         self._plain_target = self.opened(setting.target, page_cache=setting.page_cache)
         self._suit()
 
@@ -71,17 +70,10 @@ class Site:
         )
         self.paces = Paces(self.options)
 
-    def opened(
-        self,
-        location: Location,
-        *,
-        commit_location: Location | None = None,
-        page_cache: PageCache = "keep",
-    ) -> Store:
+    def opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
         """Return a store that is closed with the others."""
         store = open_store(
             location,
-            commit_location=commit_location,
             page_cache=page_cache,
             timeouts=self.setting.timeouts,
             retry=self.setting.retry,

@@ -107,7 +107,7 @@ class _Work:
         """Abort what is still open."""
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
-            self._site.deadline.failed(error)
+            self._site.deadline.watch.failed(error)
         for upload in [*self._open, *self._shared.values()]:
             try:
                 upload.abort()
@@ -258,4 +258,4 @@ class _Work:
             self._output.seal(self._plan.files[at].number, sealed)
         with self._lock:
             self._result.sealed[at] = sealed
-        self._site.deadline.ended_file()
+        self._site.deadline.watch.ended_file()

@@ -158,13 +158,10 @@ class RegionWriter:
             pacer=site.paces.source,
         )
         self.copies = (
-            copies != "never"
-            and able.tokens_travel
-            and site.target.can_copy_from(site.source, at_any_price=copies == "always")
+            copies != "never" and able.tokens_travel and site.target.can_copy_from(site.source)
         )
         self.turns = threading.Condition()
         self.failure: BaseException | None = None
-        self._align_bytes = able.copy_align_bytes if copies == "auto" else 1
         self._thread_count = max(options.thread_count, _LEAST_THREADS)
         self._limit_bytes = options.memory_limit_bytes
         self._free: list[memoryview] = []
@@ -206,11 +203,7 @@ class RegionWriter:
         runs: Iterable[Part] = ()
         if self.copies and not self.plan.files[region.file].edges:
             pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
-            runs = (
-                run
-                for run, place in copy_runs(pieces, self.reader.place_of, self.able)
-                if not (place.start + run.source_start - run.start) % self._align_bytes
-            )
+            runs = [run for run, _ in copy_runs(pieces, self.reader.place_of, self.able)]
         return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
 
     def _each_bytes(self, job: _Job) -> int:
@@ -266,7 +259,7 @@ class _Job:
             if part.place is None or not writer.copies or not self._copied(part, part.place):
                 for one in self._streams(part):
                     self._stream(one)
-            writer.deadline.advanced(part.size_bytes)
+            writer.deadline.watch.advanced(part.size_bytes)
             writer.on_bytes(part.size_bytes)
             with self._lock:
                 self._left_count -= 1

@@ -26,8 +26,8 @@ DEFAULT_TIMEOUT_S = 120.0
 Outcome = Literal["yes", "no", "skipped"]
 
 _LACKS = {
-    "exclusive create": "Set commit_url to the native URL of the same place, if this is a mount "
-    "of an object store; else let one job write: two that save to one id are not told apart.",
+    "exclusive create": "Use the native URL of the same place, if this is a mount of an object "
+    "store; else let one job write: two that save to one id are not told apart.",
     "list": "Grant the right to list: list_checkpoints, retention and cleaning up need it.",
     "delete": "Grant the right to delete: superseded and dead saves stay, and the storage fills.",
     "list uploads": "Grant the right to list uploads, or have a lifecycle rule abort them: parts "

@@ -149,7 +149,7 @@ class Handle:
                 f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
             )
         what = f"{what} {self.url}"
-        deadline, _ = stalling_deadline("load", self._timeout_s, what)
+        deadline = stalling_deadline("load", self._timeout_s, what)
         with deadline.governs(what):
             yield self._store.bounded(deadline), deadline
 

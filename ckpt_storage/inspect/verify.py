@@ -100,7 +100,7 @@ def verify(  # the public surface, all keyword-only
     """
     location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
     what = f"Verifying {location.url}"
-    deadline, _ = stalling_deadline("load", timeouts.load, what)
+    deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     ranges = _reader(store, deadline, thread_count, memory_limit_bytes)
     with deadline.governs(what):

@@ -99,7 +99,7 @@ class SharedReads:
     def _workers(self, what: str, units: Sequence[Unit], count: int) -> Workers:
         name = f"shared reads of rank {self._order.rank}, {what}"
         count = min(count, len(units))
-        return Workers(count, name=name, deadline=self._deadline, limit=len(units))
+        return Workers(count, name=name, deadline=self._deadline, limit=lambda: len(units))
 
     def _submit(
         self,
@@ -137,7 +137,7 @@ class SharedReads:
                 phase=self._deadline.phase,
                 next_step="See the log of that rank.",
             )
-        self._deadline.failed(error)
+        self._deadline.watch.failed(error)
 
     def _pass_on(self, unit: Unit, buffer: memoryview) -> None:
         parts = list(self._parts(unit, buffer))
@@ -153,7 +153,7 @@ class SharedReads:
         for reads, start, part in parts:
             reads[0].place.check(part, start)
         self._deliver(parts)
-        self._deadline.advanced(len(buffer))
+        self._deadline.watch.advanced(len(buffer))
 
     def _parts(
         self, unit: Unit, buffer: memoryview

@@ -319,7 +319,7 @@ class LoadSession:
         reads = chunks.plan(items.reads, turn=self._rank if is_remote else None)
         total_bytes = sum(read.stop - read.start for read in reads)
         total_bytes += 0 if shared is None else shared.total_bytes
-        ranges.deadline.expect(total_bytes)
+        ranges.deadline.watch.expect(total_bytes)
         with reporting(
             self._settings.progress,
             phase="load",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Deadline, Watch
 
 log = logging.getLogger("ckpt_storage")
 
@@ -93,7 +93,7 @@ class Job:
             self._changed.notify_all()
 
 
-class _Stop:
+class _Stop(Watch):
     """A `Watch` that ends a job's requests once it was told to stop."""
 
     error: CheckpointError | None = None
@@ -101,8 +101,3 @@ class _Stop:
     def failure(self) -> CheckpointError | None:
         """Return why the job cannot go on."""
         return self.error
-
-    def _ignore(self, *_: object) -> None:
-        """Take no note."""
-
-    advanced = expect = failed = ended_file = _ignore

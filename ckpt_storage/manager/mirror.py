@@ -133,7 +133,7 @@ class Mirror:
 
     def _check(self, info: CheckpointInfo) -> None:
         """Note a checkpoint as damaged if it is, and not its copy; it is waited for no more."""
-        deadline, _ = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
+        deadline = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
         try:
             check_part(self._root.open(deadline, info.name), Part(), deep=True, deadline=deadline)
         except IntegrityError as error:

@@ -49,7 +49,6 @@ class SaveOptions:
     memory_limit_bytes: int | None = None
     page_cache: PageCache = "keep"
     sync_files: bool = True
-    commit_url: str | None = None
     stock_metadata: StockMetadata = "auto"
     unsafe_values: UnsafeValues = "warn"
     retry: RetryPolicy | None = None
@@ -71,8 +70,7 @@ class SaveOptions:
             chained = anchored(chained)
         elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
             chained = replace(chained, output=anchored(chained.output))
-        commit_url = anchored(self.commit_url) if self.commit_url else None
-        return replace(self, commit_url=commit_url, consolidate=chained)
+        return replace(self, consolidate=chained)
 
     def place(self, url: str | os.PathLike[str]) -> Location:
         """Return where a save to `url` goes. Raises `InvalidInputError` for it or an option."""
@@ -84,13 +82,7 @@ class SaveOptions:
                 raise InvalidInputError(
                     f"{name} is {value!r}.", next_step=f"Give {', '.join(others)} or {last}."
                 )
-        _ = self.commits
         return Location.of(url, self.storage_options)
-
-    @property
-    def commits(self) -> Location | None:
-        """Where commit records go, if not below the checkpoint."""
-        return Location.of(self.commit_url, self.storage_options) if self.commit_url else None
 
     def consolidation(self, source: Location) -> ConsolidateJob | None:
         """Return the consolidation that a save to `source` goes on with; None: none.
@@ -114,7 +106,6 @@ class SaveOptions:
             timeouts=self.timeouts,
             retry=self.retry,
             progress=self.progress,
-            commits=self.commits,
         )
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
@@ -126,12 +117,10 @@ class SaveOptions:
             memory_limit_bytes=self.memory_limit_bytes,
         )
 
-    def open(self, location: Location, checkpoint_id: str | os.PathLike[str] | None) -> Store:
-        """Open the store at `location`, which `checkpoint_id` has led to. Raises `StorageError`."""
-        commits = self.commits
+    def open(self, location: Location) -> Store:
+        """Open the store at `location`."""
         return open_store(
             location,
-            commit_location=commits.join(checkpoint_id) if commits else None,
             page_cache=self.page_cache,
             sync_files=self.sync_files,
             timeouts=self.timeouts,
@@ -140,14 +129,12 @@ class SaveOptions:
 
     def terms(self, location: Location) -> dict[str, str]:
         """Return what all ranks must have in common for a save to `location`."""
-        commits = self.commits
         return {
             "the checkpoint's URL": location.url,
             "overwrite": str(self.overwrite),
             "sync_files": str(self.sync_files),
             "the storage's endpoint": endpoint_of(location),
             "stock_metadata": self.stock_metadata,
-            "commit_url": commits.url if commits else "None",
             "the version of ckpt_storage": __version__,
         }
 

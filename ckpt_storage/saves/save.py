@@ -67,7 +67,6 @@ def save(  # the public surface, all keyword-only
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     sync_files: bool = True,
-    commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,
@@ -98,7 +97,6 @@ def save(  # the public surface, all keyword-only
         memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
         page_cache: whether the kernel keeps a copy of local files that are on the disk.
         sync_files: make local files durable before they are referenced.
-        commit_url: where commit records go if not below `url`.
         stock_metadata: whether torch's own readers are to find `.metadata`.
         unsafe_values: "refuse" values that only pickle can hold; "warn": name them in the log.
         retry: how failed storage requests are repeated.

@@ -84,7 +84,6 @@ class SaveSession:
         self.is_coordinator = is_coordinator
         self.options = options
         self._phase = phase
-        self._checkpoint_id = checkpoint_id
 
     @classmethod
     def on(
@@ -106,7 +105,7 @@ class SaveSession:
 
     @cached_property
     def _store(self) -> Store:
-        return self.options.open(self.location, self._checkpoint_id)
+        return self.options.open(self.location)
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for this save."""

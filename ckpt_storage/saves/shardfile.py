@@ -249,7 +249,7 @@ def _write_file(
     store: Store, items: Iterable[Item], job: ShardJob, contents: _Contents
 ) -> ShardFile:
     path = shard_path(job.save_id, job.rank, 0)
-    job.deadline.expect(job.planned_bytes)
+    job.deadline.watch.expect(job.planned_bytes)
     with reporting(
         job.progress,
         phase="write",

@@ -43,7 +43,6 @@ class Capabilities:
     lists_uploads: `list_uploads` finds open uploads.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); no copies where `copy_min_bytes` is None.
-    copy_align_bytes: copies pay only where both offsets are alike modulo this.
     """
 
     kind: Kind
@@ -65,7 +64,6 @@ class Capabilities:
     lists_uploads: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
-    copy_align_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +132,11 @@ class CopySource:
 
     scope: the storage, the same text for all roots that can copy from each other.
     address: where the object lies in it. path: for messages. None holds credentials.
-    pays: a copy spares more than it costs; if not, it is made only where the user demands it.
     """
 
     scope: str
     address: str
     path: str
-    pays: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,21 +1,29 @@
-"""One call of a storage: its deadline, and when it is made again."""
+"""One blocking call: a thread that can be left behind, its deadline, and when it is made again.
+
+A thread that hangs in the kernel cannot be ended from outside, so it is left behind, named after
+what it was doing and counted, and the process can still exit. Threads are used again, because
+starting one costs more than most calls.
+"""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import itertools
 import math
+import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 
-from .deadline import Deadline
-from .timed import TimedPool
+from .deadline import LOOK_S, Deadline
 
 T = TypeVar("T")
 
@@ -38,7 +46,208 @@ CLEAN_UP_S = 3.0
 What is not discarded in time is a leftover, which the next save that overwrites frees.
 """
 
-_LOOK_S = 0.5
+_JOIN_S = 5.0
+
+
+class AbandonedError(StorageError):
+    """The call did not end in time or was given up; its thread may still end it later."""
+
+
+_ABANDONED: set[_Worker] = set()
+# A child of fork has none of its parent's threads.
+os.register_at_fork(after_in_child=_ABANDONED.clear)
+
+_HALT = threading.Event()
+_serving = threading.local()
+
+
+def halt_threads() -> None:
+    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+
+    For an interpreter that ends. A daemon thread that returns from C++ then is ended in the middle
+    of it, which takes the whole process down (pybind11's `gil_scoped_release` is `noexcept`).
+    """
+    _HALT.set()
+
+
+def halted() -> None:
+    """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
+    if _HALT.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
+def abandoned_thread_count() -> int:
+    """Return how many threads of this process are stuck in calls that were given up."""
+    return len(_ABANDONED)
+
+
+def moved() -> None:
+    """Say that the call of this thread has come further: its time begins anew.
+
+    For calls of many requests, such as a listing of many pages: each has the time of one. Raises
+    `AbandonedError` if the call was given up, so that it does no more.
+    """
+    worker: _Worker | None = getattr(_serving, "worker", None)
+    if worker is not None:
+        if worker.is_abandoned:
+            raise AbandonedError("Nobody waits for this call any more.")
+        worker.moved_s = time.monotonic()
+
+
+class _Worker(threading.Thread):
+    """A daemon thread that makes one call at a time, until it is given None."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.is_abandoned = False
+        self.moved_s = 0.0
+        self._lock = threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        _serving.worker = self
+        while (call := self.calls.get()) is not None:
+            value, error = None, None
+            try:
+                value = call()
+            except BaseException as caught:  # noqa: BLE001  # raised again by the caller
+                error = caught
+            del call
+            with self._lock:
+                if self.is_abandoned:
+                    _ABANDONED.discard(self)
+                    return
+                self.answers.put((value, error))
+            # Held in no variable while waiting: both may keep much memory alive.
+            del value, error
+
+    def abandon(self, what: str) -> bool:
+        """Leave the thread to its call, unless that has just ended; return whether it was left."""
+        with self._lock:
+            if not self.answers.empty():
+                return False
+            self.is_abandoned = True
+            _ABANDONED.add(self)
+        self.name = f"ckpt-storage abandoned: {what}"
+        return True
+
+
+def _end_all(idle: list[_Worker]) -> None:
+    while idle:
+        idle.pop().calls.put(None)
+
+
+class TimedPool:
+    """Runs calls in threads of its own, as many as there are callers at a time.
+
+    May be used by several threads and survives fork (the child starts afresh). `close`
+    ends the threads that wait; those still in a call end after it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._numbers = itertools.count()
+        self._idle: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process_id = os.getpid()
+        weakref.finalize(self, _end_all, self._idle).atexit = False
+
+    def run(
+        self,
+        call: Callable[[], T],
+        *,
+        timeout_s: float,
+        most_s: float = math.inf,
+        what: str,
+        repeatable: bool,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
+
+        They count from the last `moved`, but `most_s` (seconds) is the limit of it all.
+
+        Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon
+        after `cancelled` returned True.
+        """
+        halted()
+        worker = self._take()
+        worker.moved_s = time.monotonic()
+        last_s = worker.moved_s + most_s
+        worker.calls.put(call)
+        is_cancelled = False
+        try:
+            while True:
+                left_s = min(worker.moved_s + timeout_s, last_s) - time.monotonic()
+                wait_s = left_s if cancelled is None else min(LOOK_S, left_s)
+                try:
+                    value, error = worker.answers.get(timeout=max(0.0, wait_s))
+                    break
+                except queue.Empty:
+                    is_cancelled = cancelled is not None and cancelled()
+                    is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
+                if (is_late or is_cancelled) and worker.abandon(what):
+                    break
+        except BaseException:
+            # An interrupt of the main thread: the call goes on without anyone waiting.
+            if not worker.abandon(what):
+                worker.calls.put(None)
+            raise
+        if worker.is_abandoned:
+            raise _given_up(what, timeout_s, is_late=not is_cancelled, again=repeatable)
+        self._give_back(worker)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback leads to this frame, and the frame must not lead back.
+            del error
+        result: T = value
+        return result
+
+    def close(self) -> None:
+        """End the waiting threads and join them; idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = self._idle[:]
+            _end_all(self._idle)
+        for worker in idle:
+            worker.join(_JOIN_S)
+
+    def _take(self) -> _Worker:
+        if self._process_id != os.getpid():
+            self._lock = threading.Lock()
+            self._idle.clear()
+            self._process_id = os.getpid()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Worker(f"{self._name} {next(self._numbers)}")
+
+    def _give_back(self, worker: _Worker) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(worker)
+                return
+        worker.calls.put(None)
+
+
+def _given_up(what: str, timeout_s: float, *, is_late: bool, again: bool) -> AbandonedError:
+    if not is_late:
+        return AbandonedError(
+            f"The {what} was given up, because what it belongs to has failed.",
+            kind="timeout",
+            next_step="Look at the first failure.",
+        )
+    return AbandonedError(
+        f"The {what} did not end within {timeout_s:.3g} s and was given up.",
+        kind="timeout",
+        retryable=again,
+        next_step="Check that the storage answers; if it is only slow, raise "
+        "Timeouts(request=...).",
+    )
 
 
 def nothing_was_done(error: StorageError) -> bool:
@@ -52,38 +261,6 @@ def nothing_was_done(error: StorageError) -> bool:
     return cause is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """What ends calls: deadlines, and a reason to stop before them.
-
-    Once `cancelled` returns True, or what a deadline belongs to has failed, no attempt is begun any
-    more; by such a failure those under way are left behind, too. `throttled` is called after every
-    answer that asks for fewer requests.
-    """
-
-    deadlines: tuple[Deadline, ...] = ()
-    cancelled: Callable[[], bool] = bool
-    throttled: Callable[[], object] = bool  # a default of a field
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a failure elsewhere may end calls."""
-        return any(deadline.is_watched for deadline in self.deadlines)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no attempt may be begun, whatever the time."""
-        return self.cancelled() or self.has_failed()
-
-    def has_failed(self) -> bool:
-        """Return whether what a deadline belongs to has failed."""
-        return any(deadline.has_failed() for deadline in self.deadlines)
-
-    def left_s(self) -> float:
-        """Return the seconds until the nearest deadline."""
-        return min((deadline.remaining_s() for deadline in self.deadlines), default=math.inf)
-
-
 @dataclass(slots=True)
 class _Refreshes:
     """How often credentials were renewed, shared by a caller and its views."""
@@ -92,9 +269,13 @@ class _Refreshes:
     count: int = 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Makes the calls of one store, each within `request_timeout_s` seconds an attempt.
+
+    All end by `deadlines`. Once `cancelled` returns True, or what a deadline belongs to has failed,
+    no attempt is begun any more; by such a failure those under way are left behind, too.
+    `throttled` is called after every answer that asks for fewer requests.
 
     Delays between attempts have full jitter (see `RetryPolicy`). `refresh` looks credentials up
     again; it is called once for all calls that meet one expiry. `clock`, `sleep` and `random` stand
@@ -108,20 +289,16 @@ class Caller:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     random: Callable[[], float] = system_random
-    bounds: Bounds = Bounds()
+    deadlines: tuple[Deadline, ...] = ()
+    cancelled: Callable[[], bool] = bool
+    throttled: Callable[[], object] = bool  # a default of a field
     pool: TimedPool = field(default_factory=lambda: TimedPool("ckpt-storage io"))
-    _refreshes: _Refreshes = field(default_factory=_Refreshes)
-
-    def within(self, bounds: Bounds) -> Caller:
-        """Return a caller with other bounds that shares all else."""
-        view = copy.copy(self)
-        view.bounds = bounds
-        return view
+    refreshes: _Refreshes = field(default_factory=_Refreshes)
 
     def cleaning_up(self) -> Caller:
         """Return a caller with a deadline of its own, near and for discarding what failed."""
         deadline = Deadline("write", CLEAN_UP_S, self.clock)
-        return self.within(Bounds(deadlines=(deadline,), throttled=self.bounds.throttled))
+        return dataclasses.replace(self, deadlines=(deadline,), cancelled=bool)
 
     def run(
         self,
@@ -135,7 +312,7 @@ class Caller:
 
         `what` names it for messages. `extra_s` (seconds) lengthens each attempt.
         """
-        seen_count, may_refresh = self._refreshes.count, True
+        seen_count, may_refresh = self.refreshes.count, True
         start_s, attempt = self.clock(), 1
         while True:
             try:
@@ -143,13 +320,18 @@ class Caller:
             except StorageError as error:
                 failure = error
             if failure.kind == "throttled":
-                self.bounds.throttled()
+                self.throttled()
             if failure.kind == "credentials" and failure.retryable and may_refresh:
                 may_refresh = False
                 self._refresh(seen_count)
                 continue
-            delay_s = self._delay_s(attempt)
-            if not self._may_repeat(failure, repeat, attempt, delay_s):
+            may_repeat = (
+                failure.retryable
+                and failure.kind not in _NEVER
+                and attempt < self.policy.attempt_count
+                and (repeat != "if-nothing-done" or nothing_was_done(failure))
+            )
+            if not may_repeat or not self.pause(attempt):
                 if attempt > 1:
                     failure.add_note(f"Tried {attempt} times in {self.clock() - start_s:.1f} s.")
                 try:
@@ -159,19 +341,26 @@ class Caller:
                     del failure
             # Kept no longer than this, since its traceback holds the caller's buffers.
             del failure
-            self._wait(delay_s)
             attempt += 1
 
+    def pause(self, attempt: int) -> bool:
+        """Sleep as after an attempt that failed; return whether there is time for another one."""
+        ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
+        delay_s = self.random() * min(self.policy.max_delay_s, ceiling_s)
+        if self._is_over() or delay_s >= self._left_s():
+            return False
+        while self._is_watched() and delay_s > LOOK_S and not self._is_over():
+            self.sleep(LOOK_S)
+            delay_s -= LOOK_S
+        if not self._is_over():
+            self.sleep(delay_s)
+        return True
+
     def _once(
-        self,
-        what: str,
-        call: Callable[[], T],
-        *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
+        self, what: str, call: Callable[[], T], *, repeat: Repeat = "always", extra_s: float = 0.0
     ) -> T:
-        left_s = self.bounds.left_s()
-        if self.bounds.is_over:
+        left_s = self._left_s()
+        if self._is_over():
             raise StorageError(
                 f"The {what} was not begun, because what it belongs to has failed.",
                 next_step="Look at the first failure.",
@@ -188,44 +377,27 @@ class Caller:
             most_s=left_s,
             what=what,
             repeatable=repeat == "always",
-            **({"cancelled": self.bounds.has_failed} if self.bounds.is_watched else {}),
+            cancelled=self._has_failed if self._is_watched() else None,
         )
 
-    def pause(self, attempt: int) -> bool:
-        """Sleep as after an attempt that failed; return whether there is time for another one."""
-        delay_s = self._delay_s(attempt)
-        if delay_s >= self.bounds.left_s():
-            return False
-        self._wait(delay_s)
-        return not self.bounds.is_over
+    def _is_watched(self) -> bool:
+        return any(deadline.is_watched for deadline in self.deadlines)
 
-    def _delay_s(self, attempt: int) -> float:
-        ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
-        return self.random() * min(self.policy.max_delay_s, ceiling_s)
+    def _has_failed(self) -> bool:
+        return any(deadline.has_failed() for deadline in self.deadlines)
 
-    def _wait(self, delay_s: float) -> None:
-        """Sleep before the next attempt, in slices where it may be given up meanwhile."""
-        while self.bounds.is_watched and delay_s > _LOOK_S and not self.bounds.is_over:
-            self.sleep(_LOOK_S)
-            delay_s -= _LOOK_S
-        self.sleep(0.0 if self.bounds.is_over else delay_s)
+    def _is_over(self) -> bool:
+        """Return whether no attempt may be begun, whatever the time."""
+        return self.cancelled() or self._has_failed()
 
-    def _may_repeat(
-        self, error: StorageError, repeat: Repeat, attempt: int, delay_s: float
-    ) -> bool:
-        return (
-            error.retryable
-            and error.kind not in _NEVER
-            and attempt < self.policy.attempt_count
-            and not self.bounds.is_over
-            and delay_s < self.bounds.left_s()
-            and (repeat != "if-nothing-done" or nothing_was_done(error))
-        )
+    def _left_s(self) -> float:
+        """Return the seconds until the nearest deadline."""
+        return min((deadline.remaining_s() for deadline in self.deadlines), default=math.inf)
 
     def _refresh(self, seen_count: int) -> None:
         """Renew credentials unless another thread has done so since `seen_count` was read."""
-        shared = self._refreshes
-        left_s = min(self.request_timeout_s, self.bounds.left_s())
+        shared = self.refreshes
+        left_s = min(self.request_timeout_s, self._left_s())
         if not shared.lock.acquire(timeout=max(0.0, left_s)):
             return
         try:

@@ -14,29 +14,42 @@ from ckpt_storage.options import Phase, Timeouts
 # A request that was cut by a phase's deadline ends within this of it.
 _CUT_S = 0.05
 
-_LOOK_S = 0.2
+LOOK_S = 0.2
+"""How often whoever waits looks whether its operation has failed elsewhere."""
 
 _NEVER_S = 10 * 365 * 86_400.0
 """No work lasts longer; infinity is no number that clocks and locks take."""
 
 
 class Watch(Protocol):
-    """The operation that a phase belongs to, as its transfers see it; safe in any thread."""
+    """The operation that a phase belongs to, as its transfers see it; safe in any thread.
+
+    What a derived class leaves out never fails and hears nothing.
+    """
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on (another rank failed, say), None while it can."""
+        return None
 
     def advanced(self, byte_count: int) -> None:
         """Note that `byte_count` more bytes of the phase are done."""
+        del byte_count
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all."""
+        del total_bytes
 
     def failed(self, error: CheckpointError) -> None:
         """Note a failure at once, because what it leaves behind hangs."""
+        del error
 
     def ended_file(self) -> None:
         """Note that one more file is complete."""
+        del self
+
+
+class _Unwatched(Watch):
+    """An operation that nothing is told of."""
 
 
 class Deadline:
@@ -45,7 +58,7 @@ class Deadline:
     With a `watch`, the phase also gives up soon after its operation failed elsewhere.
     """
 
-    __slots__ = ("_at", "_clock", "_watch", "phase", "timeout_s")
+    __slots__ = ("_at", "_clock", "is_watched", "phase", "timeout_s", "watch")
 
     def __init__(
         self,
@@ -57,8 +70,9 @@ class Deadline:
     ) -> None:
         self.phase = phase
         self.timeout_s = timeout_s
+        self.watch: Watch = watch or _Unwatched()
+        self.is_watched = watch is not None
         self._clock = clock
-        self._watch = watch
         self._at = clock() + timeout_s
 
     @classmethod
@@ -71,34 +85,9 @@ class Deadline:
         """The instant on `time.monotonic`'s scale."""
         return self._at
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether the phase may have to give up before its time."""
-        return self._watch is not None
-
     def has_failed(self) -> bool:
         """Return whether the operation that the phase belongs to cannot go on."""
-        return self._watch is not None and self._watch.failure() is not None
-
-    def advanced(self, byte_count: int) -> None:
-        """Tell whoever watches that `byte_count` more bytes are done."""
-        if self._watch is not None:
-            self._watch.advanced(byte_count)
-
-    def expect(self, total_bytes: int) -> None:
-        """Tell whoever watches how many bytes the phase has in all."""
-        if self._watch is not None:
-            self._watch.expect(total_bytes)
-
-    def ended_file(self) -> None:
-        """Tell whoever watches that one more file is complete."""
-        if self._watch is not None:
-            self._watch.ended_file()
-
-    def failed(self, error: CheckpointError) -> None:
-        """Tell whoever watches of a failure at once: what it leaves behind hangs."""
-        if self._watch is not None:
-            self._watch.failed(error)
+        return self.watch.failure() is not None
 
     def remaining_s(self) -> float:
         """Return the seconds left, 0 when there are none."""
@@ -108,14 +97,14 @@ class Deadline:
         """Pause for `seconds`, less where the instant or a failure of the operation is nearer."""
         end = time.monotonic() + min(seconds, self.remaining_s())
         while (left_s := end - time.monotonic()) > 0 and not self.has_failed():
-            time.sleep(min(left_s, _LOOK_S) if self.is_watched else left_s)
+            time.sleep(min(left_s, LOOK_S) if self.is_watched else left_s)
 
     def check(self, what: str) -> None:
         """Raise `PhaseTimeoutError` naming `what` if the instant has passed.
 
         Raises why the operation cannot go on, if it failed elsewhere.
         """
-        failure = self._watch.failure() if self._watch is not None else None
+        failure = self.watch.failure()
         if failure is not None:
             raise failure
         if self._clock() >= self._at:
@@ -130,7 +119,7 @@ class Deadline:
         try:
             yield
         except CheckpointError as error:
-            failure = self._watch.failure() if self._watch is not None else None
+            failure = self.watch.failure()
             if error is failure:
                 raise
             if failure is not None and isinstance(error, StorageError):
@@ -146,18 +135,22 @@ class Deadline:
 
     def error(self, what: str) -> PhaseTimeoutError:
         """Return the error that says `what` did not end in time."""
-        return PhaseTimeoutError(
-            f"{what} did not end within {self.timeout_s:g} s ({self.phase} phase).",
-            phase=self.phase,
-            timeout_s=self.timeout_s,
-            next_step=f"Check the storage, or raise Timeouts.{self.phase}.",
-        )
+        return _timeout(self.phase, self.timeout_s, f"{what} did not end within")
 
 
-class Stalling:
+def _timeout(phase: Phase, timeout_s: float, what: str) -> PhaseTimeoutError:
+    return PhaseTimeoutError(
+        f"{what} {timeout_s:g} s ({phase} phase).",
+        phase=phase,
+        timeout_s=timeout_s,
+        next_step=f"Check the storage, or raise Timeouts.{phase}.",
+    )
+
+
+class Stalling(Watch):
     """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds.
 
-    `on_bytes` hears of all that moves. Safe in any thread.
+    `on_bytes` hears of all that moves.
     """
 
     def __init__(
@@ -181,12 +174,8 @@ class Stalling:
         """Return the error of work that stands still, the same one from then on."""
         with self._lock:
             if self._failure is None and self._clock() - self._moved_s >= self._timeout_s:
-                self._failure = PhaseTimeoutError(
-                    f"{self._what} has not moved for {self._timeout_s:g} s ({self._phase} phase).",
-                    phase=self._phase,
-                    timeout_s=self._timeout_s,
-                    next_step=f"Check the storage, or raise Timeouts.{self._phase}.",
-                )
+                what = f"{self._what} has not moved for"
+                self._failure = _timeout(self._phase, self._timeout_s, what)
             return self._failure
 
     def advanced(self, byte_count: int) -> None:
@@ -199,14 +188,7 @@ class Stalling:
         with self._lock:
             self._moved_s = self._clock()
 
-    def expect(self, total_bytes: int) -> None:
-        """Nothing depends on how much there is."""
 
-    def failed(self, error: CheckpointError) -> None:
-        """Nothing: whoever failed cleans up through the same stores."""
-
-
-def stalling_deadline(phase: Phase, timeout_s: float, what: str) -> tuple[Deadline, Stalling]:
-    """Return a deadline that is over once `what` has not moved for `timeout_s`, and its watch."""
-    watch = Stalling(phase, timeout_s, what)
-    return Deadline(phase, _NEVER_S, watch=watch), watch
+def stalling_deadline(phase: Phase, timeout_s: float, what: str) -> Deadline:
+    """Return a deadline that is over once `what` has not moved for `timeout_s`."""
+    return Deadline(phase, _NEVER_S, watch=Stalling(phase, timeout_s, what))

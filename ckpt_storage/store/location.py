@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "ckpt_storage.backends"
 """The group in which a package's metadata name backends, by scheme."""
 
-SERVED: set[str] = set()
-"""Schemes of registered backends: whatever they were before, these serve them now."""
+REGISTERED: dict[str, Any] = {}
+"""Openers of registered backends: whatever a scheme was before, these serve it now."""
 
 BUCKETS = frozenset({"az", "gs", "s3"})
 USERS = frozenset({"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
@@ -33,15 +33,14 @@ USERS = frozenset({"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"}
 
 _SPELT_ALIKE = {"abfs": "az", "abfss": "az", "gcs": "gs", "local": "file", "s3a": "s3"}
 _EXTRAS = {"az": "azure", "gs": "gcs", "s3": "s3"}
-_READ_ONLY = frozenset(
-    "data gist git github http https libarchive reference tar zip".split()  # noqa: SIM905  # short
+_NO_STORAGES = frozenset(
+    "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github http "  # noqa: SIM905  # short
+    "https libarchive reference simplecache tar zip".split()
 )
-_WRAPPERS = frozenset(
-    "async_wrapper asyncwrapper blockcache cached dir filecache generic simplecache".split()  # noqa: SIM905  # as above
-)
+"""What only reads, or wraps another file system."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
+_MANGLED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::|::[A-Za-z][A-Za-z0-9+.-]*://|://.*::")
 _TAIL = re.compile(r"[?#].*", re.DOTALL)
 
@@ -82,7 +81,9 @@ class Location:
             target = _file_url_path(rest)
         else:
             _check_scheme(protocol, given, without_secrets(f"{given}://{rest}"))
-            _check_options(protocol, given, options)
+            if "protocol" in options:
+                # fsspec would follow it instead of the URL.
+                raise _bad("storage_options has 'protocol'.", "Leave it out: the URL names it.")
             target = f"{protocol}://{_checked_rest(protocol, rest)}"
         return cls(protocol=protocol, target=target, storage_options=options)
 
@@ -103,16 +104,14 @@ class Location:
             return dataclasses.replace(other, storage_options=options)
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
-            raise InvalidInputError(
+            raise _bad(
                 f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'.",
-                next_step="Give a name below it, an absolute path or a full URL.",
+                "Give a name below it, an absolute path or a full URL.",
             )
         below = "/".join(part for part in parts if part or not self.is_local)
-        if not self.is_local and (tail := _TAIL.search(below)):
-            raise _has_tail(below[: tail.start()])
-        if not below.strip("/"):
-            return self
-        return self.child(below)
+        if not self.is_local:
+            _check_tail(below)
+        return self.child(below) if below.strip("/") else self
 
     def child(self, name: str) -> Location:
         """Return the location of a folder that a listing of this one showed, whatever its name."""
@@ -127,7 +126,13 @@ class Location:
     @property
     def path(self) -> str:
         """The absolute local path; elsewhere what follows the scheme, without credentials."""
-        return self.target if self.is_local else _shown(self.protocol, self.target)
+        if self.is_local:
+            return self.target
+        authority, slash, below = self.target.partition("://")[2].partition("/")
+        if self.protocol != "az" or ":" in authority.partition("@")[0]:
+            # Of az:// the part before "@" is the container.
+            authority = authority.rpartition("@")[2]
+        return f"{authority}{slash}{below}"
 
     @property
     def url(self) -> str:
@@ -162,71 +167,54 @@ def anchored(url: str | os.PathLike[str]) -> str:
     return location.target if location.is_local else os.fspath(url)
 
 
+def _bad(what: str, next_step: str) -> InvalidInputError:
+    return InvalidInputError(what, next_step=next_step)
+
+
 def _text_of(url: object) -> str:
     """Return the text of a path or URL after the checks that every spelling must pass."""
-    if not isinstance(url, str | os.PathLike):
-        raise InvalidInputError(
-            f"A {type(url).__name__} is no path or URL.",
-            next_step="Give a str such as 's3://bucket/run', or a pathlib.Path.",
-        )
-    text = os.fspath(url)
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str):
-        raise InvalidInputError(
-            "A path of bytes cannot be used.", next_step="Decode it: os.fsdecode(path)."
+        raise _bad(
+            f"A {type(url).__name__} is no path or URL.",
+            "Give a str such as 's3://bucket/run', or a pathlib.Path.",
         )
-    if not text.strip():
-        raise InvalidInputError(
-            "The path is empty.", next_step="Give a folder or a URL such as 's3://bucket/run'."
-        )
-    if "\0" in text:
-        raise InvalidInputError(
-            f"The path {without_secrets(text)!r} contains a NUL character.", next_step="Remove it."
+    shown = without_secrets(text)
+    if not text.strip() or "\0" in text:
+        raise _bad(
+            f"The path {shown!r} is empty or contains a NUL character.",
+            "Give a folder or a URL such as 's3://bucket/run'.",
         )
     if _CHAIN.search(text):
-        raise InvalidInputError(
-            f"{without_secrets(text)!r} is a chain of file systems ('::').",
-            next_step="Give the URL of the storage itself; caches must not stand before it.",
+        raise _bad(
+            f"{shown!r} is a chain of file systems ('::').",
+            "Give the URL of the storage itself; caches must not stand before it.",
         )
-    _check_colon(text, is_text=isinstance(url, str))
+    # What a URL becomes when it goes through `pathlib` or loses its slashes.
+    mangled = None if _SCHEME.match(text) else _MANGLED.match(text.strip())
+    if mangled is not None:
+        scheme = mangled.group(1).lower()
+        kept = kept_scheme(scheme)
+        is_colon = mangled.group(2) == ":"
+        is_alone = is_colon and text.strip().partition("/")[0].endswith(":")
+        if is_alone or kept in BUCKETS | USERS or (is_colon and kept in {"file", "memory"}):
+            rest = text.strip()[mangled.end() :].lstrip("/")
+            hint = without_secrets(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
+            raise _bad(
+                f"{shown!r} is neither a path nor a URL.",
+                f"Pass the URL as a str: {hint!r} (pathlib folds its slashes).",
+            )
     return text
 
 
-def _check_colon(text: str, *, is_text: bool) -> None:
-    """Refuse what a URL becomes when it goes through `pathlib` or loses its slashes."""
-    first = text.strip().partition("/")[0]
-    match = _SCHEME_ONLY.match(text.strip())
-    if match is None or _SCHEME.match(text):
-        return
-    scheme = match.group(1).lower()
-    kept = kept_scheme(scheme)
-    if match.group(2) == "//":
-        is_mangled = kept in BUCKETS | USERS
-    else:
-        is_mangled = kept in known_schemes() if is_text else first.endswith(":")
-    if is_mangled:
-        rest = text.strip()[match.end() :].lstrip("/")
-        slashes = ":///" if kept == "file" else "://"
-        hint = without_secrets(f"{scheme}{slashes}{rest}")
-        raise InvalidInputError(
-            f"{without_secrets(text)!r} is neither a path nor a URL.",
-            next_step=f"Pass the URL as a str: {hint!r} (pathlib folds its slashes).",
-        )
-
-
 def _absolute(text: str) -> str:
-    """Return a path from the root, without "." and ".."; a link before ".." is followed first."""
+    """Return a path from the root, without "." and ".."; links before ".." are followed first."""
     path = os.path.join(os.getcwd(), os.path.expanduser(text))  # noqa: PTH109, PTH111, PTH118  # a Path would drop nothing but dots
-    parts: list[str] = []
-    for part in path.split("/"):
-        if part == "..":
-            before = "/" + "/".join(parts)
-            # Where "link/.." leads, only the file system says.
-            if os.path.islink(before):  # noqa: PTH114  # as above
-                parts = [*filter(None, os.path.realpath(before).split("/"))]
-            del parts[-1:]
-        elif part not in {"", "."}:
-            parts.append(part)
-    return "/" + "/".join(parts)
+    parts = path.split("/")
+    if ".." in parts:
+        # Where "link/.." leads, only the file system says.
+        return os.path.realpath(path)
+    return "/" + "/".join(part for part in parts if part not in {"", "."})
 
 
 def _file_url_path(rest: str) -> str:
@@ -234,9 +222,9 @@ def _file_url_path(rest: str) -> str:
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
         shown = without_secrets(f"file://{rest}").removeprefix("file://")
-        raise InvalidInputError(
+        raise _bad(
             f"'file://{shown}' names a host, or is a relative path.",
-            next_step=f"Write three slashes for an absolute path: 'file:///{shown}'.",
+            f"Write three slashes for an absolute path: 'file:///{shown}'.",
         )
     return _absolute(path)
 
@@ -247,17 +235,13 @@ def _checked_rest(protocol: str, rest: str) -> str:
     if protocol == "memory":
         rest = rest.lstrip("/")
     if protocol in BUCKETS and not rest.partition("/")[0]:
-        raise InvalidInputError(
-            f"{shown!r} names no bucket.",
-            next_step=f"Write {protocol}://BUCKET/PREFIX.",
-        )
+        raise _bad(f"{shown!r} names no bucket.", f"Write {protocol}://BUCKET/PREFIX.")
     _check_user_info(protocol, rest)
-    if tail := _TAIL.search(rest):
-        raise _has_tail(without_secrets(f"{protocol}://{rest[: tail.start()]}"))
+    _check_tail(rest)
     if {".", ".."} & set(rest.split("/")):
-        raise InvalidInputError(
+        raise _bad(
             f"{shown!r} contains '.' or '..', which storages treat differently.",
-            next_step="Write the URL without them.",
+            "Write the URL without them.",
         )
     return rest.rstrip("/")
 
@@ -276,28 +260,20 @@ def _check_user_info(protocol: str, rest: str) -> None:
         if port and not host.startswith("arn:"):
             is_wrong |= protocol in BUCKETS or "@" in rest
     if is_wrong:
-        raise InvalidInputError(
+        raise _bad(
             f"This {protocol}:// URL takes no credentials, or not as they are spelt in it.",
-            next_step="Pass them as storage_options=, or by the environment.",
+            "Pass them as storage_options=, or by the environment.",
         )
 
 
-def _has_tail(shown: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"{shown!r} has a query or fragment ('?' or '#') behind it, which no URL takes here.",
-        next_step="Pass credentials such as a SAS token as storage_options=; rename a folder "
-        "that bears such a character.",
-    )
-
-
-def _shown(protocol: str, target: str) -> str:
-    """Return a remote target without scheme, user, password and query."""
-    rest = target.partition("://")[2]
-    authority, slash, below = rest.partition("/")
-    if protocol != "az" or ":" in authority.partition("@")[0]:
-        # Of az:// the part before "@" is the container.
-        authority = authority.rpartition("@")[2]
-    return f"{authority}{slash}{below}"
+def _check_tail(rest: str) -> None:
+    if _TAIL.search(rest):
+        raise _bad(
+            f"{without_secrets(_TAIL.sub('', rest))!r} has a query or fragment ('?' or '#') behind "
+            "it, which no URL takes here.",
+            "Pass credentials such as a SAS token as storage_options=; rename a folder that bears "
+            "such a character.",
+        )
 
 
 def kept_scheme(scheme: str) -> str:
@@ -305,20 +281,12 @@ def kept_scheme(scheme: str) -> str:
     return _SPELT_ALIKE.get(scheme.lower(), scheme.lower())
 
 
-def is_scheme(text: str) -> bool:
-    """Return whether a text may stand before "://"."""
-    return re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", text) is not None
-
-
 @functools.cache
-def installed_backends() -> Mapping[str, Sequence[EntryPoint]]:
+def installed_backends() -> Mapping[str, EntryPoint]:
     """Return the backends that installed packages bring, by scheme."""
     from importlib.metadata import entry_points  # noqa: PLC0415  # local users need none
 
-    found: dict[str, list[EntryPoint]] = {}
-    for entry in entry_points(group=ENTRY_POINTS):
-        found.setdefault(kept_scheme(entry.name), []).append(entry)
-    return found
+    return {kept_scheme(entry.name): entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def known_schemes() -> dict[str, str]:
@@ -329,59 +297,37 @@ def known_schemes() -> dict[str, str]:
     )
 
     found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
-    return {**found, **dict.fromkeys([*registry, *installed_backends(), *SERVED], "")}
+    return {**found, **dict.fromkeys([*registry, *installed_backends(), *REGISTERED], "")}
 
 
 def _check_scheme(protocol: str, given: str, shown: str) -> None:
-    """Refuse a scheme that does not exist, has no backend installed or cannot be written to.
-
-    `given` is how it was spelt, `shown` the URL without credentials. Raises `InvalidInputError`.
-    """
-    if protocol in SERVED or protocol in installed_backends():
+    """Refuse a scheme that does not exist, has no backend installed or is no storage."""
+    if protocol in REGISTERED or protocol in installed_backends():
         return
-    if protocol in _READ_ONLY:
-        raise InvalidInputError(
-            f"{given}:// can only be read.",
-            next_step="Give a storage that takes writes; for an object store write "
-            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
-            if protocol.startswith("http")
-            else "Give a storage that takes writes.",
-        )
-    if protocol in _WRAPPERS:
-        raise InvalidInputError(
-            f"{given}:// is a wrapper around another file system.",
-            next_step="Give the URL of the storage itself.",
+    if protocol in _NO_STORAGES:
+        raise _bad(
+            f"{given}:// can only be read, or wraps another file system.",
+            "Give the URL of the storage itself, one that takes writes; for an object store write "
+            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}.",
         )
     schemes = known_schemes()
     if protocol not in schemes:
         near = difflib.get_close_matches(given, sorted({*schemes, *_SPELT_ALIKE}), 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
-        raise InvalidInputError(
+        raise _bad(
             f"No storage is known by the scheme of {shown!r}.",
-            next_step=f"{hint}Install the fsspec backend that provides {given}://, or register "
-            "one of your own (register_backend).",
+            f"{hint}Install the fsspec backend that provides {given}://, or register one of your "
+            "own (register_backend).",
         )
     module = schemes[protocol].partition(":")[0].split(".")[0]
     if module and importlib.util.find_spec(module) is None:
         raise missing_backend(protocol, module)
 
 
-def _check_options(protocol: str, given: str, options: Mapping[str, Any]) -> None:
-    """Refuse an option that fsspec would take for the scheme, in the place of the URL's."""
-    meant = options.get("protocol", given)
-    if not isinstance(meant, str) or kept_scheme(meant) != protocol:
-        raise InvalidInputError(
-            f"storage_options has 'protocol': {meant!r}, and the URL begins with {given}://.",
-            next_step="Leave the option out: the URL names the storage. A server that is to be "
-            "reached over plain HTTP is named by its address, with http://.",
-        )
-
-
 def missing_backend(protocol: str, package: str) -> InvalidInputError:
     """Return the error that says which package a scheme needs and how to install it."""
     extra = _EXTRAS.get(protocol)
-    install = f"ckpt-storage[{extra}]" if extra else package
-    return InvalidInputError(
+    return _bad(
         f"{protocol}:// needs the package {package}, which is not installed.",
-        next_step=f"Run: pip install '{install}'",
+        f"Run: pip install '{f'ckpt-storage[{extra}]' if extra else package}'",
     )

@@ -39,22 +39,13 @@ def probe_exclusive_create(store: Store) -> ProbeResult:
     storage gives no answer or does not let us write, and keeps nothing then.
     """
     if not store.capabilities.exclusive_create:
-        return ProbeResult(
-            exclusive=False, reason="This storage has no exclusive creation to offer."
-        )
+        reason = "This storage has no exclusive creation to offer."
+        return ProbeResult(exclusive=False, reason=reason)
     place = _place(store)
     known = _RESULTS.get(place)
     if known is None:
         known = _RESULTS[place] = try_exclusive_create(store, probe_path())
     return known
-
-
-def _place(store: Store) -> tuple[int, Hashable]:
-    key: Hashable = store.url
-    scope = store.scope
-    if scope is not None:
-        key = store.run("look at the storage", "", lambda _: scope())
-    return os.getpid(), key
 
 
 def probe_conditional_delete(store: Store) -> bool:
@@ -70,6 +61,14 @@ def probe_conditional_delete(store: Store) -> bool:
     if known is None:
         known = _DELETIONS[place] = _try_conditional_delete(store, probe_path())
     return known
+
+
+def _place(store: Store) -> tuple[int, Hashable]:
+    key: Hashable = store.url
+    scope = store.scope
+    if scope is not None:
+        key = store.run("look at the storage", "", lambda _: scope())
+    return os.getpid(), key
 
 
 def _try_conditional_delete(store: Store, path: str) -> bool:
@@ -113,14 +112,14 @@ def _refusal(store: Store, path: str) -> str:
             return "The storage kept other content than was created."
         for _ in range(_TRIES):
             try:
-                store.put_absent(path, second)
+                store.put_once(path, second, if_absent=True)
             except StorageError as error:
                 failure = error
             else:
                 return "The storage created a name a second time; it ignores the condition."
             if store.get(path).data != first:
                 return "The storage refused to create a name a second time, but did it."
-            if failure.kind == "exists":
+            if failure.kind in {"exists", "precondition"}:
                 return ""
             if failure.kind == "unsupported":
                 break

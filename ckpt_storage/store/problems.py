@@ -7,10 +7,12 @@ error numbers, never by the text of a message.
 from __future__ import annotations
 
 import errno
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
@@ -50,195 +52,116 @@ class Call:
     scrub: Callable[[str], str] = str
 
 
-@dataclass(frozen=True, slots=True)
-class _Meaning:
-    """What a failure means for the user, and the signs of it, parted by spaces.
-
-    signs: codes of S3, Azure and Google, statuses of HTTP, symbols of `errno`, and
-    "package.Type", the package being the first part of the module that defines it.
-    """
+class _Meaning(NamedTuple):
+    """What a failure means for the user."""
 
     kind: str
     next_step: str
-    signs: str = ""
-    retryable: bool = False
+    retryable: bool
 
 
-_CERTIFICATE = _Meaning(
-    "connection",
-    "Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CERT_FILE).",
-    "aiohttp.ClientConnectorCertificateError asyncssh.HostKeyNotVerifiable "
-    "paramiko.BadHostKeyException ssl.SSLCertVerificationError",
-)
-_SERVER = _Meaning(
-    "other",
-    "Try again later; the fault is the storage's.",
-    "InternalError backendError internalError",
-    retryable=True,
-)
-_UNKNOWN = _Meaning(
-    "other", "Check storage_options; if they are right, see the storage's logs for this request."
-)
+# Kind, whether to try again, next step; and the signs: codes of S3, Azure and Google, statuses of
+# HTTP, symbols of `errno`, and "package.Type", the package being the first part of the module
+# that defines it. What there is no bucket for is not "not-found", which would read as "no
+# checkpoint here yet". A soft-mounted network file system says EIO of a passing outage.
+_TABLE = """\
+connection: Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CERT_FILE).
+    aiohttp.ClientConnectorCertificateError asyncssh.HostKeyNotVerifiable
+    paramiko.BadHostKeyException ssl.SSLCertVerificationError
+other again: Try again later; the fault is the storage's.
+    InternalError backendError internalError
+other: Check storage_options and the URL; if they are right, see the storage's logs.
+    aiohttp.InvalidURL botocore.InvalidConfigError botocore.InvalidRegionError
+    botocore.NoRegionError botocore.ParamValidationError botocore.ProfileNotFound
+    httpx.UnsupportedProtocol
+other: Check the name, or create it first: this package never creates one.
+    NoSuchBucket ContainerNotFound InvalidBucketName ContainerDisabled
+not-found: Check the spelling, and that every host sees the same storage there.
+    NoSuchKey NoSuchVersion BlobNotFound ResourceNotFound 404 410 ENOENT asyncssh.SFTPNoSuchFile
+    builtins.FileNotFoundError builtins.IsADirectoryError builtins.NotADirectoryError
+    webdav4.ResourceNotFound
+exists: Choose another name, or find out who wrote it.
+    BlobAlreadyExists EEXIST builtins.FileExistsError webdav4.ResourceAlreadyExists
+precondition: Something else changed the object meanwhile; read it again.
+    ConditionNotMet PreconditionFailed conditionNotMet 409 412
+range: The object is shorter than it should be.
+    InvalidRange requestedRangeNotSatisfiable 416
+permission: Give these credentials the right to read, write, list and delete below this URL.
+    AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure
+    AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403
+    asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation
+permission: Check owner and mode of the folder for this process, and that it is not read-only.
+    EACCES EPERM EROFS
+credentials: Check the credentials in storage_options or the environment.
+    AuthenticationFailed InvalidAccessKeyId InvalidAuthenticationInfo InvalidSecurity
+    NoAuthenticationInformation SignatureDoesNotMatch asyncssh.PermissionDenied
+    azure.ClientAuthenticationError azure.CredentialUnavailableError botocore.NoAuthTokenError
+    botocore.NoCredentialsError botocore.PartialCredentialsError botocore.SSOError
+    google.DefaultCredentialsError paramiko.AuthenticationException
+credentials: Set this machine's clock: it differs too much from the storage's.
+    RequestTimeTooSkewed
+credentials again: Renew the credentials; a retry looks those of the environment up again.
+    ExpiredToken ExpiredTokenException InvalidToken RequestExpired TokenRefreshRequired authError
+    401 botocore.CredentialRetrievalError botocore.TokenRetrievalError
+    botocore.UnauthorizedSSOTokenError google.RefreshError
+no-space: Free space there, have the quota raised, or choose another place.
+    InsufficientStorage QuotaExceeded XMinioStorageFull quotaExceeded 507 ENOSPC EDQUOT
+    asyncssh.SFTPNoSpaceOnFilesystem webdav4.InsufficientStorage
+throttled again: Try again later, or lower thread_count.
+    BandwidthLimitExceeded ConditionalRequestConflict OperationAborted RequestLimitExceeded
+    ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException TooManyRequests
+    rateLimitExceeded userRateLimitExceeded 423 425 429 503 webdav4.ResourceLocked
+timeout again: Check that the storage answers; if it is only slow, raise Timeouts(request=...).
+    OperationTimedOut RequestTimeout 408 504 ETIMEDOUT aiohttp.ServerTimeoutError
+    azure.ServiceRequestTimeoutError azure.ServiceResponseTimeoutError
+    botocore.ConnectTimeoutError botocore.ReadTimeoutError builtins.TimeoutError
+    fsspec.FSTimeoutError httpx.TimeoutException requests.Timeout
+connection again: Check the address (endpoint_url), the network and that the service runs.
+    BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 ECONNABORTED
+    ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET ENETUNREACH ENOTCONN EPIPE
+    EREMOTEIO aiohttp.ClientError asyncio.IncompleteReadError asyncssh.ConnectionLost
+    asyncssh.DisconnectError asyncssh.SFTPConnectionLost asyncssh.SFTPNoConnection
+    azure.HttpResponseError azure.IncompleteReadError azure.ServiceRequestError
+    azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
+    botocore.HTTPClientError botocore.IncompleteReadError botocore.ResponseParserError
+    builtins.ConnectionError builtins.EOFError concurrent.CancelledError google.TransportError
+    http.HTTPException httpx.TransportError paramiko.SSHException requests.ConnectionError
+    socket.gaierror ssl.SSLError webdav4.BadGatewayError
+unsupported: This storage cannot do that; use another one, or its native API.
+    MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP
+    asyncssh.SFTPOpUnsupported builtins.NotImplementedError
+unsupported: The folder spans two file systems; choose one that lies on one.
+    EXDEV
+other: Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.
+    AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect
+    TemporaryRedirect 301
+other: Check endpoint_url: is it the storage's API, and not its console or a proxy?
+    azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError
+other: Part of the path is a file; give a path whose parents are folders.
+    EISDIR ENOTDIR
+other again: Check the file system and its mount, the kernel log, and the limits (ulimit -n).
+    EAGAIN EBUSY EINTR EIO EMFILE ENFILE ENOBUFS ENOLCK ENOMEM ENOTEMPTY ESTALE
+"""
+
+
+def _meanings() -> Iterator[tuple[str, _Meaning]]:
+    for row in re.split(r"\n(?=\S)", _TABLE.strip()):
+        head, *signs = row.splitlines()
+        kind, _, next_step = head.partition(": ")
+        name, _, again = kind.partition(" ")
+        meaning = _Meaning(name, next_step, bool(again))
+        yield from ((sign, meaning) for line in signs for sign in line.split())
+
+
+_BY_SIGN = dict(_meanings())
+_SERVER = _BY_SIGN["InternalError"]
+_CERTIFICATE = _BY_SIGN["ssl.SSLCertVerificationError"]
+_UNKNOWN = _BY_SIGN["botocore.ProfileNotFound"]
 # paramiko's, for a closed connection and for most of what a server refuses.
 _NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
-_UNKNOWN_NUMBER = _Meaning("other", "Check the file system and its mount.")
-
-_MEANINGS = (
-    _CERTIFICATE,
-    _SERVER,
-    _Meaning(
-        "other",  # "not-found" would read as "no checkpoint here yet"
-        "Check the name, or create it first: this package never creates one.",
-        "NoSuchBucket ContainerNotFound InvalidBucketName ContainerDisabled",
-    ),
-    _Meaning(
-        "not-found",
-        "Check the spelling, and that every host sees the same storage there.",
-        "NoSuchKey NoSuchVersion BlobNotFound ResourceNotFound 404 410 ENOENT "
-        "asyncssh.SFTPNoSuchFile builtins.FileNotFoundError builtins.IsADirectoryError "
-        "builtins.NotADirectoryError webdav4.ResourceNotFound",
-    ),
-    _Meaning(
-        "exists",
-        "Choose another name, or find out who wrote it.",
-        "BlobAlreadyExists EEXIST builtins.FileExistsError webdav4.ResourceAlreadyExists",
-    ),
-    _Meaning(
-        "precondition",
-        "Something else changed the object meanwhile; read it again.",
-        "ConditionNotMet PreconditionFailed conditionNotMet 409 412",
-    ),
-    _Meaning(
-        "range",
-        "The object is shorter than it should be.",
-        "InvalidRange requestedRangeNotSatisfiable 416",
-    ),
-    _Meaning(
-        "permission",
-        "Give these credentials the right to read, write, list and delete below this URL.",
-        "AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure "
-        "AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403 "
-        "asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation",
-    ),
-    _Meaning(
-        "permission",
-        "Check owner and mode of the folder for the user this process runs as, and its attributes.",
-        "EACCES EPERM",
-    ),
-    _Meaning(
-        "permission",
-        "The file system is mounted read-only; choose another folder or remount it.",
-        "EROFS",
-    ),
-    _Meaning(
-        "credentials",
-        "Check the credentials in storage_options or the environment.",
-        "AuthenticationFailed InvalidAccessKeyId InvalidAuthenticationInfo InvalidSecurity "
-        "NoAuthenticationInformation SignatureDoesNotMatch asyncssh.PermissionDenied "
-        "azure.ClientAuthenticationError azure.CredentialUnavailableError "
-        "botocore.NoAuthTokenError botocore.NoCredentialsError botocore.PartialCredentialsError "
-        "botocore.SSOError google.DefaultCredentialsError paramiko.AuthenticationException",
-    ),
-    _Meaning(
-        "credentials",
-        "Set this machine's clock: it differs too much from the storage's.",
-        "RequestTimeTooSkewed",
-    ),
-    _Meaning(
-        "credentials",
-        "Renew the credentials; those found in the environment are looked up again by a retry.",
-        "ExpiredToken ExpiredTokenException InvalidToken RequestExpired TokenRefreshRequired "
-        "authError 401 botocore.CredentialRetrievalError botocore.TokenRetrievalError "
-        "botocore.UnauthorizedSSOTokenError google.RefreshError",
-        retryable=True,
-    ),
-    _Meaning(
-        "no-space",
-        "Free space there, have the quota raised, or choose another place.",
-        "InsufficientStorage QuotaExceeded XMinioStorageFull quotaExceeded 507 ENOSPC EDQUOT "
-        "asyncssh.SFTPNoSpaceOnFilesystem webdav4.InsufficientStorage",
-    ),
-    _Meaning(
-        "throttled",
-        "Try again later, or lower thread_count.",
-        "BandwidthLimitExceeded ConditionalRequestConflict OperationAborted RequestLimitExceeded "
-        "ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException TooManyRequests "
-        "rateLimitExceeded userRateLimitExceeded 423 425 429 503 webdav4.ResourceLocked",
-        retryable=True,
-    ),
-    _Meaning(
-        "timeout",
-        "Check that the storage answers; if it is only slow, raise Timeouts(request=...).",
-        "OperationTimedOut RequestTimeout 408 504 ETIMEDOUT aiohttp.ServerTimeoutError "
-        "azure.ServiceRequestTimeoutError azure.ServiceResponseTimeoutError "
-        "botocore.ConnectTimeoutError botocore.ReadTimeoutError builtins.TimeoutError "
-        "fsspec.FSTimeoutError httpx.TimeoutException requests.Timeout",
-        retryable=True,
-    ),
-    _Meaning(
-        "connection",
-        "Check the address (endpoint_url), the network and that the service runs.",
-        "BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 "
-        "ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET "
-        "ENETUNREACH ENOTCONN EPIPE EREMOTEIO aiohttp.ClientError asyncio.IncompleteReadError "
-        "asyncssh.ConnectionLost asyncssh.DisconnectError asyncssh.SFTPConnectionLost "
-        "asyncssh.SFTPNoConnection azure.HttpResponseError "
-        "azure.IncompleteReadError azure.ServiceRequestError azure.ServiceResponseError "
-        "botocore.ConnectionError botocore.FlexibleChecksumError botocore.HTTPClientError "
-        "botocore.IncompleteReadError botocore.ResponseParserError builtins.ConnectionError "
-        "builtins.EOFError concurrent.CancelledError google.TransportError http.HTTPException "
-        "httpx.TransportError paramiko.SSHException requests.ConnectionError socket.gaierror "
-        "ssl.SSLError webdav4.BadGatewayError",
-        retryable=True,
-    ),
-    _Meaning(
-        "unsupported",
-        "This storage cannot do that; use another one, or its native API.",
-        "MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP "
-        "asyncssh.SFTPOpUnsupported builtins.NotImplementedError",
-    ),
-    _Meaning(
-        "unsupported", "The folder spans two file systems; choose one that lies on one.", "EXDEV"
-    ),
-    _Meaning(
-        "other",
-        "Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.",
-        "AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect "
-        "TemporaryRedirect 301",
-    ),
-    _Meaning(
-        "other",
-        "Check storage_options and the URL.",
-        "aiohttp.InvalidURL botocore.InvalidConfigError botocore.InvalidRegionError "
-        "botocore.NoRegionError botocore.ParamValidationError botocore.ProfileNotFound "
-        "httpx.UnsupportedProtocol",
-    ),
-    _Meaning(
-        "other",
-        "Check endpoint_url: is it the storage's API, and not its console or a proxy?",
-        "azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError",
-    ),
-    _Meaning(
-        "other", "Part of the path is a file; give a path whose parents are folders.", "ENOTDIR"
-    ),
-    _Meaning("other", "A folder bears that name; give a file's path or remove it.", "EISDIR"),
-    _Meaning("other", "Choose a shorter path; most take 255 bytes per name.", "ENAMETOOLONG"),
-    _Meaning("other", "Symbolic links on the path lead in a circle; mend them.", "ELOOP"),
-    _Meaning("other", "Raise the file size limit (ulimit -f).", "EFBIG"),
-    _Meaning("other", "Raise the limit of open files (ulimit -n).", "EMFILE", retryable=True),
-    _Meaning("other", "Something writes there; try again later.", "ENOTEMPTY", retryable=True),
-    _Meaning("other", "The file was replaced meanwhile; try again.", "ESTALE", retryable=True),
-    # A soft-mounted network file system says EIO of a passing outage; a broken disk only costs
-    # the delay.
-    _Meaning("other", "Look into the kernel log, at disk and mount.", "EIO", retryable=True),
-    _Meaning(
-        "other",
-        "Check the file system and its mount.",
-        "EAGAIN EBUSY EINTR ENFILE ENOBUFS ENOLCK ENOMEM",
-        retryable=True,
-    ),
+_UNKNOWN_NUMBER = _Meaning(
+    "other", "Check the path, the file system and its mount.", retryable=False
 )
-_BY_SIGN = {sign: meaning for meaning in _MEANINGS for sign in meaning.signs.split()}
 _FIRST_SERVER_STATUS = 500
 _FAILURE_STATUSES = range(300, 600)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 from urllib.parse import quote, quote_plus
 
-_HIDDEN = "***"
 # Shorter ones would blank parts of paths; where they are named they are hidden all the same.
 _LEAST_SECRET_CHARS = 6
 _LEAST_LINE_CHARS = 16
@@ -29,51 +27,56 @@ _TELLING_NAME = re.compile(
     r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
 )
 
-_NAMED_SECRET = re.compile(
-    r"""(?ix)
-    \b(
-        accountkey | awsaccesskeyid | aws_access_key_id | aws_secret_access_key
-      | aws_session_token | access_token | client_secret | googleaccessid | id_token
-      | passw(?:or)?d | private_key | pwd | refresh_token | sas_token | secret(?:_key)?
-      | sharedaccesssignature | sig | signature | token | upload_id
-      | x-(?:amz|goog)-(?:credential|security-token|signature)
+_SPELT_LIKE_ONE = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # What follows "?" or "#" in a URL, and its "user:password@".
+        (r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+", r"\1***"),
+        (r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@", "***@"),
+        # A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a
+        # password may hold slashes: those of AWS do.
+        (
+            r"""(?x)
+            (?<![^\s'"(=,])
+            ((?:[A-Za-z][A-Za-z0-9+.-]*(?: :/* | // ))?)
+            (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
+            """,
+            r"\1***@",
+        ),
+        (r"(?i)\b(authorization[\"']?\s*[:=]\s*)[^\r\n]*", r"\1***"),
+        (r"(?i)\b(bearer|basic|sharedkey(?:lite)?)\s+[A-Za-z0-9+/._~:=-]{8,}", r"\1 ***"),
+        (
+            r"""(?ix)
+            \b(
+                accountkey | awsaccesskeyid | aws_access_key_id | aws_secret_access_key
+              | aws_session_token | access_token | client_secret | googleaccessid | id_token
+              | passw(?:or)?d | private_key | pwd | refresh_token | sas_token | secret(?:_key)?
+              | sharedaccesssignature | sig | signature | token | upload_id
+              | x-(?:amz|goog)-(?:credential|security-token|signature)
+            )
+            (["']?\s*(?:=|:|%3[aAdD])\s*["']?)
+            [^\s&"',;<>)\]}]+
+            """,
+            r"\1\2***",
+        ),
     )
-    (["']?\s*(?:=|:|%3[aAdD])\s*["']?)
-    [^\s&"',;<>)\]}]+
-    """
-)
-_AUTHORIZATION = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)[^\r\n]*")
-_BEARER = re.compile(r"(?i)\b(bearer|basic|sharedkey(?:lite)?)\s+[A-Za-z0-9+/._~:=-]{8,}")
-_URL_USER_INFO = re.compile(r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@")
-# A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a password
-# may hold slashes: those of AWS do.
-_BARE_USER_INFO = re.compile(
-    r"""(?x)
-    (?<![^\s'"(=,])
-    ((?:[A-Za-z][A-Za-z0-9+.-]*(?: :/* | // ))?)
-    (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
-    """
-)
-_URL_TAIL = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+")
+]
 
 
 def without_secrets(text: str) -> str:
     """Return `text` with everything hidden that is spelt like a credential."""
-    text = _URL_TAIL.sub(rf"\1{_HIDDEN}", text)
-    text = _URL_USER_INFO.sub(f"{_HIDDEN}@", text)
-    text = _BARE_USER_INFO.sub(rf"\1{_HIDDEN}@", text)
-    text = _AUTHORIZATION.sub(rf"\1{_HIDDEN}", text)
-    text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
-    return _NAMED_SECRET.sub(rf"\1\2{_HIDDEN}", text)
+    for pattern, replacement in _SPELT_LIKE_ONE:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 class Scrubber:
-    """Hides the credentials of one store in any text, however they are encoded there."""
+    """Hides the credentials in options and URLs in any text, however they are encoded there."""
 
     __slots__ = ("_values",)
 
-    def __init__(self, storage_options: Mapping[str, Any], url: str = "") -> None:
-        values = {*_secrets_in(storage_options), *_password_of(url)}
+    def __init__(self, storage_options: object, *urls: str) -> None:
+        values = {*_secrets_in(storage_options), *_secrets_in(urls)}
         # A secret may contain another; the longest goes first, so that no rest of it stays.
         spelt = {form for value in values for form in _spellings(value)}
         self._values = sorted(spelt, key=len, reverse=True)
@@ -84,7 +87,7 @@ class Scrubber:
     def __call__(self, text: str) -> str:
         """Return `text` without any credential of this store or spelt like one."""
         for value in self._values:
-            text = text.replace(value, _HIDDEN)
+            text = text.replace(value, "***")
         return without_secrets(text)
 
 

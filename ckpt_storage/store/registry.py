@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from functools import reduce
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -12,13 +12,11 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
 
 from .backend import Backend, Settings
-from .backends.split import SplitBackend
 from .location import (
     BUCKETS,
-    SERVED,
+    REGISTERED,
     Location,
     installed_backends,
-    is_scheme,
     kept_scheme,
     missing_backend,
 )
@@ -28,7 +26,6 @@ from .store import Store
 Opener: TypeAlias = Callable[[Location, Settings], Backend]
 """Makes the backend of a root, as every backend's class does; asks nothing of the storage."""
 
-_REGISTERED: dict[str, Opener] = {}
 _BUILT_IN = BUCKETS | {"file", "memory"}
 
 
@@ -41,25 +38,23 @@ def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> N
     already, unless `replace` is set.
     """
     name = kept_scheme(scheme)
-    if not is_scheme(scheme):
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         raise InvalidInputError(
             f"{scheme!r} is no scheme of URLs.",
             next_step="Give what stands before '://', such as 'mystore'.",
         )
-    if not replace and (name in _REGISTERED or name in _BUILT_IN or name in installed_backends()):
+    if not replace and name in {*REGISTERED, *_BUILT_IN, *installed_backends()}:
         raise InvalidInputError(
             f"{scheme}:// has a backend already.",
             next_step="Pass replace=True if this one is to take its place.",
         )
-    _REGISTERED[name] = opener
-    SERVED.add(name)
+    REGISTERED[name] = opener
 
 
 def open_store(  # all but the first are named
     url: str | os.PathLike[str] | Location,
     *,
     storage_options: Mapping[str, Any] | None = None,
-    commit_location: Location | None = None,
     sync_files: bool = True,
     page_cache: PageCache = "keep",
     timeouts: Timeouts | None = None,
@@ -67,11 +62,9 @@ def open_store(  # all but the first are named
 ) -> Store:
     """Return the store at a path or URL, with deadlines and retries around it.
 
-    Nothing is asked of the storage yet, and no backend is made. Commit objects go to
-    `commit_location` if it is given (see `split`). `sync_files=False` leaves out fsync on local
-    paths, `page_cache="drop"` has uploads there leave nothing in the kernel's cache.
-    With a `Location`, `storage_options` must not be given again. Raises
-    `InvalidInputError`.
+    Nothing is asked of the storage yet, and no backend is made. `sync_files=False` leaves out
+    fsync on local paths, `page_cache="drop"` has uploads there leave nothing in the kernel's cache.
+    With a `Location`, `storage_options` must not be given again. Raises `InvalidInputError`.
     """
     if isinstance(url, Location):
         if storage_options is not None:
@@ -88,23 +81,13 @@ def open_store(  # all but the first are named
         sync_files=sync_files,
         page_cache=page_cache,
     )
-    places = [location] if commit_location is None else [location, commit_location]
-    scrubs = [Scrubber(one.storage_options, one.target) for one in places]
-
-    def backend() -> Backend:
-        made = [backend_of(one, settings) for one in places]
-        return made[0] if commit_location is None else SplitBackend(*made)
-
-    def scrub(text: str) -> str:
-        return reduce(lambda known, hide: hide(known), scrubs, text)
-
     return Store(
-        backend,
+        lambda: backend_of(location, settings),
         url=location.url,
-        scrub=scrub,
+        scrub=Scrubber(location.storage_options, location.target),
         policy=retry,
         request_timeout_s=settings.request_timeout_s,
-        scope=places[-1].scope,
+        scope=location.scope,
     )
 
 
@@ -113,28 +96,17 @@ def backend_of(location: Location, settings: Settings) -> Backend:
 
     Raises `InvalidInputError` if what it needs is not installed.
     """
-    opener = _REGISTERED.get(location.protocol) or _installed(location.protocol)
-    return (opener or _built_in(location))(location, settings)
-
-
-def _installed(scheme: str) -> Opener | None:
-    """Return the opener that a package names for a scheme."""
-    found = {entry.value: entry for entry in installed_backends().get(scheme, ())}
-    if len(found) > 1:
-        raise InvalidInputError(
-            f"Several packages bring a backend for {scheme}://: {', '.join(sorted(found))}.",
-            next_step="Uninstall all but one, or choose one by register_backend.",
-        )
-    for value, entry in found.items():
+    opener: Opener | None = REGISTERED.get(location.protocol)
+    entry = installed_backends().get(location.protocol)
+    if opener is None and entry is not None:
         try:
-            opener: Opener = entry.load()
+            opener = entry.load()
         except (AttributeError, ImportError) as error:
             raise InvalidInputError(
-                f"The backend of {scheme}://, {value}, cannot be loaded: {error}.",
+                f"The backend of {location.protocol}://, {entry.value}, cannot be loaded: {error}.",
                 next_step="Repair or uninstall the package that brings it.",
             ) from error
-        return opener
-    return None
+    return (opener or _built_in(location))(location, settings)
 
 
 _MODULES: dict[str, tuple[str, str]] = {

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NoReturn, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
-    IntegrityError,
     InvalidInputError,
     StorageError,
+    UnsupportedByStoreError,
 )
+from ckpt_storage.options import RetryPolicy
 
-from .access import Access
 from .backend import (
     DELETE_COUNT,
     Backend,
+    Capabilities,
     Content,
     CopySource,
     ObjectInfo,
     Part,
     Range,
-    TooLongError,
 )
-from .calls import Bounds, Caller, Repeat, nothing_was_done
+from .calls import Caller, Repeat, moved, system_random
+from .conditions import put_settled, taken, whose
 from .deadline import Deadline
-from .reads import Reading, too_long
-from .timed import moved
+from .problems import Call, explain
+from .reads import fill, whole
 from .upload import Upload
 
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
-_DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
-"""Answers that prove that nothing was put, and that change nothing about an earlier request."""
 
-
-class Store(Access):
+class Store:
     """One root on one storage: every call ends in time, and was repeated where that is right.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
@@ -52,8 +53,55 @@ class Store(Access):
     fork; it is not pickled.
     """
 
+    def __init__(
+        self,
+        backend: Backend | Callable[[], Backend],
+        *,
+        url: str,
+        scrub: Callable[[str], str] = str,
+        policy: RetryPolicy | None = None,
+        request_timeout_s: float = 300.0,
+        scope: Callable[[], Hashable] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        random: Callable[[], float] = system_random,
+    ) -> None:
+        self.url = url
+        self.policy = policy or RetryPolicy()
+        self.scope = scope
+        self.deadline = Deadline("commit", math.inf)
+        self._scrub = scrub
+        self._open = backend
+        # Shared by all views; of two threads that open it at once, both go on with one.
+        self._opened: dict[str, Backend] = {}
+        if isinstance(backend, Backend):
+            self._opened[""] = backend
+        self._is_view = False
+        self._caller = Caller(
+            url=url,
+            refresh=self._refresh,
+            policy=self.policy,
+            request_timeout_s=request_timeout_s,
+            clock=clock,
+            sleep=sleep,
+            random=random,
+        )
+
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Store is not pickled; open it again from its Location.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the storage can do; nothing is asked of it."""
+        known = self._opened.get("") or self.run("opening", "", lambda backend: backend)
+        return known.capabilities
+
+    def shown(self, path: str) -> str:
+        """Return the URL of a path, for messages."""
+        return f"{self.url.rstrip('/')}/{path}".rstrip("/")
 
     def bounded(
         self,
@@ -68,13 +116,15 @@ class Store(Access):
         no attempt is begun any more. Once what the deadline belongs to has failed, those under way
         are left behind, too. `throttled` is called after every answer that asks for fewer requests.
         """
-        known = self._caller.bounds
-        bounds = Bounds(
-            deadlines=(*known.deadlines, deadline),
-            cancelled=cancelled or known.cancelled,
-            throttled=throttled or known.throttled,
+        known = self._caller
+        view = self._view(
+            dataclasses.replace(
+                known,
+                deadlines=(*known.deadlines, deadline),
+                cancelled=cancelled or known.cancelled,
+                throttled=throttled or known.throttled,
+            )
         )
-        view = self._view(self._caller.within(bounds))
         view.deadline = deadline
         return view
 
@@ -88,6 +138,60 @@ class Store(Access):
         view._caller, view._is_view = caller, True  # the same class
         return view
 
+    def run(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[Backend], T],
+        *,
+        repeat: Repeat = "always",
+        extra_s: float = 0.0,
+    ) -> T:
+        """Return what `call` makes of the backend; see `Caller.run`."""
+        return self._caller.run(
+            f"{operation} of {self.shown(path)}",
+            lambda: self._bordered(operation, path, call),
+            repeat=repeat,
+            extra_s=extra_s,
+        )
+
+    def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
+        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
+        try:
+            known = self._opened.get("")
+            if known is None and not isinstance(self._open, Backend):
+                known = self._opened.setdefault("", self._open())
+            assert known is not None  # noqa: S101  # what is open from the start is known
+            return call(known)
+        except Exception as error:  # noqa: BLE001  # backends raise any type
+            failure = self.explain(error, operation, path)
+        # Raised here, not where it was caught: the foreign one may carry credentials, and
+        # its traceback the caller's buffers.
+        try:
+            raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
+
+    def _refresh(self) -> None:
+        self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
+
+    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
+        """Return what an exception of the backend means, without credentials."""
+        known = self._opened.get("")
+        if known is not None and not isinstance(error, CheckpointError):
+            error = known.explain(error) or error
+        if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
+            return error
+        about = Call(
+            name=operation,
+            path=self.shown(path),
+            endpoint="" if known is None else known.endpoint,
+            timeout_s=self._caller.request_timeout_s,
+            scrub=self._scrub,
+        )
+        return explain(error, about)
+
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
         return self.run("stat", path, lambda backend: backend.stat(path))
@@ -97,19 +201,8 @@ class Store(Access):
 
         One of more than `max_bytes` is an `IntegrityError`, and not much more is read of it.
         """
-
-        def get(backend: Backend) -> Content:
-            try:
-                found = backend.get(path, max_bytes=max_bytes)
-            except TooLongError as error:
-                size_bytes = error.size_bytes
-            else:
-                size_bytes = len(found.data)
-                if max_bytes is None or size_bytes <= max_bytes:
-                    return found
-            raise too_long(path, self.shown(path), size_bytes, max_bytes)
-
-        return self.run("read", path, get)
+        shown = self.shown(path)
+        return self.run("read", path, lambda backend: whole(backend, path, shown, max_bytes))
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
@@ -118,13 +211,15 @@ class Store(Access):
         object must have. Raises `IntegrityError` if it is another, or the object ends early.
         """
 
-        def kind_of(error: Exception) -> str:
-            return getattr(self.explain(error, "read", path), "kind", "")
+        def is_beyond(error: Exception) -> bool:
+            return getattr(self.explain(error, "read", path), "kind", "") == "range"
 
-        def read(backend: Backend) -> Exception | None:
-            return Reading(path, self.shown(path), ranges, size_bytes).run(backend, kind_of)
-
-        failure = self.run("read", path, read, repeat="unless-abandoned")
+        failure = self.run(
+            "read",
+            path,
+            lambda backend: fill(backend, path, self.shown(path), ranges, size_bytes, is_beyond),
+            repeat="unless-abandoned",
+        )
         try:
             if failure is not None:
                 raise failure
@@ -137,7 +232,7 @@ class Store(Access):
 
         Idempotent: called again, with the same bytes.
         """
-        self._put("write", path, data)
+        self.put_once(path, data, what="write", repeat="always")
 
     def create(self, path: str, data: bytes) -> None:
         """Put a whole object if nothing is there; the storage decides in one step.
@@ -151,25 +246,15 @@ class Store(Access):
             raise self._unable(
                 path,
                 "has no exclusive creation that can be relied on",
-                "Let only one job save here at a time, or pass commit_url= of a storage that has "
-                "it.",
+                "Let only one job save here at a time; of a mounted bucket use its own URL.",
             )
-        self._settled("exclusive creation", path, data, if_absent=True)
-
-    def put_absent(self, path: str, data: bytes) -> None:
-        """Ask the storage once to create an object; what a failure did, nobody has looked at."""
-        try:
-            self._put("exclusive creation", path, data, repeat="if-nothing-done", if_absent=True)
-        except StorageError as error:
-            if error.kind == "precondition":
-                error.kind = "exists"
-            raise
+        put_settled(self, "exclusive creation", path, data, if_absent=True)
 
     def create_alone(self, path: str, data: bytes) -> None:
         """Do what `create` does by a look and a put: safe while nobody else writes the name."""
-        if self._look(path, data, None) == "other":
-            raise self._taken("creation", path, "exists")
-        self._settled("creation", path, data)
+        if whose(self, path, data, None) == "other":
+            raise taken(self.shown(path), "creation", "exists")
+        put_settled(self, "creation", path, data)
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put a whole object in place of what may be there; durable on return.
@@ -179,7 +264,7 @@ class Store(Access):
         late one might overtake.
         """
         if if_match is None:
-            self._put("replace", path, data, repeat="unless-abandoned")
+            self.put_once(path, data, what="replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
             raise self._unable(
                 path,
@@ -187,83 +272,41 @@ class Store(Access):
                 "Replace it without if_match, and read it back.",
             )
         else:
-            self._settled("replace", path, data, if_match=if_match)
+            put_settled(self, "replace", path, data, if_match=if_match)
 
-    def _settled(
+    def put_once(
         self,
-        operation: str,
         path: str,
         data: bytes,
         *,
+        what: str = "exclusive creation",
+        repeat: Repeat = "if-nothing-done",
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put an object under a condition; read back what a failure did, and try again in doubt."""
-        self._check_fits(path, data)
-        is_posix = self.capabilities.kind == "posix"
-        in_doubt, unsynced = False, False
-        for attempt in range(1, self.policy.attempt_count + 1):
-            try:
-                self._put(
-                    operation,
-                    path,
-                    data,
-                    repeat="if-nothing-done",
-                    if_absent=if_absent,
-                    if_match=if_match,
-                )
-            except StorageError as error:
-                failure = error
-            else:
-                return
-            kind = failure.kind
-            if is_posix and kind not in {"exists", "timeout"}:
-                # The name is linked first and its folder synced then. A failed fsync proves
-                # nothing, and must not be tried again.
-                unsynced = True
-                in_doubt |= failure.retryable
-            else:
-                # What was not answered may still arrive.
-                in_doubt |= not (kind in _DEFINITE or nothing_was_done(failure))
-            found = self._look(path, data, if_match)
-            if found == "other":
-                refusal = "exists" if if_match is None else "precondition"
-                raise self._taken(operation, path, refusal) from failure
-            if found == "ours" and not unsynced:
-                return
-            if not in_doubt and (found == "nothing" or not unsynced):
-                raise failure
-            last = found == "ours" or attempt == self.policy.attempt_count
-            if last or not self._caller.pause(attempt):
-                break
-        there = "; it is there, but" if found == "ours" else ""
-        raise StorageError(
-            f"The outcome of the {operation} of {self.shown(path)} is not known{there}: {failure}",
-            kind="unknown",
-            path=self.shown(path),
-            next_step="Look at the object when the storage answers again.",
-        ) from failure
+        """Put an object; what became of a put that failed, nobody has looked at."""
+        most_bytes = self.capabilities.max_put_bytes
+        if most_bytes is not None and len(data) > most_bytes:
+            raise StorageError(
+                f"{self.shown(path)} would have {len(data)} bytes; the storage takes "
+                f"{most_bytes} in one request.",
+                path=self.shown(path),
+                next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
+                "large, save with stock_metadata='never'.",
+            )
 
-    def _look(self, path: str, data: bytes, version: str | None) -> str:
-        """Return whose an object is: "ours", "other", "nothing" new, or "untold"."""
-        try:
-            found = self.get(path, max_bytes=len(data) if version is None else None)
-        except IntegrityError:
-            return "other"
-        except StorageError as error:
-            if error.kind != "not-found":
-                return "untold"
-            return "nothing" if version is None else "other"
-        if found.data == data:
-            return "ours"
-        return "nothing" if version is not None and found.version == version else "other"
+        def put(backend: Backend) -> None:
+            backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
 
-    def _taken(self, operation: str, path: str, kind: str) -> StorageError:
-        return StorageError(
-            f"The {operation} of {self.shown(path)} was refused: something else is there.",
-            kind=kind,
-            path=self.shown(path),
-            next_step="Read it again; somebody else wrote it.",
+        self.run(what, path, put, repeat=repeat)
+
+    def pause(self, attempt: int) -> bool:
+        """Sleep as after an attempt that failed; return whether there is time for another one."""
+        return self._caller.pause(attempt)
+
+    def _unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
+        return UnsupportedByStoreError(
+            f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
         )
 
     def upload(
@@ -304,31 +347,42 @@ class Store(Access):
         Raises `UnsupportedByStoreError` unless `capabilities.lists_uploads`.
         """
         folder = prefix.strip("/")
-        return self.run(
-            "listing of uploads",
-            folder,
-            lambda backend: {
-                (found.path, found.token)
-                for found in backend.list_uploads(folder)
-                if found.path is not None
-            },
-        )
+
+        def collect(backend: Backend) -> set[tuple[str, str]]:
+            return {(one.path, one.token) for one in backend.list_uploads(folder) if one.path}
+
+        return self.run("listing of uploads", folder, collect)
+
+    def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
+        """Abort open uploads and remove temporary files below a folder; return how many.
+
+        With `only`, those for whose path it returns True: an upload is abandoned property of
+        whoever began it, and a folder may be shared. One whose path the storage does not tell
+        whole is not asked for, and stays then.
+        """
+        folder = prefix.strip("/")
+
+        def clear(backend: Backend) -> int:
+            count = 0
+            for found in backend.list_uploads(folder):
+                moved()
+                if only is None or (found.path is not None and only(found.path)):
+                    backend.abort_upload(found.path or "", found.token)
+                    count += 1
+            return count
+
+        return self.run("abort of uploads", folder, clear)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as uploads of this storage can copy it; None where they cannot."""
         return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
 
-    def can_copy_from(self, other: Store, *, at_any_price: bool = True) -> bool:
-        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk.
-
-        Unless `at_any_price`, only where a copy spares more than it costs.
-        """
+    def can_copy_from(self, other: Store) -> bool:
+        """Return whether `copy_part` here takes the sources of `other`: they lie in one bucket."""
         if self.capabilities.copy_min_bytes is None:
             return False
         mine, theirs = self.copy_source(""), other.copy_source("")
-        if mine is None or theirs is None or mine.scope != theirs.scope:
-            return False
-        return at_any_price or theirs.pays
+        return mine is not None and theirs is not None and mine.scope == theirs.scope
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
         """Return the objects below a folder, fresh from the storage; [] if there are none.
@@ -343,18 +397,16 @@ class Store(Access):
                 # Each page has the time of a request.
                 moved()
                 found.append(info)
-            return found
+            return sorted(found, key=lambda info: info.path)
 
-        return sorted(self.run("listing", folder, collect), key=lambda info: info.path)
+        return self.run("listing", folder, collect)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error; not atomic as a whole."""
-        if not paths:
-            return
-        shown = paths[0] if len(paths) == 1 else ""
-        self.run(
-            f"deletion of {len(paths)} objects", shown, lambda backend: _delete(backend, paths)
-        )
+        if paths:
+            shown = paths[0] if len(paths) == 1 else ""
+            what = f"deletion of {len(paths)} objects"
+            self.run(what, shown, lambda backend: _delete(backend, paths))
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of the version that `get` told.
@@ -381,26 +433,6 @@ class Store(Access):
                 _delete(backend, (info.path for info in backend.list(folder, recursive=True)))
 
         self.run("deletion", folder, clear)
-
-    def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
-        """Abort open uploads and remove temporary files below a folder; return how many.
-
-        With `only`, those for whose path it returns True: an upload is abandoned property of
-        whoever began it, and a folder may be shared. One whose path the storage does not tell
-        whole is not asked for, and stays then.
-        """
-        folder = prefix.strip("/")
-
-        def clear(backend: Backend) -> int:
-            count = 0
-            for found in backend.list_uploads(folder):
-                moved()
-                if only is None or (found.path is not None and only(found.path)):
-                    backend.abort_upload(found.path or "", found.token)
-                    count += 1
-            return count
-
-        return self.run("abort of uploads", folder, clear)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and folders where the storage has such things; idempotent."""
@@ -429,35 +461,6 @@ class Store(Access):
             log.warning("%s was not closed: %s", self.url, error)
         finally:
             self._caller.pool.close()
-
-    def _put(
-        self,
-        operation: str,
-        path: str,
-        data: bytes,
-        *,
-        repeat: Repeat = "always",
-        if_absent: bool = False,
-        if_match: str | None = None,
-    ) -> None:
-        self._check_fits(path, data)
-
-        def put(backend: Backend) -> None:
-            backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
-
-        self.run(operation, path, put, repeat=repeat)
-
-    def _check_fits(self, path: str, data: bytes) -> None:
-        """Refuse an object that is too long for one request."""
-        most_bytes = self.capabilities.max_put_bytes
-        if most_bytes is not None and len(data) > most_bytes:
-            raise StorageError(
-                f"{self.shown(path)} would have {len(data)} bytes; the storage takes "
-                f"{most_bytes} in one request.",
-                path=self.shown(path),
-                next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
-                "large, save with stock_metadata='never'.",
-            )
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:

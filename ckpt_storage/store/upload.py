@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_storage.errors import (
@@ -15,8 +16,8 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 
-from .backend import Backend, CopySource, ObjectInfo, Part, PartCopy
-from .timed import AbandonedError, moved
+from .backend import Backend, CopySource, Part, PartCopy
+from .calls import AbandonedError, moved
 
 if TYPE_CHECKING:
     from .store import Store
@@ -27,16 +28,10 @@ SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
 
 _RESERVE_BYTES_PER_S = 1e9
-"""Slowest reservation that is waited for: a slower one writes zeros, and nothing is gained by it.
-
-Little is lost by going on without one, and what it takes is taken from the phase's time.
-"""
+"""Slowest reservation that is waited for: a slower one writes zeros, and gains nothing."""
 
 _REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
 """Answers after which an object was certainly not completed."""
-
-_UNSURE = frozenset({"connection", "other", "timeout"})
-"""Errors after which an upload may have been begun all the same."""
 
 
 class Upload:
@@ -78,7 +73,7 @@ class Upload:
         self._lock = threading.Lock()
         # Held while the upload is begun, so that parts sent at once begin one upload.
         self._begin_lock = threading.Lock()
-        self._was_begun_unseen = False
+        self._begin_count = 0
         self._may_be_visible = False
         self._has_ended_writing = False
         self._is_flushed = False
@@ -98,10 +93,8 @@ class Upload:
 
         What was sent outlives the process where the storage lists uploads.
         """
-        token = self._begun()
-        self._store.run(
-            "handing over", self._path, lambda backend: backend.leave_upload(self._path, token)
-        )
+        path, token = self._path, self._begun()
+        self._store.run("handing over", path, lambda backend: backend.leave_upload(path, token))
         self._state = "complete"
 
     def write_part(
@@ -114,26 +107,18 @@ class Upload:
         that ends the object.
         """
         self._check_open()
-        size_bytes = sum(view.nbytes for view in buffers)
-        part = Part(number=number, offset=offset, size_bytes=size_bytes)
-        if last and self._holds_back(part):
+        part = Part(number=number, offset=offset, size_bytes=sum(view.nbytes for view in buffers))
+        # An object of one part is one request in place of three.
+        is_whole = not number and not offset and self._is_owner and not self._token
+        is_put = is_whole and self._capabilities.is_remote and self._fits_put(part)
+        if last and (is_put or self._capabilities.last_part_publishes):
             self._held = part, _joined(buffers)
             return
-        self._keep(
-            self._sending(
-                number,
-                f"write of part {number}",
-                lambda backend, token: _sent(backend, self._path, token, part, buffers, last=last),
-            )
+        self._send(
+            number,
+            f"write of part {number}",
+            lambda backend, token: _sent(backend, self._path, token, part, buffers, last=last),
         )
-
-    def _holds_back(self, part: Part) -> bool:
-        """Return whether a last part is kept until `complete`."""
-        if self._capabilities.last_part_publishes:
-            return True
-        is_whole = not part.number and not part.offset and self._is_owner and not self._token
-        # One request in place of three.
-        return is_whole and self._capabilities.is_remote and self._fits_put(part)
 
     def _fits_put(self, part: Part) -> bool:
         most_bytes = self._capabilities.max_put_bytes
@@ -168,9 +153,9 @@ class Upload:
             source_bytes=source_bytes,
         )
         what = f"copy of part {number} from {source.path}"
-        part = self._sending(number, what, lambda at, to: at.copy_part(self._path, to, wanted))
-        self._keep(part)
-        return part.crc32c
+        return self._send(
+            number, what, lambda backend, token: backend.copy_part(self._path, token, wanted)
+        ).crc32c
 
     def receipts(self) -> list[Part]:
         """End this member's writing and return what it wrote, durable; idempotent.
@@ -183,23 +168,17 @@ class Upload:
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
         if token is not None and not self._is_flushed:
-            sent_bytes = sum(part.size_bytes for part in parts)
             self._store.run(
                 "handing over of the parts",
                 self._path,
                 lambda backend: backend.flush_parts(self._path, token),
                 repeat="unless-abandoned",
-                extra_s=sent_bytes / SYNC_BYTES_PER_S,
+                extra_s=sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S,
             )
             self._is_flushed = True
         return parts
 
-    def complete(
-        self,
-        total_bytes: int,
-        *,
-        receipts: Sequence[Part] = (),
-    ) -> None:
+    def complete(self, total_bytes: int, *, receipts: Sequence[Part] = ()) -> None:
         """Make the object of the owner's and these members' parts visible and durable; idempotent.
 
         Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
@@ -221,18 +200,16 @@ class Upload:
             held = self._held
             parts = {*self._parts.values(), *receipts}
         ordered = _whole({*parts, held[0]} if held else parts, total_bytes, shown=self._shown)
-        is_put = self._token is None and (self._fits_put(held[0]) if held else not ordered)
-        if is_put:
-            data = held[1] if held else b""
-            self._finish(total_bytes, lambda backend: self._put(backend, data))
+        if self._token is None and (self._fits_put(held[0]) if held else not ordered):
+            self._finish(total_bytes, self._put)
         else:
             token = self._begun()
             self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
         self._state = "complete"
         self._held = None
-        if self._was_begun_unseen:
-            # The object is there; an upload that stays is found by `abort_uploads`.
-            with contextlib.suppress(CheckpointError):
+        # The object is there; an upload that stays is found by `abort_uploads`.
+        with contextlib.suppress(CheckpointError):
+            if self._begin_count > 1:
                 self._store.run("abort of uploads", self._path, self._abort_unseen)
 
     def abort(self) -> None:
@@ -254,49 +231,35 @@ class Upload:
             if self._token is None:
                 if self._state != "open":
                     raise self._ended()
-                try:
-                    self._token = self._begin(self._size_hint)
-                except StorageError as error:
-                    if self._size_hint is None or error.kind not in _UNSURE:
-                        raise
-                    # The space was asked for once; it goes on without.
-                    self._token = self._begin(None)
+                extra_s = (self._size_hint or 0) / _RESERVE_BYTES_PER_S
+                what = "start of the upload"
+                self._token = self._store.run(what, self._path, self._begin, extra_s=extra_s)
             return self._token
 
-    def _begin(self, size_hint: int | None) -> str:
-        def begin(backend: Backend) -> str:
-            try:
-                token = backend.begin_upload(
-                    self._path,
-                    write_id=self.write_id,
-                    if_absent=self._if_absent,
-                    size_hint=size_hint,
-                    copies=self._copies,
-                )
-            except Exception as error:
-                self._was_begun_unseen |= self._kind_of(error) in _UNSURE
-                raise
-            try:
-                moved()
-            except AbandonedError:
-                # It was given up meanwhile, so nobody else could end it.
-                backend.abort_upload(self._path, token)
-                raise
-            return token
-
-        return self._store.run(
-            "start of the upload",
+    def _begin(self, backend: Backend) -> str:
+        # Space is asked for once; if that takes too long, it goes on without.
+        size_hint, self._size_hint = self._size_hint, None
+        self._begin_count += 1
+        token = backend.begin_upload(
             self._path,
-            begin,
-            repeat="always" if size_hint is None else "if-nothing-done",
-            extra_s=(size_hint or 0) / _RESERVE_BYTES_PER_S,
+            write_id=self.write_id,
+            if_absent=self._if_absent,
+            size_hint=size_hint,
+            copies=self._copies,
         )
+        try:
+            moved()
+        except AbandonedError:
+            # It was given up meanwhile, so nobody else could end it.
+            backend.abort_upload(self._path, token)
+            raise
+        return token
 
-    def _sending(self, number: int, operation: str, call: Callable[[Backend, str], T]) -> T:
-        """Run what sends part `number`; the upload is dead if that may still be going on."""
+    def _send(self, number: int, operation: str, call: Callable[[Backend, str], Part]) -> Part:
+        """Send part `number` and keep its receipt; the upload is dead if it may still go on."""
         token = self._begun()
 
-        def send(backend: Backend) -> T:
+        def send(backend: Backend) -> Part:
             try:
                 return call(backend, token)
             finally:
@@ -305,31 +268,30 @@ class Upload:
                     backend.abort_upload(self._path, token)
 
         try:
-            return self._store.run(operation, self._path, send, repeat="unless-abandoned")
+            part = self._store.run(operation, self._path, send, repeat="unless-abandoned")
         except BaseException as error:
             # Left behind, or interrupted: the part may still be on its way.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
                 self._given_up_part = number
             raise
-
-    def _keep(self, part: Part) -> None:
         with self._lock:
             # Its receipts may have been handed over while it was being sent.
             if self._has_ended_writing:
                 raise self._ended()
-            self._parts[part.number] = part
+            self._parts[number] = part
+        return part
 
-    def _put(self, backend: Backend, data: bytes) -> None:
+    def _put(self, backend: Backend) -> None:
+        data = self._held[1] if self._held else b""
         backend.put(
             self._path, [memoryview(data)], write_id=self.write_id, if_absent=self._if_absent
         )
 
-    def _join(self, backend: Backend, token: str, ordered: Sequence[Part]) -> None:
-        parts = list(ordered)
+    def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
             part, data = self._held
-            at = parts.index(part)
-            parts[at] = _sent(backend, self._path, token, part, [memoryview(data)], last=True)
+            last = _sent(backend, self._path, token, part, [memoryview(data)], last=True)
+            parts = [last if one is part else one for one in parts]
         backend.complete_upload(
             self._path, token, parts, write_id=self.write_id, if_absent=self._if_absent
         )
@@ -345,26 +307,26 @@ class Upload:
             return
         if failure.kind == "precondition" and self._if_absent:
             failure.kind = "exists"
-        if failure.kind not in _REFUSALS:
-            found = self._found()
-            # Some storages keep no write id; there it is ours where nobody else writes the name.
-            is_ours = found is not None and (
-                found.write_id == self.write_id
-                or (found.write_id is None and failure.kind == "not-found" and not self._if_absent)
-            )
-            if found is not None and is_ours and found.size_bytes == total_bytes:
-                return
-            if failure.kind == "not-found":
-                raise self._gone(found if is_ours else None, total_bytes) from failure
-        raise failure
-
-    def _found(self) -> ObjectInfo | None:
-        """Return what bears the name; None where that cannot be told."""
+        if failure.kind in _REFUSALS:
+            raise failure
         try:
-            return self._store.run("stat", self._path, lambda backend: backend.stat(self._path))
+            found = self._store.stat(self._path)
         except StorageError:
             # The error of the completion is the one to raise.
-            return None
+            found = None
+        # Some storages keep no write id; there it is ours where nobody else writes the name.
+        is_nobodys = failure.kind == "not-found" and not self._if_absent
+        known = {self.write_id, None} if is_nobodys else {self.write_id}
+        ours = found if found is not None and found.write_id in known else None
+        if ours is not None and ours.size_bytes == total_bytes:
+            return
+        if failure.kind == "not-found":
+            what = "nothing" if ours is None else f"{ours.size_bytes} bytes"
+            raise self._error(
+                f"is gone, and {what} of ours lies under its name instead of {total_bytes} bytes",
+                "Save again; look for a lifecycle rule that aborts uploads early.",
+            ) from failure
+        raise failure
 
     def _discard(self, backend: Backend) -> None:
         # Waits for a thread that is just beginning the upload.
@@ -374,7 +336,7 @@ class Upload:
             backend.leave_upload(self._path, token)
         elif token is not None:
             backend.abort_upload(self._path, token)
-        if self._was_begun_unseen:
+        if self._begin_count > (token is not None):
             self._abort_unseen(backend)
         if self._may_be_visible:
             self._delete_ours(backend)
@@ -387,22 +349,19 @@ class Upload:
             elif found.write_id == self.write_id:
                 backend.delete([self._path])
         except Exception as error:
-            kind = self._kind_of(error)
+            failure = self._store.explain(error, "upload", self._path)
+            kind = failure.kind if isinstance(failure, StorageError) else ""
             if kind == "unsupported":
                 backend.delete([self._path])
             elif kind not in {"not-found", "precondition"}:
                 raise
 
-    def _kind_of(self, error: Exception) -> str:
-        return getattr(self._store.explain(error, "upload", self._path), "kind", "")
-
     def _abort_unseen(self, backend: Backend) -> None:
         """Abort uploads of this very path that were begun without our getting to know."""
-        if not self._capabilities.lists_uploads:
-            return
-        for found in backend.list_uploads(self._path):
-            if found.path == self._path and found.token != self._token:
-                backend.abort_upload(self._path, found.token)
+        if self._capabilities.lists_uploads:
+            for found in backend.list_uploads(self._path):
+                if found.path == self._path and found.token != self._token:
+                    backend.abort_upload(self._path, found.token)
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:
@@ -429,13 +388,6 @@ class Upload:
     def _ended(self) -> StorageError:
         return self._error("was ended before", "Start a new one.")
 
-    def _gone(self, found: ObjectInfo | None, total_bytes: int) -> StorageError:
-        what = "nothing" if found is None else f"{found.size_bytes} bytes"
-        return self._error(
-            f"is gone, and {what} of ours lies under its name instead of {total_bytes} bytes",
-            "Save again; look for a lifecycle rule that aborts uploads early.",
-        )
-
     def _error(self, what: str, next_step: str) -> StorageError:
         return StorageError(
             f"The upload of {self._shown} {what}.", path=self._shown, next_step=next_step
@@ -453,7 +405,7 @@ def _sent(
 ) -> Part:
     """Put a part and return it with its receipt."""
     receipt = backend.put_part(path, token, part.number, part.offset, buffers, last=last)
-    return Part(number=part.number, offset=part.offset, size_bytes=part.size_bytes, receipt=receipt)
+    return replace(part, receipt=receipt)
 
 
 def _joined(buffers: Sequence[memoryview]) -> bytes:
@@ -463,20 +415,21 @@ def _joined(buffers: Sequence[memoryview]) -> bytes:
     return whole if is_all and isinstance(whole, bytes) else b"".join(buffers)
 
 
-def _whole(parts: set[Part], total_bytes: int, *, shown: str) -> list[Part]:
+def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:
     """Return the parts in order if together they are the object of `total_bytes`.
 
     Raises `StorageError` naming `shown` if they are not, and `InvalidInputError` if two members
     used one number.
     """
     ordered = sorted(parts, key=lambda part: part.number)
+    numbers = [part.number for part in ordered]
+    if len({*numbers}) < len(numbers):
+        raise InvalidInputError(
+            f"Two members sent one part of {shown}.",
+            next_step="Give each member numbers of its own; this is a mistake in a program.",
+        )
     end_bytes = 0
-    for before, part in zip([None, *ordered], ordered, strict=False):
-        if before is not None and before.number == part.number:
-            raise InvalidInputError(
-                f"Two members sent part {part.number} of {shown}.",
-                next_step="Give each member numbers of its own; this is a mistake in a program.",
-            )
+    for part in ordered:
         if part.offset != end_bytes:
             break
         end_bytes += part.size_bytes

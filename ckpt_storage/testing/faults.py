@@ -178,21 +178,28 @@ def first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
     return halves
 
 
-def _played(
-    method: Callable[Concatenate[Backend, P], T], half: Callable[..., T] | None = None
-) -> Callable[Concatenate[FaultBackend, P], T]:
-    """Return a method that plays the script; `half` does half of it with the inner backend."""
+def played(
+    method: Callable[Concatenate[Any, P], T],
+    half: Callable[..., T] | None = None,
+    *,
+    target: int = 0,
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a method that plays the script of its object; `half` does half with the inner one.
+
+    The argument at `target` is what the operation is about, as `path_of` of the object tells.
+    """
     operation = method.__name__
 
-    def play(self: FaultBackend, /, *args: P.args, **more: P.kwargs) -> T:
-        path: Any = next(iter((*args, *more.values())), "")
+    def play(self: Any, /, *args: P.args, **more: P.kwargs) -> T:  # noqa: ANN401  # two classes
         call: Callable[P, T] = getattr(self.inner, operation)
-        return self.script.play(
+        given = [*args, *more.values(), ""]
+        result: T = self.script.play(
             operation + (_condition(**more) if operation == "put" else ""),
-            path if isinstance(path, str) else " ".join(path),
+            self.path_of(given[target]),
             lambda: call(*args, **more),
             half and (lambda: half(self.inner, *args, **more)),
         )
+        return result
 
     return play
 
@@ -234,40 +241,42 @@ class FaultBackend(Backend):
         self.endpoint = inner.endpoint
         self.script = Script(rules)
 
-    stat = _played(Backend.stat, _stat_half)
-    get = _played(Backend.get, _get_half)
-    read = _played(
+    def path_of(self, target: str | Sequence[str]) -> str:
+        """Return what an operation is about: a path, or several with spaces between."""
+        return target if isinstance(target, str) else " ".join(target)
+
+    stat = played(Backend.stat, _stat_half)
+    get = played(Backend.get, _get_half)
+    read = played(
         Backend.read,
         lambda inner, path, ranges: inner.read(path, ((at, _half(view)) for at, view in ranges)),
     )
-    put = _played(
+    put = played(
         Backend.put, lambda inner, path, data, **more: inner.put(path, first_half(data), **more)
     )
-    delete = _played(Backend.delete, lambda inner, paths: inner.delete(_half(paths)))
-    begin_upload = _played(Backend.begin_upload)
-    put_part = _played(
+    delete = played(Backend.delete, lambda inner, paths: inner.delete(_half(paths)))
+    begin_upload = played(Backend.begin_upload)
+    put_part = played(
         Backend.put_part,
         lambda inner, path, token, number, offset, data, last: inner.put_part(
             path, token, number, offset, first_half(data), last=last
         ),
     )
-    complete_upload = _played(Backend.complete_upload)
-    abort_upload = _played(Backend.abort_upload)
-    refresh = _played(Backend.refresh)
-    make_folders = _played(
-        Backend.make_folders, lambda inner, all_: inner.make_folders(_half(all_))
-    )
-    delete_folder = _played(Backend.delete_folder, _delete_half)
-    delete_version = _played(Backend.delete_version)
-    flush_parts = _played(Backend.flush_parts)
-    leave_upload = _played(Backend.leave_upload)
-    copy_part = _played(
+    complete_upload = played(Backend.complete_upload)
+    abort_upload = played(Backend.abort_upload)
+    refresh = played(Backend.refresh)
+    make_folders = played(Backend.make_folders, lambda inner, all_: inner.make_folders(_half(all_)))
+    delete_folder = played(Backend.delete_folder, _delete_half)
+    delete_version = played(Backend.delete_version)
+    flush_parts = played(Backend.flush_parts)
+    leave_upload = played(Backend.leave_upload)
+    copy_part = played(
         Backend.copy_part,
         lambda inner, path, token, copy: inner.copy_part(
             path, token, replace(copy, length=copy.length // 2)
         ),
     )
-    server_time = _played(Backend.server_time)
+    server_time = played(Backend.server_time)
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         """Yield a listing."""

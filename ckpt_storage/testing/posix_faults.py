@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ckpt_storage.store.backends.posix import Posix, as_bytes
 
-from .faults import Rule, Script, first_half
+from .faults import Rule, Script, first_half, played
 
 __all__ = ["FaultPosix"]
 
@@ -22,27 +22,6 @@ def _halved(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 def _os_error(rule: Rule, path: str) -> OSError:
     return OSError(rule.errno, os.strerror(rule.errno), path)
-
-
-def _played(
-    method: Callable[Concatenate[Posix, P], T],
-    half: Callable[..., T] | None = None,
-    *,
-    target: int = 0,
-) -> Callable[Concatenate[FaultPosix, P], T]:
-    """Return a method that plays the script; argument `target` is the path or descriptor."""
-    operation = method.__name__
-
-    def play(self: FaultPosix, /, *args: P.args, **more: P.kwargs) -> T:
-        call: Callable[P, T] = getattr(self.inner, operation)
-        return self.script.play(
-            operation,
-            self.path_of(args[target]),
-            lambda: call(*args, **more),
-            half and (lambda: half(self.inner, *args, **more)),
-        )
-
-    return play
 
 
 class FaultPosix(Posix):
@@ -79,17 +58,17 @@ class FaultPosix(Posix):
         """Open a file that another process made."""
         return self._open("open_write", path, self.inner.open_write)
 
-    pwritev = _played(
+    pwritev = played(
         Posix.pwritev,
         lambda inner, fd, buffers, offset: inner.pwritev(fd, _halved(buffers), offset),
     )
-    preadv = _played(
+    preadv = played(
         Posix.preadv,
         lambda inner, fd, buffers, offset: inner.preadv(fd, _halved(buffers), offset),
     )
-    rename = _played(Posix.rename, target=1)
-    rename_new = _played(Posix.rename_new, target=1)
-    link = _played(Posix.link, target=1)
+    rename = played(Posix.rename, target=1)
+    rename_new = played(Posix.rename_new, target=1)
+    link = played(Posix.link, target=1)
 
     def close(self, fd: int) -> None:
         """Release a descriptor, whatever the rules say, as Linux does."""
@@ -129,4 +108,4 @@ for _call in (
     *(Posix.truncate, Posix.fstat, Posix.fsync, Posix.write_out, Posix.unlink, Posix.is_link),
     *(Posix.fsync_folder, Posix.mkdir, Posix.rmdir, Posix.stat, Posix.scandir, Posix.free_bytes),
 ):
-    setattr(FaultPosix, _call.__name__, _played(_call))
+    setattr(FaultPosix, _call.__name__, played(_call))

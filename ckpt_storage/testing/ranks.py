@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
@@ -75,12 +74,8 @@ class RanksFailedError(AssertionError):
         super().__init__(f"{len(failed)} of {len(outcomes)} ranks failed.\n" + "\n".join(texts))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    world_size: int
-    rendezvous: str
+_Job = tuple[Callable[..., Any], tuple[Any, ...], int, str]
+"""Function, arguments, world size and the file of the rendezvous."""
 
 
 class RankPool:
@@ -103,18 +98,8 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the live ranks, in order of rank."""
-        return [process.pid or 0 for process, _ in self._ranks]
 
     def close(self) -> None:
         """End all processes; idempotent."""
@@ -157,12 +142,7 @@ class RankPool:
             )
         self._start(count)
         self._job_count += 1
-        job = _Job(
-            function=function,
-            args=args,
-            world_size=count,
-            rendezvous=str(Path(self._folder) / f"job-{self._job_count}"),
-        )
+        job: _Job = (function, args, count, str(Path(self._folder) / f"job-{self._job_count}"))
         # Pickled once and here, so that what does not pickle is the caller's own exception.
         packed = pickle.dumps(job)
         for _, connection in self._ranks[:count]:
@@ -285,8 +265,7 @@ def _end_with_parent() -> None:
 def _travelling(rank: int, packed: bytes) -> tuple[Any, str | None, bytes | None]:
     """Run one job; return its value, or the text of its failure and the exception, pickled."""
     try:
-        job = pickle.loads(packed)  # noqa: S301  # from our own parent
-        value = _run_in_group(rank, job)
+        value = _run_in_group(rank, *pickle.loads(packed))  # noqa: S301  # from our own parent
         pickle.dumps(value)
     except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
         try:
@@ -301,21 +280,23 @@ def _travelling(rank: int, packed: bytes) -> tuple[Any, str | None, bytes | None
     return value, None, None
 
 
-def _run_in_group(rank: int, job: _Job) -> Any:  # noqa: ANN401  # what a test's function returns
+def _run_in_group(
+    rank: int, function: Callable[..., T], args: tuple[Any, ...], world_size: int, rendezvous: str
+) -> T:
     import torch  # noqa: PLC0415  # users of the other tools here do without
     import torch.distributed as dist  # noqa: PLC0415  # as above
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(job.rendezvous, job.world_size),
+        store=dist.FileStore(rendezvous, world_size),
         rank=rank,
-        world_size=job.world_size,
+        world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     try:
         # A rank that leaves at once would break the connections that others still make.
         dist.barrier()
-        return job.function(rank, *job.args)
+        return function(rank, *args)
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,6 @@ writes a few tens of MiB where the storage wants large parts.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ from functools import partial
 import pytest
 
 from ckpt_storage.errors import (
-    CheckpointError,
     IntegrityError,
     InvalidInputError,
     UnsupportedByStoreError,
@@ -309,19 +307,6 @@ class StoreSuite(UploadFacts):
         store.put("saves/a/x", b"data")
         times = [store.stat("saves/a/x").modified_s, store.list("saves/a")[0].modified_s]
         assert all(told is None or abs(told - now_s) < 60 for told in times)
-
-    def test_errors_survive_pickling(self, store: Store) -> None:
-        """DCP sends errors between ranks; kind, message and path arrive."""
-        store.put("saves/a/x", b"data")
-        for call in (
-            lambda: store.get("saves/a/y").data,
-            lambda: store.read("saves/a/x", [(0, memoryview(bytearray(9)))]),
-        ):
-            with pytest.raises(CheckpointError) as caught:
-                call()
-            copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own bytes
-            assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
-            assert copy.__dict__ == caught.value.__dict__
 
     def test_a_closed_backend_is_used_again(self, store: Store, second: Store) -> None:
         """Closing lets go of connections, twice is no error, and the other client goes on."""

@@ -1,7 +1,5 @@
 """What a read costs on a kind of storage, in the few numbers by which reads are planned.
 
-Measured values and the arithmetic on them; no I/O.
-
 One request more occupies its stream for `request_s`; bytes that nobody asked for occupy it for
 their number / `stream_bytes_s`. What is cheaper is done: neighbours share a request where the gap
 between them takes less time than another request.
@@ -14,9 +12,7 @@ from dataclasses import dataclass
 from ckpt_storage.options import KIB, MIB
 
 REMOTE_READ_BYTES = 16 * MIB
-"""One ranged read of a remote file: at 90 MB/s a stream, the wait for its first byte is an eighth
-of its time. Half as much takes half the memory and made a load from a fast server a tenth slower.
-"""
+"""One ranged read of a remote file: the wait for its first byte is an eighth of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,41 +42,33 @@ class ReadCosts:
         return min(self.window_bytes // 2, int(self.request_s * self.copy_bytes_s))
 
     def part_bytes(self, total_bytes: int, stream_count: int, most_bytes: int) -> int:
-        """Return the size of a part with which `total_bytes` keep all streams busy to the end.
-
-        One part a stream at the least, where that leaves them worth a request.
-        """
+        """Return the size of a part with which `total_bytes` keep all streams busy to the end."""
         fair = total_bytes // max(1, stream_count)
         return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
 
 
+# A call with its deadline and thread and the opening of the file; a cold NVMe drive; windows that
+# stay in a processor's last-level cache between read, check and copy.
 LOCAL_COSTS = ReadCosts(
-    # A call through retries, deadline and thread, and the opening of the file: 50 us here.
     request_s=50e-6,
-    # What a cold NVMe drive gives; from the page cache it is three times as much.
     stream_bytes_s=3e9,
     copy_bytes_s=5e9,
     part_min_bytes=8 * MIB,
-    # Stays in a processor's last-level cache between read, check and copy; windows of 0.5 to 8 MiB
-    # take the same time but for the calls.
     window_bytes=8 * MIB,
     gap_max_bytes=128 * KIB,
 )
-"""Measured on ext4 on a virtual disk, two cores."""
 
+# Object stores: first byte and rate of one connection as Amazon's guide to S3 performance has them.
+# Where the network and not a stream is the limit, gaps cost in full, so they may be less than the
+# product of the two.
 REMOTE_COSTS = ReadCosts(
-    # First byte of a small GET, as Amazon's guide to S3 performance has it: 10 to 30 ms at best.
     request_s=0.03,
-    # The same guide: 85 to 90 MB/s for one connection.
     stream_bytes_s=90e6,
     copy_bytes_s=5e9,
     part_min_bytes=2 * MIB,
     window_bytes=16 * MIB,
-    # Where the network and not a stream is the limit, gaps cost in full, and some clouds bill
-    # them: less than the product of the two above.
     gap_max_bytes=512 * KIB,
 )
-"""Object stores and network file systems behind a client."""
 
 
 def costs_for(*, is_remote: bool) -> ReadCosts:

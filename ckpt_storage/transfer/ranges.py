@@ -253,7 +253,7 @@ class _Ranges:
         if self._buffer is not None:
             run.keep(self._buffer)
         length = read.stop - read.start
-        run.deadline.advanced(length)
+        run.deadline.watch.advanced(length)
         run.on_bytes(length)
 
     def _pieces(self, read: RangeRead, view: memoryview) -> Iterator[Range]:

@@ -1,16 +1,18 @@
-"""Threads that move bytes, and stores that end with their deadline.
+"""Threads that move bytes.
 
-Threads are daemons with names: one that is stuck in the kernel is abandoned, never joined at exit.
+They are daemons with names: one that is stuck in the kernel is abandoned, never joined at exit.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.deadline import Deadline
@@ -21,25 +23,16 @@ T = TypeVar("T")
 _GRACE_S = 10.0
 _REPORT_S = 1.0
 
-
-def _nothing() -> None:
-    pass
-
-
-class _Job(NamedTuple):
-    """What a thread is to do, and what is due once it has, or never will."""
-
-    run: Callable[[], None]
-    ended: Callable[[], None]
+_Job = tuple[Callable[[], None], Callable[[], None]]
+"""What a thread is to do, and what is due once it has, or never will."""
 
 
 class Workers:
     """A few daemon threads that run jobs in parallel; the first failure stops the rest.
 
     Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run; the
-    limit may change meanwhile.
-    Leaving the block waits at most a grace period for running jobs when it is left by an
-    exception, and none are started any more.
+    limit may change meanwhile. Leaving the block waits at most a grace period for running jobs
+    when it is left by an exception, and none are started any more.
     """
 
     def __init__(
@@ -48,14 +41,13 @@ class Workers:
         *,
         name: str,
         deadline: Deadline,
-        limit: int | Callable[[], int] | None = None,
+        limit: Callable[[], int] | None = None,
         grace_s: float = _GRACE_S,
     ) -> None:
         self._deadline = deadline
         self._name = name
         self._grace_s = grace_s
-        most = limit or 2 * count
-        self._limit = most if callable(most) else lambda: most
+        self._limit = limit or (lambda: 2 * count)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open_count = 0
@@ -76,23 +68,24 @@ class Workers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            run, ended = job
             try:
                 try:
                     if not self._cancelled:
-                        job.run()
+                        run()
                 finally:
-                    job.ended()
+                    ended()
             except BaseException as error:  # noqa: BLE001  # handed to the submitting thread
                 with self._changed:
                     self._failure = self._failure or error
                     self._cancelled = True
             finally:
-                del job
+                del job, run, ended
                 with self._changed:
                     self._open_count -= 1
                     self._changed.notify_all()
 
-    def submit(self, job: Callable[[], None], *, ended: Callable[[], None] = _nothing) -> None:
+    def submit(self, job: Callable[[], None], *, ended: Callable[[], None] = lambda: None) -> None:
         """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`.
 
         `ended` is called once, after `job` or in its place where it is not run any more.
@@ -104,7 +97,7 @@ class Workers:
             raise
         with self._changed:
             self._open_count += 1
-        self._jobs.put(_Job(job, ended))
+        self._jobs.put((job, ended))
 
     def wait_for_place(self) -> None:
         """Wait until `submit` would not; raises what it would."""
@@ -113,10 +106,6 @@ class Workers:
     def drain(self) -> None:
         """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
         self._wait(lambda: self._open_count == 0)
-
-    def _join(self, end: float) -> None:
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:
@@ -144,7 +133,7 @@ class Workers:
         self._join(min(end, begin + _REPORT_S))
         if isinstance(error, CheckpointError) and any(t.is_alive() for t in self._threads):
             # Other ranks must not wait for what hangs here; and requests are given up now.
-            self._deadline.failed(error)
+            self._deadline.watch.failed(error)
         self._join(end)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck and error is not None:
@@ -153,12 +142,16 @@ class Workers:
                 "be used again."
             )
 
+    def _join(self, end: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
 
 def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return what `calls` to `store` return; made at one time where each costs a round trip.
 
-    Their order must not matter. All have ended on return. Raises the failure of the first in the
-    list that failed; others then may go on for a moment, and end by the store's deadline.
+    Their order must not matter. All have ended on return. Raises the first failure; others then may
+    go on for a moment, and end by the store's deadline.
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
@@ -166,41 +159,18 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    changed = threading.Condition()
     results: dict[int, T] = {}
-    failures: dict[int, BaseException] = {}
 
-    def run(number: int, call: Callable[[], T]) -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
-            with changed:
-                failures[number] = error
-                changed.notify_all()
-        else:
-            with changed:
-                results[number] = result
-                changed.notify_all()
+    def run(number: int) -> None:
+        results[number] = calls[number]()
 
-    for number, call in enumerate(calls):
-        thread = threading.Thread(
-            target=run, args=(number, call), name="ckpt-storage side by side", daemon=True
-        )
-        thread.start()
-
-    def have_ended() -> bool:
-        return len(results) + len(failures) == len(calls)
-
-    with changed:
-        changed.wait_for(lambda: failures or have_ended())
-        if failures:
-            changed.wait_for(have_ended, _REPORT_S)
-            failure = failures[min(failures)]
-    if failures:
-        failures.clear()
-        try:
-            raise failure
-        finally:
-            # The traceback leads to this frame, and the frame must not lead back.
-            del failure
+    with Workers(
+        len(calls),
+        name="ckpt-storage side by side",
+        deadline=Deadline("commit", math.inf),
+        grace_s=_REPORT_S,
+    ) as workers:
+        for number in range(len(calls)):
+            workers.submit(partial(run, number))
+        workers.drain()
     return [results[number] for number in range(len(calls))]

@@ -188,7 +188,7 @@ class ObjectWriter:
 
     def _sent(self, seconds: float, size_bytes: int) -> None:
         self._pacer.succeeded(seconds, size_bytes)
-        self._deadline.advanced(size_bytes)
+        self._deadline.watch.advanced(size_bytes)
         self._on_bytes(size_bytes)
 
     def _started_workers(self) -> Workers | None:
@@ -211,7 +211,7 @@ class ObjectWriter:
         if self._workers is not None:
             self._workers.drain()
         upload.complete(self._sent_bytes)
-        self._deadline.ended_file()
+        self._deadline.watch.ended_file()
         self._stop()
 
     def abort(self) -> None:

@@ -72,7 +72,6 @@ def test_options_of_one_save_are_equal_on_all_ranks(ranks: RankPool, tmp_path: P
     """All raise where they differ; threads, sizes, deadlines and spellings may."""
     unlike: dict[str, list[Any]] = {
         "overwrite": [False, True, False],
-        "commit_url": [None, "/elsewhere", "/elsewhere"],
     }
     for option, values in unlike.items():
         options = [{option: value} for value in values]

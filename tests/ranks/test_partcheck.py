@@ -112,7 +112,7 @@ def moves_for_ever(reader: RangeReader, reads: Sequence[RangeRead], **more: obje
     """Stand for reads of a very large checkpoint: something arrives, and there is no end."""
     del reads, more
     while True:
-        reader.deadline.advanced(1)
+        reader.deadline.watch.advanced(1)
         reader.deadline.check("The read")
         reader.deadline.sleep(0.01)
 

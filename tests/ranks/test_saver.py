@@ -577,12 +577,12 @@ def test_relative_places_are_below_the_folder_of_the_call(
         save_step(saver, tmp_path, 0, 0, planner=held(hold))
         monkeypatch.chdir(called)
         saver.save(state_of(0, 1), "run", consolidate="weights")
-        last = saver.save(state_of(0, 2), "apart", commit_url="log", consolidate="made")
+        last = saver.save(state_of(0, 2), "apart", consolidate="made")
         monkeypatch.chdir(later)
         hold.go()
         assert last.result(END_S).url == f"file://{called}/apart"
     names = {folder.name for folder in called.iterdir()}
-    assert names == {"apart", "log", "made", "run", "weights"}
+    assert names == {"apart", "made", "run", "weights"}
     assert [*made.iterdir(), *later.iterdir()] == []
 
 

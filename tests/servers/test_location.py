@@ -74,7 +74,7 @@ def test_path_through_a_link_and_back_means_what_the_file_system_means(tmp_path:
     save({"x": torch.arange(3)}, f"{tmp_path}/link/../run")
     assert [info.name for info in list_checkpoints(tmp_path / "far")] == ["run"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "link"]
-    for text, path in (("link/inner/../x", "link/x"), ("far/../x", "x"), ("no/../x", "x")):
+    for text, path in (("link/inner/../x", "far/deep/x"), ("far/../x", "x"), ("no/../x", "x")):
         assert Location.of(f"{tmp_path}/{text}").path == f"{tmp_path}/{path}"
 
 
@@ -83,7 +83,7 @@ def test_path_through_a_link_and_back_means_what_the_file_system_means(tmp_path:
     [
         ("", "Give a folder or a URL"),
         ("   ", "Give a folder or a URL"),
-        ("/mnt/a\0b", "Remove it"),
+        ("/mnt/a\0b", "Give a folder or a URL"),
         (b"/mnt/run", "Give a str"),
         (17, "Give a str"),
         (None, "Give a str"),

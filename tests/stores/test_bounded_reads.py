@@ -16,13 +16,12 @@ from local_stores import local_store
 
 import ckpt_storage
 from ckpt_storage import (
-    CheckpointError,
     FormatError,
     IntegrityError,
     InvalidInputError,
     NotPublishedError,
 )
-from ckpt_storage.commit import slotlog, stock
+from ckpt_storage.commit import slotlog
 from ckpt_storage.format import documents
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, seal, unseal
@@ -121,32 +120,6 @@ def test_a_sparse_document_is_read_no_further_than_its_reference_says(
     assert [problem.file for problem in report.problems] == [str(path.relative_to(folder))]
 
 
-def test_a_reference_to_more_than_any_document_has_is_refused(folder: Path) -> None:
-    """Who makes up a document's length may make it as long."""
-    os.truncate(only(folder, "saves/*/manifest.json"), SPARSE_BYTES)
-    slot_says(folder, manifest={**slot_of(folder)["manifest"], "bytes": SPARSE_BYTES})
-    with little_memory(), pytest.raises(IntegrityError, match=f"said to have {SPARSE_BYTES} bytes"):
-        load(folder)
-    # What a commit record says is all that a list shows.
-    assert listed(folder.parent) == ["good", "odd"]
-
-
-def test_a_stock_document_of_a_made_up_length_is_not_published(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint itself loads; torch's own readers find no `.metadata`."""
-    os.truncate(only(folder, "saves/*/stock.metadata"), SPARSE_BYTES)
-    stock = slot_of(folder)["stock"]
-    slot_says(folder, stock={**stock, "bytes": SPARSE_BYTES})
-    (folder / ".metadata").unlink()
-    with little_memory():
-        load(folder)
-        report = ckpt_storage.verify(folder)
-    assert not report.ok
-    assert ".metadata cannot be brought up to date" in caplog.text
-    assert not (folder / ".metadata").exists()
-
-
 @pytest.mark.parametrize("name", [".metadata", "model.safetensors.index.json"])
 def test_what_others_write_has_ceilings_too(tmp_path: Path, name: str) -> None:
     """A folder with nothing but a sparse `.metadata`, or index, is refused when it is opened."""
@@ -193,18 +166,6 @@ def test_writers_refuse_what_readers_would(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seal({"x": "y" * 900})) < 1000
     with pytest.raises(InvalidInputError, match="readers take 1000"):
         seal({"x": "y" * 1000})
-
-
-def test_metadata_that_no_reader_would_take_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error says how to save without it."""
-    monkeypatch.setattr(stock, "MOST_STOCK_BYTES", 4100)
-    with pytest.raises(CheckpointError, match="stock_metadata='auto' or 'never'"):
-        ckpt_storage.save(STATE, tmp_path / "a", stock_metadata="always")
-    assert listed(tmp_path) == []
-    ckpt_storage.save(STATE, tmp_path / "a", stock_metadata="never", overwrite=True)
-    assert listed(tmp_path) == ["a"]
 
 
 def test_a_stranger_on_s3_does_not_hide_the_others(

@@ -13,11 +13,10 @@ from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import Backend, Range
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.calls import AbandonedError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.timed import AbandonedError
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 KIB = 1024
@@ -108,21 +107,6 @@ def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
     assert store.most == parts
     assert len(store.buffers) <= parts
     assert b"".join(got[number] for number in range(24)) == content(24)
-
-
-def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: Path) -> None:
-    """Fewer reads are under way after it was cut, and never more than the memory allows."""
-    (tmp_path / "f").write_bytes(content(24))
-    deadline = Deadline("load", 60)
-    pacer = Pacer(8)
-    pacer.slowed_down()
-    store = CountingBackend(str(tmp_path), 7, patience_s=0.2)
-    RangeReader(facade(store), options_for(8), deadline, pacer=pacer).run(reads_of(7, {}))
-    # Four, and one more after the first round.
-    assert store.most <= 5
-    store = CountingBackend(str(tmp_path), 4, patience_s=0.2)
-    RangeReader(facade(store), options_for(3), deadline, pacer=Pacer(8)).run(reads_of(12, {}))
-    assert store.most == 3
 
 
 def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import uuid
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from crc32c import crc32c
@@ -16,86 +16,51 @@ from hypothesis import strategies as st
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves.shardfile import ShardFileWriter
-from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store import Location
+from ckpt_storage.store.backend import Buffers
+from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024
 PART_BYTES = 4096
 OPTIONS = TransferOptions(part_bytes=PART_BYTES, block_bytes=BLOCK_BYTES, thread_count=1)
-FAR = Capabilities(
-    kind="s3",
-    exclusive_create=True,
-    atomic_replace=True,
-    if_match=True,
-    parallel_parts=True,
-)
 
 
-@dataclass
-class Part:
-    """One part as the storage saw it."""
+class Remote(MemoryBackend):
+    """Memory behind a network; `before` runs at the start of each part, in its thread."""
 
-    number: int
-    offset: int
-    data: bytes
-    last: bool
+    capabilities = dataclasses.replace(MemoryBackend.capabilities, is_remote=True)
 
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(Location.of(f"memory://{uuid.uuid4().hex}"))
+        self.before = before
+        self.sizes: dict[int, int] = {}
+        self.running = self.most_running = 0
+        self.lock = threading.Lock()
 
-@dataclass
-class Remote:
-    """A storage in memory; `before` runs at the start of each part, in the thread that sends it."""
-
-    before: Callable[[int], None] = lambda _: None
-    parts: list[Part] = field(default_factory=list)
-    reserved: list[int] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    running: int = 0
-    most_running: int = 0
-    capabilities: Capabilities = FAR
-    url: str = "far://"
-    lock: Any = field(default_factory=threading.Lock)
-
-    def bounded(self, deadline: Deadline, **_: object) -> Remote:
-        """Have no deadlines."""
-        del deadline
-        return self
-
-    def upload(self, path: str, *, size_hint: int) -> Remote:
-        """Begin, and note what was announced."""
-        assert (path, self.parts) == ("x", [])
-        self.reserved.append(size_hint)
-        return self
-
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
-    ) -> None:
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
         """Keep a part."""
         with self.lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
         try:
             self.before(number)
-            with self.lock:
-                self.parts.append(Part(number, offset, b"".join(buffers), last))
+            self.sizes[number] = sum(view.nbytes for view in data)
+            return super().put_part(path, token, number, offset, data, last=last)
         finally:
             with self.lock:
                 self.running -= 1
 
-    def complete(self, total_bytes: int) -> None:
-        """Finish."""
-        self.ended.append(f"complete {total_bytes}")
 
-    def abort(self) -> None:
-        """Discard."""
-        self.ended.append("abort")
-
-
-def writer(store: Any, options: TransferOptions = OPTIONS) -> ShardFileWriter:
+def writer(backend: Remote, options: TransferOptions = OPTIONS) -> ShardFileWriter:
     """Return a writer of the file "x"."""
     sent = ObjectWriter(
-        store,
+        Store(backend, url="far://"),
         "x",
         options=options,
         planned_bytes=12_345,
@@ -149,14 +114,8 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     blocks = [p[at : at + BLOCK_BYTES] for p in payloads for at in range(0, len(p), BLOCK_BYTES)]
     assert file.block_crcs == array("I", map(crc32c, blocks))
 
-    parts = sorted(store.parts, key=lambda part: part.number)
-    assert b"".join(part.data for part in parts) == content
-    assert [part.number for part in parts] == list(range(len(parts)))
-    assert [part.offset for part in parts] == list(range(0, max(1, len(content)), PART_BYTES))
-    assert all(len(part.data) == PART_BYTES for part in parts[:-1])
-    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert store.ended == [f"complete {len(content)}"]
-    assert store.reserved == [12_345]
+    assert store.get("x", max_bytes=None).data == content
+    assert all(size == PART_BYTES for _, size in sorted(store.sizes.items())[:-1])
     assert BUDGET.held_bytes == 0
 
 
@@ -211,7 +170,7 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
     with pytest.raises(StorageError, match="no"):
         file.payload(many)
     file.abort()
-    assert store.ended == ["abort"]
-    assert len(store.parts) < 50
+    assert list(store.list("", recursive=True)) == []
+    assert len(store.sizes) < 50
     assert BUDGET.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_storage.errors import PhaseTimeoutError, StorageError
+from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.budget import BUDGET, Budget
 from ckpt_storage.transfer.pacing import Pacer
@@ -105,23 +105,6 @@ def test_a_claim_ends_with_its_deadline_and_claims_nothing() -> None:
     budget.acquire(10, limit_bytes=10, deadline=soon())
 
 
-def test_a_claim_ends_when_the_operation_failed_elsewhere() -> None:
-    """A rank that waits for memory hears of another rank's failure."""
-    failure = StorageError("another rank failed")
-
-    class Watch:
-        """An operation that has failed."""
-
-        def failure(self) -> StorageError:
-            return failure
-
-    budget = Budget()
-    budget.acquire(10, limit_bytes=10, deadline=soon())
-    watch: Any = Watch()
-    with pytest.raises(StorageError, match="another rank failed"):
-        budget.acquire(10, limit_bytes=10, deadline=Deadline("write", 60, watch=watch))
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
 def test_a_forked_child_holds_nothing() -> None:
@@ -157,17 +140,3 @@ def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> Non
         for _ in range(count):
             pacer.slowed_down()
         assert pacer.limit() == limit
-
-
-def test_after_a_slow_down_the_number_grows_by_one_a_round() -> None:
-    """Not by doubling, and never beyond the ceiling."""
-    now_s = [0.0]
-    pacer = Pacer(8, clock=lambda: now_s[0])
-    pacer.slowed_down()
-    numbers = []
-    for _ in range(6):
-        numbers.append(pacer.limit())
-        now_s[0] += 1.0
-        for _ in range(numbers[-1]):
-            pacer.succeeded(1.0, 1000)
-    assert numbers == [4, 5, 6, 7, 8, 8]

@@ -41,12 +41,11 @@ SLACK_S = 5.0
 
 
 @pytest.fixture
-def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def scheme(monkeypatch: pytest.MonkeyPatch) -> str:
     """A scheme that is registered for the test alone."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # noqa: SLF001  # undone
-    served = set(location.SERVED)
-    yield f"x{uuid.uuid4().hex}"
-    location.SERVED.intersection_update(served)
+    monkeypatch.setattr(location, "REGISTERED", known := dict(location.REGISTERED))
+    monkeypatch.setattr(registry, "REGISTERED", known)
+    return f"x{uuid.uuid4().hex}"
 
 
 def in_memory(location: Location, settings: Settings) -> Backend:

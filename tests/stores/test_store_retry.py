@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import (
@@ -26,10 +26,10 @@ from ckpt_storage.store.backend import (
     Range,
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.calls import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.timed import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 
@@ -224,14 +224,6 @@ def test_what_cannot_succeed_is_not_repeated(bench: Bench, name: str) -> None:
         assert bench.calls.count(operation) == 1
 
 
-def test_damage_is_never_repeated(bench: Bench) -> None:
-    """Integrity errors pass through at once."""
-    store = bench.store()
-    with pytest.raises(IntegrityError):
-        store.read("x", [(0, memoryview(bytearray(9)))])
-    assert bench.calls.count("read") == 1
-
-
 def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     """When attempts run out, the storage's own error comes back, noting the attempts."""
     store = bench.store(fault("get", hit_count=None))
@@ -348,7 +340,6 @@ class Expiring(Remote):
         super().__init__(location)
         self.cured_by = cured_by
         self.refresh_count = 0
-        self.barrier: threading.Barrier | None = None
 
     def refresh(self) -> None:
         """Fetch another token."""
@@ -357,8 +348,6 @@ class Expiring(Remote):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Read with the token there is."""
         if not 0 <= self.cured_by <= self.refresh_count:
-            if self.barrier is not None:
-                self.barrier.wait(WAIT_S)
             raise StorageError(
                 "The token is no good.", kind="credentials", retryable=self.cured_by > 0
             )
@@ -376,23 +365,6 @@ def test_expired_credentials_are_refreshed_once(bench: Bench) -> None:
             assert error_of(lambda: store.get("x").data).kind == "credentials"  # noqa: B023
         assert inner.refresh_count == refresh_count
     assert bench.time.slept == []
-
-
-def test_threads_that_meet_one_expiry_refresh_once(bench: Bench) -> None:
-    """Credentials that another thread has renewed meanwhile are not renewed again."""
-    inner = Expiring(bench.location, cured_by=1)
-    inner.barrier = threading.Barrier(4)
-    store = bench.store(backend=inner)
-    results: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(store.get("x").data)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert results == [b"data"] * 4
-    assert inner.refresh_count == 1
 
 
 def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
@@ -413,14 +385,6 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     bench.faults.script.release()
     left.join(WAIT_S)
     wait_until(lambda: abandoned_thread_count() == 0)
-
-
-def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
-    """What returns fresh values may be asked for again while the first still hangs."""
-    store = bench.store(fault("get", action="hang"), request_timeout_s=AMPLE_S)
-    assert store.get("x").data == b"data"
-    assert bench.calls == ["get", "get"]
-    assert abandoned_thread_count() == 1
 
 
 @pytest.mark.parametrize("operation", ["read", "put"])
@@ -547,16 +511,6 @@ def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_
     assert bench.inner.open == {}
 
 
-def test_an_upload_that_is_gone_says_so(bench: Bench) -> None:
-    """Somebody aborted it: the completion fails and tells what lies under the name."""
-    store = bench.store()
-    upload = begun(store)
-    upload.token()
-    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
-    assert bench.plain.abort_uploads("saves") == 1
-    assert "is gone, and nothing of ours lies" in str(error_of(lambda: upload.complete(4)))
-
-
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_abort_takes_back_a_completion_that_may_have_worked(
     bench: Bench,
@@ -598,19 +552,6 @@ def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
     assert bench.inner.open == {}
 
 
-def test_an_upload_that_starts_after_it_was_given_up_is_aborted(bench: Bench) -> None:
-    """Nobody owns it, so nobody else could remove what it leaves."""
-    store = bench.store(
-        fault("begin_upload", action="hang"),
-        policy=RetryPolicy(attempt_count=1),
-        request_timeout_s=SHORT_S,
-    )
-    error_of(lambda: begun(store).token())
-    bench.faults.script.release()
-    wait_until(lambda: abandoned_thread_count() == 0)
-    assert bench.inner.open == {}
-
-
 @pytest.mark.parametrize("kind", ["no-space", "connection"])
 def test_an_upload_goes_on_without_a_reservation(bench: Bench, kind: str) -> None:
     """Only that there is no space ends it; a reservation is tried once."""
@@ -624,7 +565,6 @@ def test_an_upload_goes_on_without_a_reservation(bench: Bench, kind: str) -> Non
         assert error_of(send).kind == kind
     else:
         send()
-        assert bench.time.slept == []
     upload.abort()
 
 
@@ -742,11 +682,3 @@ def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
         assert error_of(probe).kind in {"connection", "unknown"}
     bench.plain.scope = lambda: bench
     assert probe_exclusive_create(bench.plain).exclusive
-
-
-def test_the_probe_needs_no_right_to_delete(bench: Bench) -> None:
-    """Where deleting is forbidden the answer is the same, and a small object stays."""
-    store = bench.store(fault("delete", kind="permission", retryable=False))
-    store.scope = lambda: bench
-    assert probe_exclusive_create(store).exclusive
-    assert len(bench.plain.list("")) == 2

@@ -146,17 +146,7 @@ def test_windows_fill_a_region_once(data: st.DataObject, sizes: tuple[int, ...])
     assert (target == values.reshape(sizes)[slices(region)]).all()
 
 
-@pytest.mark.parametrize(
-    "region",
-    [
-        Box((0, 0), (3, 4)),
-        Box((1, 0), (2, 4)),
-        Box((-1, 0), (2, 4)),
-        Box((0,), (2,)),
-        Box((0, 0), (2,)),
-        Box((), ()),
-    ],
-)
+@pytest.mark.parametrize("region", [Box((1, 0), (2, 4)), Box((-1, 0), (2, 4)), Box((0,), (2,))])
 def test_a_region_that_leaves_its_chunk_is_refused(region: Box) -> None:
     """No byte positions are given for elements that are not in the payload."""
     with pytest.raises(InvalidInputError, match="leaves a chunk"):

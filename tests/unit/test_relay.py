@@ -88,7 +88,7 @@ def copy(server: S3Server) -> None:
     )
 
 
-@pytest.mark.parametrize(("job", "op"), [(export, "part"), (export, "get"), (copy, "get")])
+@pytest.mark.parametrize(("job", "op"), [(export, "part"), (copy, "get")])
 def test_an_export_or_copy_hears_what_its_storages_ask_for(
     server: S3Server, pacers: list[Noted], job: Callable[[S3Server], None], op: str
 ) -> None:

@@ -26,9 +26,9 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location, missing_backend
 from ckpt_storage.store.redaction import Scrubber
-from ckpt_storage.store.timed import moved
 
 A = TypeVar("A")
 P = ParamSpec("P")

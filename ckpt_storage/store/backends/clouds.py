@@ -23,9 +23,9 @@ from ckpt_storage.store.backend import (
     Settings,
     ShortReadError,
 )
+from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import Call, explain
-from ckpt_storage.store.timed import moved
 
 from .clients import Client, ForeignFs
 

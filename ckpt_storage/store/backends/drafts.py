@@ -247,8 +247,8 @@ class Draft:
                 f"{self._target} cannot be created exclusively: this file system has neither "
                 "hard links nor renameat2 with RENAME_NOREPLACE.",
                 kind="unsupported",
-                next_step="Let only one job save here at a time, or pass commit_url= of a "
-                "storage that has exclusive creation.",
+                next_step="Let only one job save here at a time; of a mounted bucket use its own "
+                "URL.",
             ) from error
 
     def _bears_target(self) -> bool:

@@ -30,8 +30,8 @@ from ckpt_storage.store.backend import (
     Settings,
     ShortReadError,
 )
+from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.timed import moved
 
 from .clients import Client, ForeignFs
 from .drafts import draft_name, is_draft_name, target_path
