@@ -55,11 +55,7 @@ def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindin
 
 
 class Arena:
-    """One stretch of host memory, unmapped when the last view of it is gone.
-
-    `memory` are its bytes, writable. `file` is a descriptor of shared memory, open until `close`,
-    else None. A forked child shares shared memory, and finds private memory empty.
-    """
+    """One stretch of host memory, unmapped when the last view of `memory`, its bytes, is gone."""
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
         self.arena_id = next(_ids)
@@ -88,10 +84,7 @@ class Arena:
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
 
     def pin(self, device: torch.device | None = None) -> bool:
-        """Lock the pages for asynchronous copies from `device`; return whether that was possible.
-
-        Tried once; idempotent. They are unlocked before they are unmapped.
-        """
+        """Lock the pages for copies from `device`; return whether that was possible. Idempotent."""
         if self._pinned is None:
             self._pinned = self._register(device)
         return self._pinned
@@ -133,10 +126,7 @@ class Arenas:
         self._is_closed = False
 
     def take(self, need_bytes: int) -> Arena:
-        """Return an arena of at least `need_bytes`, until `give_back` or `Arena.close`.
-
-        The one used last comes first: its pages are warm. Raises `CheckpointError`.
-        """
+        """Return an arena of at least `need_bytes`, the one used last first."""
         with self._lock:
             held = self._free.pop() if self._free else None
         if held is not None and held.size_bytes >= need_bytes:

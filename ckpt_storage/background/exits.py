@@ -112,10 +112,7 @@ def _flush_all() -> None:
 
 
 def _rest() -> None:
-    """Let our daemon threads come to rest before the interpreter takes itself down.
-
-    After `_flush_all`, and after threads of the user's own, which may still save.
-    """
+    """Let our daemon threads come to rest before the interpreter takes itself down."""
     halt_threads()
     end = time.monotonic() + (_HALT_S if _lost else _END_S)
     # One whose save has ended still lets go of tensors, in torch's C++.

@@ -66,10 +66,7 @@ class GoneError(Exception):
 
 
 class _Child:
-    """One worker process that has been started, and our end of its pipe.
-
-    Raises `InvalidInputError` where none may be had, `CheckpointError` where none is to be had now.
-    """
+    """One worker process that has been started, and our end of its pipe."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         context = multiprocessing.get_context(START_METHOD)
@@ -189,10 +186,7 @@ def pack(options: SaveOptions) -> bytes:
 
 
 class Worker:
-    """One rank's worker process, started at once and again after it died.
-
-    Used by one save at a time. Raises `InvalidInputError` where no worker can be had.
-    """
+    """One rank's worker process, started at once and again after it died."""
 
     def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
         self._start = partial(_Child, rank, world_size)
@@ -219,11 +213,7 @@ class Worker:
             child.end()
 
     def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
-        """Let the worker run one save in `operation`, and return or raise how it ended.
-
-        A worker that dies, or gives no sign of life, is ended. The save ends with it, unless all
-        that it had to tell is told.
-        """
+        """Let the worker run one save in `operation`, and return or raise how it ended."""
         child = self._child
         # An idle one says nothing: what can be read is the end of its pipe.
         if child is not None and (child.pipe.poll() or not child.process.is_alive()):

@@ -55,11 +55,7 @@ class SaveJob:
 
 
 class SaveQueue:
-    """Carries out jobs in order, in a thread that ends when there is none.
-
-    Each job is one operation of `ranks`, in the worker if there is one. `close` ends the worker
-    once all saves have ended.
-    """
+    """Carries out jobs in order, each one operation of `ranks`, in a thread that ends with them."""
 
     def __init__(self, ranks: RankGroup, worker: Worker | None, arenas: Arenas) -> None:
         self._ranks = ranks
@@ -70,10 +66,7 @@ class SaveQueue:
         self._has_thread = self._is_busy = self._is_closed = False
 
     def put(self, job: SaveJob) -> None:
-        """Accept a job; it is carried out or refused, and its status ends.
-
-        Raises `CheckpointError` where no thread is to be had, once the other ranks are told.
-        """
+        """Accept a job: its status ends. Raises `CheckpointError` where no thread is to be had."""
         with self._lock:
             self._waiting.append(job)
             if self._has_thread:

@@ -183,10 +183,7 @@ class AsyncSaver:
         block_until_staged: bool,
         prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin a save with `options`; the rest as `save`.
-
-        `prepare` is called before anything is copied; what it raises reaches all ranks.
-        """
+        """Begin a save; `prepare` is called first, and ranks hear what it raises."""
         self._check_open()
         limit_s = self._limit_s(options.timeouts)
         if not self._turn.acquire(timeout=limit_s):

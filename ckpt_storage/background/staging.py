@@ -94,10 +94,7 @@ def staged_part(
     memory: NDArray[np.uint8],
     planner: SavePlanner | None,
 ) -> LocalPlan:
-    """Return what a save takes of items whose bytes are in `memory`.
-
-    `planner` makes the plans for all ranks; by default torch's.
-    """
+    """Return what a save takes of items whose bytes are in `memory`; default planner: torch's."""
     return LocalPlan(
         plan=lambda: rank_plan.plan,
         planner=planner or DefaultSavePlanner(),
@@ -146,10 +143,7 @@ class StagedItems:
 
 
 class StagingJob:
-    """The items of one state: planned now, copied by `run` or in a daemon thread by `start`.
-
-    On CUDA the copies wait for what the calling thread has enqueued so far on its streams.
-    """
+    """The items of one state: planned now, copied by `run`, or in a daemon thread by `start`."""
 
     def __init__(
         self,
@@ -161,11 +155,7 @@ class StagingJob:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Plan this rank's part of `state`; take all of it that is no tensor.
-
-        Raises `InvalidInputError` for what cannot be saved, naming it; `CheckpointError` if the
-        memory cannot be had; and what `planner` raises.
-        """
+        """Plan this rank's part; take all that is no tensor."""
         if not isinstance(state, Mapping):
             raise InvalidInputError(
                 f"The state is a {type(state).__qualname__}, not a dict.",
@@ -249,11 +239,7 @@ class StagingJob:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> Staged:
-        """Return the complete copy, waiting at most `timeout_s`; may be called again.
-
-        Raises `PhaseTimeoutError` while the copies go on (the arena must not be given back yet), or
-        `CheckpointError` if they failed.
-        """
+        """Return the complete copy; raises `PhaseTimeoutError` while it goes on."""
         if not self._ended.wait(timeout_s):
             raise PhaseTimeoutError(
                 f"The state was not copied to host memory within {timeout_s} s.",
@@ -359,10 +345,7 @@ def _copies(dtype: torch.dtype) -> bool:
 
 
 def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
-    """Return a side stream per CUDA device, behind all that is enqueued on the current one.
-
-    Other accelerators are waited for here: their copies are made without a stream of their own.
-    """
+    """Return a side stream per CUDA device, behind what is enqueued; await other accelerators."""
     streams = {}
     for device in devices:
         if device.type == "cuda":

@@ -100,11 +100,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a save ended.
-
-    `is_clean`: no thread was left behind that may still read the state. `is_void`: what all ranks
-    wrote is to be deleted.
-    """
+    """How a save ended; `is_clean`: no thread was left behind that may still read the state."""
 
     info: CheckpointInfo | None = None
     error: CheckpointError | None = None

@@ -112,10 +112,7 @@ def _unlinked(path: Path) -> bool:
 
 
 def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:
-    """Delete the checkpoint of a step below each root; return whether there was one.
-
-    Raises `CheckpointInProgressError` where this process uses it, and what `delete` raises.
-    """
+    """Delete a step below each root; return whether it was there. Raises if it is in use."""
     is_deleted = False
     for root in roots:
         name = root.names.name_of(step)

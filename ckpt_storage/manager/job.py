@@ -16,10 +16,7 @@ _STOP_S = 10.0
 
 
 class Job:
-    """Runs `work(deadline)` in a named daemon thread, once for any number of wishes meanwhile.
-
-    What it raises is logged and kept as `error`. The thread ends with `close`.
-    """
+    """Runs `work(deadline)` in a named daemon thread, once for all wishes meanwhile."""
 
     def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
         self._work = work

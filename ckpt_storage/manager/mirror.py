@@ -42,11 +42,7 @@ class Mirror:
         self._copied: set[tuple[str, str | None]] = set()
 
     def waiting(self, found: Collection[Found], deadline: Deadline) -> Mapping[str, str]:
-        """Return which of the checkpoints of the root are still to be copied, each with a reason.
-
-        Requests: a listing of the mirror, two reads for each of `found` that it has, and with
-        policies two for each other of its checkpoints, once. Raises `StorageError`.
-        """
+        """Return which checkpoints of the root are still to be copied, each with a reason."""
         ours = {one.name: one for one in found if one.is_sound}
         listed = [name for _, name in self._copies.steps(self._copies.folders(deadline))]
         there = self._copies.look([one for one in listed if one in ours], deadline, fresh=True)
@@ -69,11 +65,7 @@ class Mirror:
         return begun_of(copied.info) <= begun_of(found.info)
 
     def fill(self, job: Deadline) -> bool:
-        """Copy what the mirror lacks, newest first, then prune it; return whether it has more.
-
-        One that cannot be copied stops neither the others nor the prune; then the first error is
-        raised at the end. Ends between two copies once `job` was told to stop.
-        """
+        """Copy what the mirror lacks, newest first, then prune it; return whether it has more."""
         tried: set[str] = set()
         failures: list[CheckpointError] = []
         while not job.has_failed() and (info := self._next(tried)) is not None:

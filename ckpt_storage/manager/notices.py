@@ -20,14 +20,7 @@ _END_S = 1.0
 
 
 class Notices:
-    """Takes signals, and asks a hook on a thread of its own; owned by a `CheckpointManager`.
-
-    A handler that was there before is called as well. Where there was none, the signal no longer
-    ends the process. `close` puts back what was there, unless another handler has taken our place.
-    Closed, or in a forked child, ours steps aside: what was there before it decides.
-
-    Raises `InvalidInputError` outside the main thread, where Python sets no handlers.
-    """
+    """Takes signals, for handlers before it as well, and asks a hook on its own thread."""
 
     def __init__(
         self, signals: Sequence[int] = (), hook: Callable[[], object] | None = None
@@ -74,10 +67,7 @@ class Notices:
         return not self._is_closed and (bool(self._before) or self._hook is not None)
 
     def given(self, *, asks_hook: bool = True) -> str | None:
-        """Return what the notice was, None if there was none yet. Never raises.
-
-        A hook that has not answered yet is not asked again.
-        """
+        """Return what the notice was, None if there was none yet. Never raises."""
         if asks_hook and self._hook is not None and self._noted is None and self._asking.wait(0):
             self._asking.wake()
             self._asking.wait(_ANSWER_S)
@@ -88,10 +78,7 @@ class Notices:
             self._noted = self._noted or "the preemption hook"
 
     def close(self) -> None:
-        """Put back the handlers that were there; idempotent.
-
-        Outside the main thread they are put back when the signal comes.
-        """
+        """Put back the handlers that were there; outside the main thread, when the signal comes."""
         if self._is_closed:
             return
         self._is_closed = True

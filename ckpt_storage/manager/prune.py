@@ -91,11 +91,7 @@ def prune(
 
 
 class Pruner:
-    """Plans and prunes one root, again and again; several threads take turns.
-
-    No plan deletes what `others` protects, nor `last_saved`, which may be set at any time. `last`
-    is the report of the last prune that was no dry run.
-    """
+    """Plans and prunes one root; keeps what `others` protects, and `last_saved`."""
 
     def __init__(
         self,
@@ -147,10 +143,7 @@ class Pruner:
             return self._carry_out(plan, jobs, deadline, self._on_step)
 
     def sweep(self, deadline: Deadline) -> PruneReport:
-        """Free what saves that died have left beside later ones, below the next step that is kept.
-
-        Another one each time, so all in turn.
-        """
+        """Free what died beside later saves, below one kept step, the next one each time."""
         with self._in_turn(deadline):
             kept = () if self.last is None else self.last.kept
             steps = [(one.step, one.name) for one in kept if one.step is not None]
@@ -169,11 +162,7 @@ class Pruner:
             self._turn.release()
 
     def _plan(self, deadline: Deadline, *, is_dry_run: bool) -> PruneReport:
-        """Look at all steps, and plan.
-
-        Requests: one listing of the root; two reads for each checkpoint that the policies count.
-        For each other, once in this process, two reads and its time.
-        """
+        """Look at all steps, and plan; look again at what the plan counts on."""
         root = self._root
         folders, links = root.folders(deadline), root.links()
         # What lies behind a link may be another checkpoint of this root, or of somebody else.
@@ -312,10 +301,7 @@ class Pruner:
         return freed
 
     def _end_tombstone(self, deadline: Deadline, name: str) -> list[str]:
-        """Remove the slots of what was deleted a week ago; one listing each, once in a process.
-
-        This machine's clock says only when to try. The storage's decides.
-        """
+        """Remove the slots of what was deleted a week ago, by the storage's clock."""
         store = self._root.open(deadline, name)
         if name not in self._tombstones_due_s:
             times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]

@@ -86,11 +86,7 @@ Load = Callable[[Root, CheckpointInfo], None]
 
 
 class Resumer:
-    """One restore on one rank: chooses, loads and falls back, together with the others.
-
-    `roots` are searched together; of one save in two of them the first is tried first. With `step`
-    no other step counts.
-    """
+    """One restore on one rank, together with the others; with `step` of that step only."""
 
     def __init__(
         self,
@@ -245,10 +241,7 @@ class Resumer:
         return found
 
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
-        """Read every byte of a checkpoint, each rank its part; raises on all what one rank finds.
-
-        However large it is, the time that each rank has is bounded, and known to the others.
-        """
+        """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
         what = f"the check of {info.url}"
         part = Part(self._ranks.rank, self._ranks.world_size)
         with (
@@ -266,11 +259,7 @@ class Resumer:
     def _try(
         self, load: Load, choice: _Choice, info: CheckpointInfo
     ) -> tuple[CheckpointError | None, _Now]:
-        """Load; return on all ranks why the checkpoint is of no use to them, None if it is.
-
-        Also what is there afterwards: one loads by name, and a save id never comes back, so what
-        was there before and is there then was loaded. Raises what is no fault of the checkpoint.
-        """
+        """Load; return on all ranks why it is of no use, if so, and what lies there afterwards."""
         root, error = self._roots[choice.place], None
         try:
             if self._check == "deep":
@@ -300,10 +289,7 @@ class Resumer:
 
 
 def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
-    """Yield what is found of each step below all roots, newest first, with its root's number.
-
-    Of one step the save that began last comes first; of one save that of the first root.
-    """
+    """Yield each step, newest first, with its root's number; of one step the later save first."""
 
     def keyed(place: int, root: Root) -> Iterator[tuple[tuple[int, int, int], int, Found]]:
         for found in root.newest_first(deadline):
@@ -315,10 +301,7 @@ def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[in
 
 
 def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
-    """Return the newest committed one that is not known to be damaged.
-
-    One that cannot be read is passed over or raised by the rule of `damage_of`.
-    """
+    """Return the newest committed one that is not known to be damaged."""
     for place, found in newest_first(roots, deadline):
         damage = damage_of(found)
         if damage is not None:

@@ -231,10 +231,7 @@ def _check_count(policy: object, n: object) -> None:
 
 
 def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
-    """Return single policies, `|` and nesting resolved.
-
-    Raises `InvalidInputError` for what is none, and for none at all: that would keep nothing.
-    """
+    """Return single policies, `|` and nesting resolved. Raises `InvalidInputError` for none."""
     given: object = keep.policies if isinstance(keep, KeepAny) else keep
     if isinstance(given, RetentionPolicy):
         return (given,)

@@ -40,11 +40,7 @@ log = logging.getLogger("ckpt_storage")
 
 
 class Root:
-    """The checkpoints below one root; any thread may use it.
-
-    `uses` are the names that this process reads, writes or deletes now. A checkpoint is of the step
-    in its name; with `recorded_steps` of that with which it was saved.
-    """
+    """The checkpoints below one root; steps are those of names, or `recorded_steps`."""
 
     def __init__(
         self,
@@ -105,10 +101,7 @@ class Root:
             self._seen.pop(name, None)
 
     def look(self, names: Sequence[str], deadline: Deadline, *, fresh: bool) -> dict[str, Found]:
-        """Look at folders, several at a time; two reads for a checkpoint that was saved once.
-
-        Without `fresh`, what was seen before will do. Raises `StorageError`, `PhaseTimeoutError`.
-        """
+        """Look at folders, several at a time; without `fresh`, what was seen before will do."""
         seen = set[str]() if fresh else self.seen()
         with self._lock:
             found = {name: self._seen[name] for name in names if name in seen}
@@ -159,10 +152,7 @@ class Root:
         return replace(found, is_damaged=is_damaged)
 
     def dated(self, found: Iterable[Found], deadline: Deadline, now_s: float) -> list[Found]:
-        """Return the same with ages up to `now_s`, by the storage's clock; one request each, once.
-
-        `now_s` is Unix seconds. What the storage does not tell stays None.
-        """
+        """Return the same with ages up to `now_s`, by the storage's clock; asks once."""
         everything = list(found)
 
         def ask(info: CheckpointInfo) -> None:
@@ -185,10 +175,7 @@ class Root:
         ]
 
     def all(self, deadline: Deadline) -> list[CheckpointInfo]:
-        """Return all that is committed, by step; what has none comes first.
-
-        Left out are links to steps of this root, and with a warning in the log what cannot be read.
-        """
+        """Return all that is committed, by step, but links to steps of this root."""
         folders, doubles = self.folders(deadline), self._doubles()
         looked = self.look([one for one in folders if one not in doubles], deadline, fresh=True)
         infos = [info for one in looked.values() if (info := self.listed(one)) is not None]
@@ -202,10 +189,7 @@ class Root:
         return found.info
 
     def newest_first(self, deadline: Deadline) -> Iterator[Found]:
-        """Yield what is found of each step, newest first; looks at a few at a time.
-
-        A link to a step of this root is none of its own, whatever its name says.
-        """
+        """Yield what is found of each step, newest first, but links to steps of this root."""
         doubles, steps = self._doubles(), self.steps(self.folders(deadline))
         names = [name for _, name in reversed(steps) if name not in doubles]
         count = 1
@@ -324,10 +308,7 @@ class Uses:
         self._deleting: set[str] = set()
 
     def take(self, name: str, by: str, *, timeout_s: float) -> Callable[[], None]:
-        """Note that `name` is used, and return what ends the use; waits while it is deleted.
-
-        `by` says so in a plan ("it is being saved"). Raises `PhaseTimeoutError`.
-        """
+        """Note that `name` is used, and return what ends the use; waits while it is deleted."""
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._deleting, timeout_s):
                 raise PhaseTimeoutError(

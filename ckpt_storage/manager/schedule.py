@@ -56,11 +56,7 @@ class Call:
         return self._promised is not None
 
     def look(self, turn: int, *, wants: bool) -> int | None:
-        """Return the turn of the meeting, never before `turn`; None if none is agreed on.
-
-        Raises `LostStoreError` if the store cannot be read after this rank has promised; before,
-        a later look tells.
-        """
+        """Return the turn of the meeting, never before `turn`; None if none is agreed on."""
         while self._agreed is None and (self._promised is not None or self._joins(turn, wants)):
             word = self._word(turn)
             if word is None:
@@ -73,11 +69,7 @@ class Call:
         return self._agreed
 
     def anew(self, meeting_id: str) -> None:
-        """Begin to count turns from 0, as all ranks met; take back what is in the store.
-
-        `meeting_id` is that of no other meeting, also not of processes before these: what they left
-        must not be taken for a call, nor for what was agreed on.
-        """
+        """Begin to count turns from 0, as all met in the meeting of this unique id."""
         for key in self._left:
             with contextlib.suppress(LostStoreError):
                 self._keys.delete(key, self._timeout_s)
@@ -125,14 +117,7 @@ class Call:
 
 
 class Schedule:
-    """Answers, at each step, whether to save. Every rank asks at the same steps.
-
-    A multiple of `every_steps` is due on each rank by itself. For the rest ranks meet once one of
-    them calls: the coordinator when `every_s` have passed, and any that has a notice. Each looks a
-    few times a second for a call, or at each step where steps are longer.
-
-    At the first step all ranks meet in any case: `terms`, what each was made with, must be alike.
-    """
+    """Answers, at each step, whether to save. Every rank asks at the same steps."""
 
     def __init__(
         self,
@@ -180,12 +165,7 @@ class Schedule:
         self._saved_s = self._clock()
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save at `step`; collective at first, and where time or notices count.
-
-        The same for a step that is asked for again. Raises `RankMismatchError` if ranks ask for
-        different steps, or were made with different arguments, `PhaseTimeoutError`,
-        `RankFailedError`.
-        """
+        """Return whether to save at `step`; the same for a step that is asked for again."""
         if step == self._asked_step:
             return self._answer
         self._asked_step = step

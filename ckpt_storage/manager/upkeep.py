@@ -107,10 +107,7 @@ class StepSave:
 
 
 class Upkeep:
-    """Prunes one root and fills its mirror, on threads of the coordinator only.
-
-    `pruner` is None where nothing is ever deleted.
-    """
+    """Prunes one root and fills its mirror, on threads of the coordinator only."""
 
     def __init__(
         self,

@@ -193,7 +193,6 @@ def run(
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
-        ("thread", "returns"),
         ("thread", "sys.exit"),
         ("thread", "error"),
         ("thread", "function"),
@@ -243,10 +242,8 @@ def test_save_to_object_storage_is_flushed(nursery: Nursery, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
-        ("thread", "hangs"),
-        ("thread", "hangs, error"),
         ("thread", "hangs, sys.exit"),
-        ("process", "hangs"),
+        ("process", "hangs, error"),
     ],
 )
 def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
@@ -267,7 +264,6 @@ def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
-        ("thread", "hangs, late, error"),
         ("thread", "hangs, late, block"),
         ("process", "hangs, late, error"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from manager_cases import blank, restore, state_of, step_in
+from manager_cases import blank, restore, saved, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
@@ -17,13 +17,6 @@ from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-
-
-def saved(root: Path, *steps: int) -> None:
-    """Save some steps."""
-    with CheckpointManager(root, mode="thread", timeout=60) as manager:
-        for step in steps:
-            manager.save(step, state_of(step), sync_files=False)
 
 
 def restored_from(folder: Path) -> int:

@@ -89,9 +89,7 @@ class KeepLatestIfYoung(KeepLatest):
     "keep",
     [
         KeepYoung(),
-        KeepAny((KeepYoung(),)),
         KeepAny((KeepAny((KeepYoung(),)),)),
-        [KeepYoung(), KeepNewerThan(1)],
         KeepNewerThan(100) | KeepYoung(),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, deleted, saved
 from manager_cases import blank, names_in, state_of, step_in
+from manager_cases import saved as saved_in
 from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 
 import ckpt_storage
@@ -36,16 +37,9 @@ def manager_of(root: Path, **options: Any) -> CheckpointManager:
     return CheckpointManager(root, pruning="manual", timeout=60, mode="thread", **options)
 
 
-def saved_steps(root: Path, *steps: int) -> None:
-    """Save some steps, each in a process of its own as far as managers are concerned."""
-    for step in steps:
-        with manager_of(root) as manager:
-            manager.save(step, state_of(step), sync_files=False)
-
-
 def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
     """Another tool saves where one of ours was deleted: it is listed, opened and left alone."""
-    saved_steps(tmp_path, 1, 2, 3)
+    saved_in(tmp_path, 1, 2, 3)
     folder = tmp_path / name_of(1)
     assert ckpt_storage.prune(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
     dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(folder))
@@ -117,11 +111,11 @@ def test_folders_of_others_below_saves_are_no_attempts() -> None:
 
 def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     """A link counts for nothing, and what it means is kept as long as it is there."""
-    saved_steps(tmp_path, 4, 5)
+    saved_in(tmp_path, 4, 5)
     (tmp_path / name_of(10)).symlink_to(name_of(5))
     report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == (name_of(4),)
-    saved_steps(tmp_path, 7)
+    saved_in(tmp_path, 7)
     report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == ()
     kept = {decision.name: decision.reasons for decision in report.kept}
@@ -134,7 +128,7 @@ def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
 
 def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
     """A step that was moved elsewhere and linked to stays there."""
-    saved_steps(tmp_path / "run", 1, 2, 3)
+    saved_in(tmp_path / "run", 1, 2, 3)
     (tmp_path / "archive").mkdir()
     (tmp_path / "run" / name_of(1)).rename(tmp_path / "archive/one")
     (tmp_path / "run" / name_of(1)).symlink_to(tmp_path / "archive/one")

@@ -10,7 +10,7 @@ from typing import Any
 import manager_cases as cases
 import pytest
 import torch
-from manager_cases import damage, restore, state_of
+from manager_cases import damage, restore, saved, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError, InvalidInputError
@@ -20,13 +20,6 @@ from ckpt_storage.testing.ranks import RankPool
 
 RUN: dict[str, Any] = {"mode": "thread", "timeout": 60}
 NEWEST = "step-00000002"
-
-
-def saved(root: Path, *steps: int) -> None:
-    """Save some steps."""
-    with CheckpointManager(root, **RUN) as manager:
-        for step in steps:
-            manager.save(step, state_of(step), sync_files=False)
 
 
 @pytest.mark.parametrize(("check", "in_background"), [("read", True), ("deep", False)])

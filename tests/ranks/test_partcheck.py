@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manager_cases import restore, state_of
+from manager_cases import restore, saved, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
@@ -76,13 +76,6 @@ def test_damage_anywhere_is_found_by_one_part(tmp_path: Path) -> None:
         assert check_all(tmp_path, 3), document
         document.write_bytes(before)
     assert check_all(tmp_path, 3) == []
-
-
-def saved(root: Path, *steps: int) -> None:
-    """Save some steps."""
-    with CheckpointManager(root, mode="thread", timeout=60) as manager:
-        for step in steps:
-            manager.save(step, state_of(step), sync_files=False)
 
 
 @pytest.mark.parametrize("what", ["no .metadata", "no marker", "an export"])

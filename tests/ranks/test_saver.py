@@ -48,7 +48,6 @@ from ckpt_storage import (
 )
 from ckpt_storage.background import saver
 from ckpt_storage.background.staging import StagingJob
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.testing.ranks import RankPool
 
 W, C, D = SaveState.WRITING, SaveState.COMMITTING, SaveState.COMMITTED
@@ -299,30 +298,6 @@ def test_cancel_on_one_rank_ends_the_save_on_all(
     assert {rest[0] for _, rest in outcomes} == {D if "step-2" in there else SaveState.CANCELLED}
     assert there >= {"step-1"}
     assert "step-0" not in there
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_failed_save_is_deleted_once_all_ranks_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
-) -> None:
-    """Files of a failed save stay until its operation has ended: others may still write there."""
-    inner, seen = Operation.__exit__, []
-
-    def slow(operation: Operation, *error: Any) -> None:
-        time.sleep(0.5)  # more than who deletes too early needs
-        seen.append(sorted(tmp_path.rglob("begun.json")))
-        inner(operation, *error)
-
-    monkeypatch.setattr(Operation, "__exit__", slow)
-    with quick_saver(mode) as saver:
-        hold = Hold(tmp_path, "write", 0)
-        handle = save_step(saver, tmp_path, 0, 0, planner=held(hold))
-        hold.reached()
-        assert handle.cancel()
-        hold.go()
-        assert isinstance(handle.exception(END_S), SaveCancelledError)
-    assert [len(begun) for begun in seen] == [1]
-    assert not list(tmp_path.rglob("begun.json"))
 
 
 def _cancelled_late(rank: int, folder: str, mode: Any, where: Any, canceller: int) -> Any:

@@ -14,20 +14,13 @@ import pytest
 import torch
 from dcp_cases import raw_bytes, same, seeded
 from saver_cases import END_S, quick_saver
-from test_dcp_tensor_kinds import freed
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_storage import load
 from ckpt_storage.background.arena import Arenas
 from ckpt_storage.background.staging import Staged, StagingJob, staged_part
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.testing.ranks import RankPool
 
 
 class Named(torch.Tensor):
@@ -212,57 +205,12 @@ def test_the_same_elements_are_copied_once(arenas: Arenas) -> None:
     assert staged.places.ties["again"] == staged.places.ties["parameter"] == "whole"
 
 
-def sharded_rank(rank: int) -> None:
-    """Stage DTensors, a ShardedTensor and a shards wrapper; compare with what was there."""
-    mesh = init_device_mesh("cpu", (2,))
-    shard = seeded(10 + rank, 2, 3)
-    state = {
-        "sharded": nn.Parameter(distribute_tensor(seeded(1, 5, 4), mesh, [Shard(0)])),
-        "legacy": ShardedTensor._init_from_local_shards(  # noqa: SLF001  # torch has no other
-            [LocalShard.from_tensor_and_offsets(shard, [2 * rank, 0], rank)], (4, 3)
-        ),
-    }
-    with contextlib.closing(Arenas()) as arenas:
-        for _ in range(2):
-            local = state["sharded"].to_local().detach()
-            at = f"[{3 * rank}, 0]" if rank else ""
-            expected = {f"sharded{at}": raw_bytes(local)}
-            expected[f"legacy[{2 * rank}, 0]" if rank else "legacy"] = raw_bytes(shard)
-            staged = StagingJob(state, arenas, rank=rank, world_size=2).run()
-            arenas.give_back(staged.arena)
-            local.add_(1)
-            shard.add_(1)
-            assert contents(staged) == expected
-
-
-def test_distributed_tensors_are_staged_shard_by_shard(ranks: RankPool) -> None:
-    """Of DTensors and ShardedTensors a rank stages what it holds."""
-    ranks.run(sharded_rank, world_size=2)
-
-
-def quantised() -> torch.Tensor:
-    """Return a quantised tensor; torch says that such are to go."""
-    return torch.quantize_per_tensor(seeded(1, 4), 0.1, 0, torch.qint8)
-
-
-def two(left: torch.Tensor, right: torch.Tensor) -> TwoTensor:
-    """Return a wrapper around two tensors."""
-    return TwoTensor(left, right)  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*:UserWarning")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: torch.empty(3, device="meta"), "meta device"),
-        (lambda: freed(3), "memory was given back"),
         (lambda: seeded(1, 4).to_sparse(), "sparse_coo"),
-        (lambda: torch.nested.nested_tensor([seeded(1, 2), seeded(2, 3)]), "nested"),
-        (quantised, "quantised"),
-        (nn.UninitializedParameter, "uninitialised"),
-        (lambda: two(seeded(1, 4), seeded(2, 4)), "wraps others"),
         (threading.Lock, "lock"),
     ],
 )

@@ -83,6 +83,13 @@ def restore(manager: CheckpointManager, **options: Any) -> Restored:
     return found
 
 
+def saved(root: Path, *steps: int) -> None:
+    """Save some steps."""
+    with CheckpointManager(root, mode="thread", timeout=60) as manager:
+        for step in steps:
+            manager.save(step, state_of(step), sync_files=False)
+
+
 def train(rank: int, root: str, steps: int) -> list[str]:
     """Save on all ranks, prune, restore; return what is left and which was restored."""
     with CheckpointManager(root, keep=KeepLatest(2), timeout=60, mode="thread") as manager:
