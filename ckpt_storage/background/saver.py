@@ -222,7 +222,9 @@ class AsyncSaver:
     ) -> None:
         status, timeouts = job.status, job.options.timeouts
         try:
-            self._wait_for_room()
+            # Only of those that must have ended by now on every rank.
+            surplus = max(0, len(self._saves) - self._max_pending + 1)
+            self._settle(self._saves[:surplus], None)
         finally:
             self._saves.append(status)
             flush_at_exit(status, self._exit_timeout_s, timeouts)
@@ -297,12 +299,6 @@ class AsyncSaver:
                 "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
             )
 
-    def _wait_for_room(self) -> None:
-        # Only of those that must have ended by now on every rank.
-        surplus = len(self._saves) - self._max_pending + 1
-        if surplus > 0:
-            self._settle(self._saves[:surplus], None)
-
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
         for save in saves:
@@ -342,8 +338,12 @@ def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: RankGroup)
     ranks.close()
 
 
-_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
-_solo_savers: list[AsyncSaver] = []
+class _Alone:
+    """Stands for the group of a process without one."""
+
+
+_alone = _Alone()
+_savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -352,7 +352,6 @@ def _forget_savers() -> None:
     global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
     _lock = threading.Lock()
     _savers.clear()
-    _solo_savers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_savers)
@@ -391,20 +390,15 @@ def save_async(  # all that `save` takes, and one argument more
 
 
 def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
-    group = group_of(process_group)
+    group: object = group_of(process_group) or _alone
     with _lock:
-        found = _savers.get(group) if group is not None else next(iter(_solo_savers), None)
-        if found is not None:
-            return found
-        saver = AsyncSaver(
-            process_group,
-            mode="thread",
-            max_pending=_PENDING_OF_FUNCTION,
-            on_error="warn",
-            name="save_async",
-        )
-        if group is None:
-            _solo_savers.append(saver)
-        else:
-            _savers[group] = saver
+        saver = _savers.get(group)
+        if saver is None:
+            saver = _savers[group] = AsyncSaver(
+                process_group,
+                mode="thread",
+                max_pending=_PENDING_OF_FUNCTION,
+                on_error="warn",
+                name="save_async",
+            )
         return saver
