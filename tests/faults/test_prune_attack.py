@@ -128,7 +128,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
 @pytest.mark.parametrize("name", RACES)
 def test_a_race_loses_nothing(capabilities: Capabilities, name: str) -> None:
     """After every operation of every schedule all that is committed is whole; readers see it."""
-    print(check_race(capabilities, name, range(4), systematic=True))  # noqa: T201  # for -rP
+    print(check_race(capabilities, name, range(20), systematic=True))  # noqa: T201  # for -rP
 
 
 @pytest.mark.parametrize("shift_s", [-DAY_S, DAY_S], ids=["a day behind", "a day ahead"])
