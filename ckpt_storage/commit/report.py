@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import Counts, FileRef
-from ckpt_storage.format.rank_manifest import BoxKey, BoxTable, RankManifest
+from ckpt_storage.format.rank_manifest import BoxKey, RankManifest, box_columns
 
 Words = NDArray[np.int32]
 
@@ -74,14 +74,12 @@ class RankReport:
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says."""
-        table = BoxTable()
-        pattern, places = [], []
-        for number, file in enumerate(manifest.files):
-            items = file.items
-            pattern.append([items.fqn, items.dtype, table.refer(items)])
-            places.append([[number] * len(items), items.item_start, items.item_bytes])
-        boxes = [len(table.boxes), *(len(offsets) for offsets, _ in table.boxes)]
-        for offsets, sizes in table.boxes:
+        tables = [file.items for file in manifest.files]
+        keys, columns = box_columns(tables)
+        pattern = [[t.fqn, t.dtype, column] for t, column in zip(tables, columns, strict=True)]
+        places = [[[n] * len(t), t.item_start, t.item_bytes] for n, t in enumerate(tables)]
+        boxes = [len(keys), *(len(offsets) for offsets, _ in keys)]
+        for offsets, sizes in keys:
             boxes += (*offsets, *sizes)
         names = json.dumps([list(manifest.fqns), list(manifest.dtypes)])
         return cls(
@@ -91,7 +89,7 @@ class RankReport:
             host=manifest.host,
             ref=ref,
             files=[file.ref() for file in manifest.files],
-            item_count=sum(len(file.items) for file in manifest.files),
+            item_count=sum(map(len, tables)),
             vocabulary=zlib.compress(names.encode("ascii"), _LEVEL),
             pattern=_packed(np.int32, pattern),
             boxes=_packed(np.int64, [[boxes]]),

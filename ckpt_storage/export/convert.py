@@ -21,8 +21,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, shard_name
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
-from ckpt_storage.source.model import Source
-from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store import Location
 
 from .attempt import NewCheckpoint
@@ -258,9 +257,11 @@ class _Conversion(Task[ConvertReport]):
         self._check_elsewhere()
         with told_from_damage(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
-            keys = (key for key in value_keys(self.source) if key[0] in kept)
+            keys = (
+                key for key in value_keys(self.source.tensors, self.source.blobs) if key[0] in kept
+            )
             while part := list(islice(keys, _KEYS_AT_ONCE)):
-                self.source.require(part)
+                self.source.places(part)
         return self.found
 
     def open(self, found: Found) -> None:
@@ -291,9 +292,8 @@ class _Conversion(Task[ConvertReport]):
         within = place_within(site.source, site.target)
         if within is None:
             return
-        keys = value_keys(self.source)
-        self.source.require(keys)
-        own = {STOCK_METADATA, INDEX_NAME, *(self.source.place(*key).path for key in keys)}
+        places = self.source.places(value_keys(self.source.tensors, self.source.blobs))
+        own = {STOCK_METADATA, INDEX_NAME, *(place.path for place in places)}
         path = f"{within}/{name}".strip("/")
         if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
             raise _onto_itself(wanted.source)
@@ -343,7 +343,7 @@ class _Conversion(Task[ConvertReport]):
         """Return each value that is no tensor as DCP stores it: by `torch.save`."""
         held: Mapping[str, object] = getattr(self.source, "values", {})
         found: dict[str, Segment] = {}
-        self.source.require([(fqn, None) for fqn in self._blobs if fqn not in held])
+        self.source.places([(fqn, None) for fqn in self._blobs if fqn not in held])
         for fqn in self._blobs:
             if fqn in held:
                 import torch  # noqa: PLC0415  # only what torch read is held

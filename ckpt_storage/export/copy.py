@@ -48,8 +48,15 @@ from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, 
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import open_marked
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import Key, Source, SourceFormat, TensorInfo, gone, read_manifest
-from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.source.model import (
+    Key,
+    Source,
+    SourceFormat,
+    TensorInfo,
+    gone,
+    read_manifest,
+    value_keys,
+)
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -441,8 +448,9 @@ class _Files:
         self.save_id = save_id
         self._site = site
 
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Fetch nothing."""
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
+        """Return nothing: there are no values."""
+        return [self.place(*key) for key in keys]
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over nothing."""
@@ -477,9 +485,7 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
         items = source.metadata.items.items()
         ends = [(fqn, one.relative_path, one.offset + one.length) for (fqn, _), one in items]
     else:
-        keys = value_keys(source)
-        source.require(keys)
-        places = (source.place(*key) for key in keys)
+        places = source.places(value_keys(source.tensors, source.blobs))
         ends = [(one.fqn, one.path, one.start + one.size_bytes) for one in places]
     for fqn, path, end in ends:
         size_bytes = sizes.get(path)

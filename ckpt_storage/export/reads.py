@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,8 +44,8 @@ class Readable(Explains, Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors by FQN."""
 
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Fetch what `place` needs for these chunks."""
+    def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
+        """Return where chunks lie; fetches what tells it, in one go."""
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
@@ -86,8 +86,8 @@ class SegmentReader:
         Return the length of the longest buffer that reading them takes.
         """
         keys = {piece.key for piece in self.finder.pieces_of(file, start, stop) if piece.key[0]}
-        self._source.require(list(keys))
-        largest = max((self._source.place(*key).block_bytes for key in keys), default=1)
+        places = self._source.places(list(keys))
+        largest = max((place.block_bytes for place in places), default=1)
         # An element that does not divide the block is read whole.
         return max(self._options.part_bytes, largest) + largest
 

@@ -20,7 +20,7 @@ from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source, told_from_damage
-from ckpt_storage.source.foreign import SafetensorsSource, StockSource
+from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline, Stalling
@@ -133,7 +133,7 @@ def files_of(source: object) -> list[str]:
         return sorted(reference.path for reference, _ in source.manifest.files)
     if isinstance(source, StockSource):
         return sorted({item.relative_path for item in source.metadata.items.values()})
-    if isinstance(source, SafetensorsSource):
+    if isinstance(source, ForeignSource):
         return sorted({place.path for place in source.held.values()})
     return []
 

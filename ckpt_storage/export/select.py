@@ -340,10 +340,9 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
         if boxes != list(source.tensors[target].boxes):
             continue
         keys = [(fqn, box.offsets) for box in boxes for fqn in (alias, target)]
-        source.require(keys)
         crcs = [
             None if place.crcs is None else (place.block_bytes, *place.crcs)
-            for place in (source.place(*key) for key in keys)
+            for place in source.places(keys)
         ]
         if None not in crcs and crcs[::2] != crcs[1::2]:
             raise InvalidInputError(

@@ -8,7 +8,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -89,16 +89,17 @@ class TorchFileSource:
             if target != fqn:
                 self.ties[fqn] = target
 
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Read the records in which these tensors lie, each once, and check them.
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
+        """Return where tensors lie. Their records are read, each once, and checked.
 
         Raises `IntegrityError` for one that does not have the checksum that torch wrote.
         """
-        for fqn, _ in chunks:
+        for fqn, _ in keys:
             record = self._records.get(fqn)
             if record is not None and record not in self._sound:
                 self._check(fqn, record)
                 self._sound.add(record)
+        return [self._places[key] for key in keys if key in self._places]
 
     def _check(self, fqn: str, record: _Record) -> None:
         if record.crc32 is None:

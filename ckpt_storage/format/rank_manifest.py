@@ -1,4 +1,4 @@
-"""What one rank wrote: its manifest as a value, with a strict codec, and its report.
+"""What one rank wrote: its manifest as a value, with a strict codec.
 
 Tables stay columnar, in memory as on disk: a rank with 20,000 small tensors has one `ItemTable`,
 not 20,000 objects. `docs/format.md`, section "Rank manifest", specifies the document.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_storage.errors import FormatError, InvalidInputError
+from ckpt_storage.errors import FormatError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .crc import combine_blocks
@@ -108,8 +108,7 @@ class RankManifest:
 
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body."""
-        boxes = BoxTable()
-        files = [self._file_to_json(index, file, boxes) for index, file in enumerate(self.files)]
+        boxes, columns = box_columns([file.items for file in self.files])
         body: dict[str, Any] = {
             "format": format_of("rank"),
             "save_id": self.save_id,
@@ -119,36 +118,17 @@ class RankManifest:
             "pid": self.pid,
             "fqns": pack_names(self.fqns),
             "dtypes": list(self.dtypes),
-            "boxes": boxes_to_json(boxes.boxes),
-            "files": files,
+            "boxes": boxes_to_json(boxes),
+            "files": list(map(_file_to_json, self.files, columns)),
         }
+        for index, file in enumerate(self.files):
+            if file.path != shard_path(self.save_id, self.rank, index):
+                raise ValueError(f"{file.path} is not where file {index} of {self.rank} lies")
         if self.ties:
             body["ties"] = dict(self.ties)
         if self.unsafe:
             body["unsafe"] = dict(self.unsafe)
         return body
-
-    def _file_to_json(self, index: int, file: ShardFile, boxes: BoxTable) -> dict[str, Any]:
-        place = shard_path(self.save_id, self.rank, index)
-        if file.path != place:
-            raise InvalidInputError(
-                f"File {index} of rank {self.rank} lies at {file.path}; readers look at {place}.",
-                next_step="This is a bug in the caller.",
-            )
-        items = file.items
-        return {
-            "bytes": file.size_bytes,
-            "crc32c": f"{file.crc32c:08x}",
-            "block_bytes": file.block_bytes,
-            "items": {
-                "fqn": pack_column(items.fqn),
-                "dtype": pack_column(items.dtype),
-                "box": pack_column(boxes.refer(items)),
-                **{key: pack_column(getattr(items, key)) for key in _POSITIONS},
-            },
-            "block_crcs": pack_crcs(items.block_crcs),
-            "frame_crcs": pack_crcs(items.frame_crcs),
-        }
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> RankManifest:
@@ -158,8 +138,14 @@ class RankManifest:
         """
         get = Fields.of(body, "rank", where)
         save_id, rank, fqns = save_id_of(get), get.count("rank"), get.names("fqns")
-        decoder = _Decoder(len(fqns), dtypes_of(get), boxes_from_json(get.object("boxes")))
-        files = get.objects("files")
+        dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
+        volumes = [math.prod(sizes) for _, sizes in boxes]
+        known = _Known(
+            fqn_count=len(fqns),
+            item_bytes=np.array([DTYPES[name].item_bytes for name in dtypes], dtype=np.int64),
+            boxes=[*boxes, (None, None)],
+            volumes=np.array([v if v <= _MOST else -1 for v in volumes], dtype=np.int64),
+        )
         return cls(
             save_id=save_id,
             rank=rank,
@@ -167,37 +153,44 @@ class RankManifest:
             host=str(body.get("host", "")),
             pid=get.count("pid") if "pid" in get else 0,
             fqns=fqns,
-            dtypes=decoder.dtypes,
+            dtypes=dtypes,
             files=[
-                decoder.file(entry, shard_path(save_id, rank, index))
-                for index, entry in enumerate(files)
+                _file_of(entry, known, shard_path(save_id, rank, index))
+                for index, entry in enumerate(get.objects("files"))
             ],
             ties=ties_of(get, fqns),
             unsafe=_unsafe_of(get, fqns),
         )
 
 
-class BoxTable:
-    """Distinct boxes in order of first use, and the column that refers to them."""
+def _file_to_json(file: ShardFile, boxes: Sequence[int]) -> dict[str, Any]:
+    items = file.items
+    return {
+        "bytes": file.size_bytes,
+        "crc32c": f"{file.crc32c:08x}",
+        "block_bytes": file.block_bytes,
+        "items": {
+            "fqn": pack_column(items.fqn),
+            "dtype": pack_column(items.dtype),
+            "box": pack_column(boxes),
+            **{key: pack_column(getattr(items, key)) for key in _POSITIONS},
+        },
+        "block_crcs": pack_crcs(items.block_crcs),
+        "frame_crcs": pack_crcs(items.frame_crcs),
+    }
 
-    def __init__(self) -> None:
-        self._at: dict[BoxKey, int] = {}
 
-    @property
-    def boxes(self) -> list[BoxKey]:
-        """The boxes in order."""
-        return list(self._at)
-
-    def refer(self, items: ItemTable) -> list[int]:
-        """Return, per item, the position of its box; -1 for a blob."""
-        at = self._at
-        column = []
-        for offsets, sizes in zip(items.offsets, items.sizes, strict=True):
-            if offsets is None or sizes is None:
-                column.append(-1)
-            else:
-                column.append(at.setdefault((tuple(offsets), tuple(sizes)), len(at)))
-        return column
+def box_columns(tables: Iterable[ItemTable]) -> tuple[list[BoxKey], list[list[int]]]:
+    """Return distinct boxes in order of first use, and per table their positions; -1: a blob."""
+    at: dict[BoxKey, int] = {}
+    columns = [
+        [
+            -1 if one is None or two is None else at.setdefault((tuple(one), tuple(two)), len(at))
+            for one, two in zip(items.offsets, items.sizes, strict=True)
+        ]
+        for items in tables
+    ]
+    return list(at), columns
 
 
 def boxes_to_json(boxes: Sequence[BoxKey]) -> dict[str, Any]:
@@ -266,66 +259,56 @@ def _unsafe_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
     return unsafe
 
 
-class _Decoder:
-    """What the columns of a rank's files refer to; the dtypes are known ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the columns of a rank's files refer to; the last of `boxes` is for blobs."""
 
-    def __init__(self, fqn_count: int, dtypes: list[str], boxes: list[BoxKey]) -> None:
-        self.dtypes = dtypes
-        self._fqn_count = fqn_count
-        self._boxes = boxes
-        self._item_bytes: Counts = np.array(
-            [DTYPES[name].item_bytes for name in dtypes], dtype=np.int64
-        )
-        volumes = (math.prod(sizes) for _, sizes in boxes)
-        self._volumes: Counts = np.array([v if v <= _MOST else -1 for v in volumes], dtype=np.int64)
+    fqn_count: int
+    item_bytes: Counts
+    boxes: Sequence[BoxKey | tuple[None, None]]
+    volumes: Counts
 
-    def file(self, get: Fields, path: str) -> ShardFile:
-        """Return the file at `path` that a JSON object tells of.
 
-        Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
-        """
-        size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
-        if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
-            get.fail(f"says that blocks of {path} have {block_bytes} bytes")
-        items = get.object("items")
-        fqn = items.column("fqn", below=self._fqn_count)
-        count = len(fqn)
-        dtype = items.column("dtype", count=count, least=-1, below=len(self._item_bytes))
-        box = items.column("box", count=count, least=-1, below=len(self._boxes))
-        positions = [items.column(key, count=count) for key in _POSITIONS]
-        # Unsigned, so that no sum of two of them wraps around.
-        start, item_bytes, payload, payload_bytes = (at.astype(np.uint64) for at in positions)
-        stop, payload_stop = start + item_bytes, payload + payload_bytes
-        before = np.concatenate((np.zeros(1, dtype=np.uint64), stop[:-1]))[:count]
-        good = (
-            (before <= start)
-            & (start <= payload)
-            & (payload_stop <= stop)
-            & (stop <= np.uint64(size_bytes))
-            & ((dtype < 0) == (box < 0))
-        )
-        held = (dtype >= 0) & (box >= 0)
-        if held.any():
-            length, one = positions[3][held], self._item_bytes[dtype[held]]
-            # Divided, because a product of 64 bits might wrap around.
-            good[held] &= (length % one == 0) & (length // one == self._volumes[box[held]])
-        if not good.all():
-            get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
-        block_count = int((-(-positions[3] // block_bytes)).sum())
-        boxes = [*self._boxes, (None, None)]
-        at = box.tolist()
-        return ShardFile(
-            path=path,
-            size_bytes=size_bytes,
-            crc32c=get.crc("crc32c"),
-            block_bytes=block_bytes,
-            items=ItemTable(
-                fqn=fqn.tolist(),
-                dtype=dtype.tolist(),
-                offsets=[boxes[i][0] for i in at],
-                sizes=[boxes[i][1] for i in at],
-                **{key: at.tolist() for key, at in zip(_POSITIONS, positions, strict=True)},
-                block_crcs=get.crcs("block_crcs", block_count),
-                frame_crcs=get.crcs("frame_crcs", count + 1),
-            ),
-        )
+def _file_of(get: Fields, known: _Known, path: str) -> ShardFile:
+    """Return the file at `path` that a JSON object tells of.
+
+    Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
+    """
+    size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
+    if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
+        get.fail(f"says that blocks of {path} have {block_bytes} bytes")
+    items = get.object("items")
+    fqn = items.column("fqn", below=known.fqn_count)
+    count = len(fqn)
+    dtype = items.column("dtype", count=count, least=-1, below=len(known.item_bytes))
+    box = items.column("box", count=count, least=-1, below=len(known.volumes))
+    positions = [items.column(key, count=count) for key in _POSITIONS]
+    # Unsigned, so that no sum of two of them wraps around.
+    start, item_bytes, payload, payload_bytes = (at.astype(np.uint64) for at in positions)
+    stop, payload_stop = start + item_bytes, payload + payload_bytes
+    before = np.concatenate((np.zeros(1, dtype=np.uint64), stop[:-1]))[:count]
+    good = (before <= start) & (start <= payload) & (payload_stop <= stop)
+    good &= (stop <= np.uint64(size_bytes)) & ((dtype < 0) == (box < 0))
+    held = (dtype >= 0) & (box >= 0)
+    if held.any():
+        length, one = positions[3][held], known.item_bytes[dtype[held]]
+        # Divided, because a product of 64 bits might wrap around.
+        good[held] &= (length % one == 0) & (length // one == known.volumes[box[held]])
+    if not good.all():
+        get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
+    boxes = [known.boxes[at] for at in box.tolist()]
+    return ShardFile(
+        path=path,
+        size_bytes=size_bytes,
+        crc32c=get.crc("crc32c"),
+        block_bytes=block_bytes,
+        items=ItemTable(
+            fqn=fqn.tolist(),
+            dtype=dtype.tolist(),
+            offsets=[offsets for offsets, _ in boxes],
+            sizes=[sizes for _, sizes in boxes],
+            **{key: at.tolist() for key, at in zip(_POSITIONS, positions, strict=True)},
+            block_crcs=get.crcs("block_crcs", int((-(-positions[3] // block_bytes)).sum())),
+            frame_crcs=get.crcs("frame_crcs", count + 1),
+        ),
+    )

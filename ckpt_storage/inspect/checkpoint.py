@@ -19,8 +19,7 @@ from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInp
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, SourceFormat
-from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -167,7 +166,7 @@ class Checkpoint(Mapping[str, Any]):
             if isinstance(source, StockSource):
                 paths = {item.relative_path for item in source.metadata.items.values()}
             else:
-                places = handle.places(value_keys(source), store, deadline)
+                places = handle.places(value_keys(source.tensors, source.blobs), store, deadline)
                 paths = {place.path for place in places}
             seen = {} if handle.marks is None else handle.marks.of
             return tuple(

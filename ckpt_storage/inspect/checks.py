@@ -26,8 +26,7 @@ from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import STOCK_METADATA, begun_path, is_blocker
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
-from ckpt_storage.source.model import Source
-from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
@@ -178,7 +177,7 @@ def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str
 def check_foreign(findings: Findings, source: Source) -> None:
     """Check that the files of another writer are there and long enough; they bear no checksums."""
     last: dict[str, ChunkPlace] = {}
-    for place in source.places(value_keys(source)):
+    for place in source.places(value_keys(source.tensors, source.blobs)):
         known = last.setdefault(place.path, place)
         if place.start + place.size_bytes > known.start + known.size_bytes:
             last[place.path] = place

@@ -35,7 +35,7 @@ from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
-from .model import SourceFormat, TensorInfo
+from .model import Key, SourceFormat, TensorInfo
 
 log = logging.getLogger("ckpt_storage")
 
@@ -44,52 +44,64 @@ _HEADER_GUESS_BYTES = 64 * 1024
 _RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
 
-Key = tuple[str, tuple[int, ...] | None]
-
 
 def is_rank_local(name: str) -> bool:
     """Return whether a file name is the metadata of one rank (`use_collectives=False`)."""
     return _RANK_LOCAL.fullmatch(name) is not None
 
 
-def _missing(store: Store, place: ChunkPlace) -> IntegrityError:
-    return IntegrityError(
-        f"{store.url}: {place.path}, which {place.fqn} needs, is missing.",
-        fqn=place.fqn,
-        path=place.path,
-        offset=0,
-        next_step=_RESTORE,
-    )
-
-
-@dataclass(slots=True)
-class StockSource:
-    """A checkpoint of stock `FileSystemWriter` or `FsspecWriter`, through its `.metadata`."""
+@dataclass(slots=True, kw_only=True)
+class ForeignSource:
+    """A checkpoint of another writer; `held` says where values lie, as far as that is known."""
 
     store: Store
+    format: SourceFormat
+    tensors: Mapping[str, TensorInfo]
+    blobs: frozenset[str] = frozenset()
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    save_id: str | None = None
+    held: dict[Key, ChunkPlace] = field(default_factory=dict)
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store of the step that begins."""
+        del deadline
+        self.store = store
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
+        """Return where a chunk or blob lies."""
+        return self.held[fqn, offsets]
+
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
+        """Return where chunks and blobs lie."""
+        return [self.held[key] for key in keys]
+
+    def explain_missing(self, place: ChunkPlace) -> Exception:
+        """Return the error for a file that is not there."""
+        return IntegrityError(
+            f"{self.store.url}: {place.path}, which {place.fqn} needs, is missing.",
+            fqn=place.fqn,
+            path=place.path,
+            offset=0,
+            next_step=_RESTORE,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class StockSource(ForeignSource):
+    """A checkpoint of stock `FileSystemWriter` or `FsspecWriter`, through its `.metadata`."""
+
     metadata: StockMetadata
     options: TransferOptions
     deadline: Deadline
-    format: SourceFormat = "dcp"
-    save_id: str | None = None
-    tensors: Mapping[str, TensorInfo] = field(init=False)
-    blobs: frozenset[str] = field(init=False)
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
-    _places: dict[Key, ChunkPlace] = field(default_factory=dict)
     _sizes: dict[Key, tuple[int, ...]] = field(init=False)
     _pacer: Pacer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.tensors = {
-            fqn: _stock_info(fqn, tensor) for fqn, tensor in self.metadata.tensors.items()
-        }
         self._sizes = {
             (fqn, box.offsets): box.sizes
             for fqn, info in self.tensors.items()
             for box in info.boxes
         }
-        self.blobs = self.metadata.blobs
-        self.planner_data = self.metadata.paths
         self._pacer = Pacer(self.options.thread_count)
 
     def renew(self, store: Store, deadline: Deadline) -> None:
@@ -119,40 +131,37 @@ class StockSource:
             kind="raw" if offsets is None else "opaque",
         )
 
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Read the head of every item needed and note where its raw bytes lie."""
-        wanted = {
-            key: (self._item_place(key), _HEAD_BYTES) for key in chunks if key not in self._places
-        }
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
+        """Return where chunks and blobs lie; the heads of items not known yet are read."""
+        wanted = {key: (self._item_place(key), _HEAD_BYTES) for key in keys if key not in self.held}
         while wanted:
             buffers = {
                 key: bytearray(min(size, place.size_bytes))
                 for key, (place, size) in wanted.items()
                 if place.kind == "opaque"
             }
-            heads = [
-                bytes_read(wanted[key][0], memoryview(buffer)) for key, buffer in buffers.items()
-            ]
-            ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
-            costs = costs_for(is_remote=self.store.capabilities.is_remote)
-            try:
-                ChunkReader(ranges, costs).read(heads)
-            except StorageError as error:
-                if error.kind != "not-found":
-                    raise
-                place = next((p for p, _ in wanted.values() if concerns(error, p.path)), None)
-                raise (_missing(self.store, place) if place else error) from error
+            self._read([(wanted[key][0], buffer) for key, buffer in buffers.items()])
             again: dict[Key, tuple[ChunkPlace, int]] = {}
             for key, (place, _) in wanted.items():
-                if key not in buffers:
-                    self._places[key] = place
-                    continue
-                found = self._raw_place(key, place, buffers[key])
+                found = self._raw_place(key, place, buffers[key]) if key in buffers else place
                 if isinstance(found, NeedMoreBytes):
                     again[key] = (place, found.total_bytes)
                 else:
-                    self._places[key] = found
+                    self.held[key] = found
             wanted = again
+        return [self.held[key] for key in keys]
+
+    def _read(self, heads: Sequence[tuple[ChunkPlace, bytearray]]) -> None:
+        ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
+        costs = costs_for(is_remote=self.store.capabilities.is_remote)
+        reads = [bytes_read(place, memoryview(buffer)) for place, buffer in heads]
+        try:
+            ChunkReader(ranges, costs).read(reads)
+        except StorageError as error:
+            place = next((place for place, _ in heads if concerns(error, place.path)), None)
+            if error.kind != "not-found" or place is None:
+                raise
+            raise self.explain_missing(place) from error
 
     def _raw_place(
         self, key: Key, place: ChunkPlace, head: bytearray
@@ -175,19 +184,6 @@ class StockSource:
             size_bytes=parsed.payload_bytes,
             kind="raw",
         )
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk or blob lies."""
-        return self._places[fqn, offsets]
-
-    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie."""
-        self.require(keys)
-        return [self.place(*key) for key in keys]
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error for a file that is not there."""
-        return _missing(self.store, place)
 
 
 def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
@@ -217,46 +213,22 @@ def open_stock(
     Raises as `decode_stock_metadata`, and `FormatError` if chunks do not make up their tensor: of
     what none holds, a reader could only make values up.
     """
-    return StockSource(store, decode_stock_metadata(data), options, deadline)
-
-
-@dataclass(slots=True)
-class SafetensorsSource:
-    """Weight files with raw tensors in them: whole ones, or torch's sharded ones."""
-
-    store: Store
-    format: SourceFormat
-    tensors: Mapping[str, TensorInfo]
-    held: Mapping[Key, ChunkPlace]
-    save_id: str | None = None
-    blobs: frozenset[str] = frozenset()
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
-
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Nothing to fetch: the headers said it all."""
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store of the step that begins."""
-        del deadline
-        self.store = store
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk or blob lies."""
-        return self.held[fqn, offsets]
-
-    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie."""
-        self.require(keys)
-        return [self.place(*key) for key in keys]
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error for a file that is not there."""
-        return _missing(self.store, place)
+    metadata = decode_stock_metadata(data)
+    return StockSource(
+        store=store,
+        format="dcp",
+        tensors={fqn: _stock_info(fqn, tensor) for fqn, tensor in metadata.tensors.items()},
+        blobs=metadata.blobs,
+        planner_data=metadata.paths,
+        metadata=metadata,
+        options=options,
+        deadline=deadline,
+    )
 
 
 def open_safetensors(
     store: Store, entries: Iterable[ObjectInfo], *, options: TransferOptions, deadline: Deadline
-) -> SafetensorsSource:
+) -> ForeignSource:
     """Return the source that the safetensors files among `entries`, and an index if any, make.
 
     With an index only the files that it names count, and each must hold what it says. Raises
@@ -325,8 +297,12 @@ def open_safetensors(
             store.url,
         )
     tensors = {fqn: _merged(fqn, kinds[fqn][0], held) for fqn, held in boxes.items()}
-    form: SourceFormat = "dcp_safetensors" if sharded else "safetensors"
-    return SafetensorsSource(store, form, tensors, places)
+    return ForeignSource(
+        store=store,
+        format="dcp_safetensors" if sharded else "safetensors",
+        tensors=tensors,
+        held=places,
+    )
 
 
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:

@@ -93,17 +93,25 @@ class Source(Explains, Protocol):
     def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
         """Where each value sits in the nested state dict; None if unknown."""
 
-    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
-        """Fetch what `place` needs for these chunks (FQN, offsets; None for a blob) in one go."""
-
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
+        """Return where a chunk (or, with None, a blob) lies. `places` was called for it."""
 
     def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[ChunkPlace]:
-        """Return where chunks and blobs lie; does what `require` does first."""
+        """Return where chunks and blobs lie; fetches what tells it, in one go."""
+
+
+def value_keys(tensors: Mapping[str, TensorInfo], blobs: Iterable[str]) -> list[Key]:
+    """Return the keys of all chunks that have elements, then of all blobs."""
+    chunks: list[Key] = [
+        (fqn, box.offsets)
+        for fqn, info in tensors.items()
+        for box in info.boxes
+        if not box.is_empty
+    ]
+    return [*chunks, *((fqn, None) for fqn in sorted(blobs))]
 
 
 class _Tensors(Mapping[str, TensorInfo]):
@@ -251,10 +259,6 @@ class CommittedSource:
                 )
             self._ranks[rank] = found
         return found
-
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Fetch the rank manifests that these chunks need, in parallel."""
-        self._fetch_all({self._chunk(*key)[1] for key in chunks})
 
     def _fetch_all(self, ranks: Iterable[int]) -> None:
         needed = set(ranks).difference(self._ranks)

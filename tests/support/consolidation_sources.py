@@ -38,16 +38,13 @@ class MemorySource:
     format: SourceFormat = "ckpt_storage"
     save_id: str | None = "20260101T000000Z-0123456789abcdef"
 
-    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
-        """Check that each chunk is there."""
-        for fqn, offsets in chunks:
-            assert offsets is None or offsets in {box.offsets for box in self.tensors[fqn].boxes}
-
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Nothing to renew."""
 
     def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[ChunkPlace]:
-        """Return the places of several chunks."""
+        """Return the places of several chunks; check that each is there."""
+        for fqn, offsets in keys:
+            assert offsets is None or offsets in {box.offsets for box in self.tensors[fqn].boxes}
         return [self.place(fqn, offsets) for fqn, offsets in keys]
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
