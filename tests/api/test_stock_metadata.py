@@ -55,17 +55,6 @@ def save(path: Path, state: dict[str, Any] = STATE, **options: Any) -> None:
     dcp.save(state, storage_writer=CheckpointStorageWriter(path, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"stock_metadata": "always"}])
-def test_it_is_written_for_small_checkpoints(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Torch's reader loads them, and the checkpoint says so."""
-    save(tmp_path / "run", **options)
-    state = zeros_like(STATE)
-    dcp_cases.load_stock(state, tmp_path / "run")
-    assert same(state, STATE)
-    (info,) = ckpt_storage.list_checkpoints(tmp_path)
-    assert info.stock_metadata is True
-
-
 def test_a_large_one_has_a_note_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,15 +80,6 @@ def check_note(path: Path) -> None:
     assert ckpt_storage.verify(path).ok
     (info,) = ckpt_storage.list_checkpoints(path.parent)
     assert info.stock_metadata is False
-
-
-def test_a_limit_is_not_passed_by_as_many_as_it_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limit itself is still written."""
-    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", len(STATE))
-    save(tmp_path / "run")
-    dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
 
 
 def test_never_and_always_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

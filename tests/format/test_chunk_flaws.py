@@ -141,13 +141,6 @@ def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> 
     assert not (path / "out").exists()
 
 
-def test_verify_tells_of_a_gap_in_a_stock_checkpoint(tmp_path: Path) -> None:
-    """What no front door opens is not sound, whatever its files are."""
-    report = ckpt_storage.verify(with_gap(tmp_path, second=8))
-    assert not report.ok
-    assert "chunks of w" in report.problems[0].message
-
-
 def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Path) -> None:
     """The same checkpoint without the gap is sound; two values for one element are not."""
     assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import SAVE_ID, Written, manifest_of, reports_of
@@ -155,12 +154,3 @@ def test_the_documents_are_read_as_they_are() -> None:
     manifest = Manifest.from_body(BODY, where="here")
     assert manifest.save_id == SAVE_ID
     assert manifest.tensors["list"].chunks is not None
-
-
-def test_a_chunk_that_has_a_dtype_and_no_box_is_refused() -> None:
-    """Also where the document has no box at all."""
-    body = manifest_of(0, 1, [Written("blob")]).to_body()
-    body["dtypes"] = ["float32"]
-    body["files"][0]["items"]["dtype"] = [0]
-    with pytest.raises(FormatError, match="in a way that cannot be"):
-        RankManifest.from_body(body, where="here")

@@ -473,14 +473,6 @@ def test_documents_that_contradict_each_other_are_found(
     assert verify(checkpoint.root, deep=False).problems
 
 
-def test_chunks_that_overlap_and_leave_a_gap_are_found(checkpoint: Checkpoint) -> None:
-    """Verify finds a cover that has the right number of elements, but not each of them once."""
-    change = chunks_of_w(([0, 0], [1, 3], 0), ([0, 1], [1, 2], 0), ([1, 0], [1, 1], 0))
-    checkpoint.change(checkpoint.manifest, change)
-    problems = verify(checkpoint.root, deep=False).problems
-    assert any("chunks of 'w' " in p.message for p in problems), problems
-
-
 @pytest.mark.parametrize("slot", [1, 2, 1 << 62])
 def test_a_record_that_follows_itself_is_refused(checkpoint: Checkpoint, slot: int) -> None:
     """Who walks back through superseded commits comes to an end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
-from ckpt_storage.format.documents import pack_column, pack_names, seal, unseal
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.documents import pack_names, seal, unseal
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.rank_manifest import RankManifest
 
@@ -104,30 +102,6 @@ def packed(*entries: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        ['["w",["a"', '"b"]]'],
-        ['["w",["a"]],["v",["b"]]'],
-        ['["w",[NaN]]'],
-        ['["w",["a"]]', '["w",["b"]]'],
-        ['["w",[{"a":1,"a":1}]]'],
-        ['["w",["\\ud800"]]'],
-        ['["\\udc00",["a"]]'],
-        [""],
-    ],
-    ids=str,
-)
-def test_packed_planner_data_that_cannot_be_is_refused(entries: list[str]) -> None:
-    """Each entry is a JSON text of its own, and each name has one."""
-    body = simple_body()
-    body["planner_data"] = packed('["w",["a"]]')
-    assert Manifest.from_body(body, where="here").planner_data is not None
-    body["planner_data"] = packed(*entries)
-    with pytest.raises(FormatError, match="planner_data"):
-        Manifest.from_body(body, where="here")
-
-
 def simple_body() -> dict[str, Any]:
     """Return the body of a manifest of one tensor."""
     plan = Planned(tensors={"w": (4,)}, blobs=frozenset(), planner_data=None)
@@ -143,26 +117,6 @@ def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
     body = dataclasses.replace(manifest, planner_data=data).to_body()
     document = unseal(seal(body), path="here")
     assert Manifest.from_body(document, where="here").planner_data == data
-
-
-def test_every_pair_of_box_and_dtype_is_not_worked_out() -> None:
-    """A document of few bytes with many boxes and all dtypes takes memory for the boxes only."""
-    body = manifest_of(0, 1, [Written("w", (0,), (4,))]).to_body()
-    count = 20_000
-    body["dtypes"] = ["float32", *(name for name in DTYPES if name != "float32")]
-    body["boxes"] = {
-        "ndim": pack_column([1] * count),
-        "offsets": pack_column([0] * count),
-        "sizes": pack_column([4] * count),
-    }
-    body["files"] *= 8
-    tracemalloc.start()
-    try:
-        found = RankManifest.from_body(body, where="here")
-        assert tracemalloc.get_traced_memory()[1] < count * 400
-    finally:
-        tracemalloc.stop()
-    assert len(found.files) == 8
 
 
 def test_a_payload_whose_length_wraps_around_is_refused() -> None:

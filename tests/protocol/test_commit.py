@@ -192,14 +192,6 @@ def test_begin_goes_on_where_nothing_is_committed(store: DictStore) -> None:
     assert (grant.last_slot, grant.previous) == (3, None)
 
 
-def test_every_attempt_gets_names_of_its_own(store: DictStore) -> None:
-    """No two attempts share a save id, and a begun one can be seen before any rank wrote."""
-    grants = [begun(store) for _ in range(50)]
-    assert len({grant.save_id for grant in grants}) == 50
-    listed = {entry.path.split("/")[1] for entry in store.list("saves")}
-    assert listed == {grant.save_id for grant in grants}
-
-
 Arena = tuple[Callable[[], Store], int]
 
 
@@ -412,55 +404,6 @@ def test_a_fenced_saver_fails_and_an_innocent_one_commits(store: DictStore) -> N
     assert caught.value.winner["type"] == "fence"
     assert committed(store, innocent).slot == 2
     assert seen(store.disk.files).head == innocent.save_id
-
-
-def test_any_number_of_fences_is_passed(store: DictStore) -> None:
-    """A saver looks at every fence on its way, also at the last one."""
-    saved(store)
-    attempts = [attempted(store) for _ in range(4)]
-    for attempt in attempts[:2]:
-        for _ in range(3):
-            fenced(store, attempt.save_id)
-    assert slotlog.read_log(store).last_slot == 7
-    with pytest.raises(CommitConflictError):
-        committed(store, attempts[1])
-    assert committed(store, attempts[2]).slot == 8
-    with pytest.raises(CommitConflictError) as caught:
-        committed(store, attempts[3])
-    assert caught.value.winner["save_id"] == attempts[2].save_id
-
-
-def test_a_fence_keeps_the_head(store: DictStore) -> None:
-    """After fences the checkpoint is what it was, found through the last of them."""
-    save_id = saved(store)
-    for _ in range(5):
-        assert fenced(store, "20260101T000000Z-0123456789abcdef").last_slot > 1
-        found = slotlog.read_log(store)
-        assert found.head is not None
-        assert found.head.save_id == save_id == seen(store.disk.files).head
-
-
-def test_a_fence_that_comes_too_late_shows_the_commit(store: DictStore) -> None:
-    """A fence behind the commit of an id it names reports that commit as head."""
-    attempt = attempted(store)
-    committed(store, attempt)
-    found = fenced(store, attempt.save_id)
-    assert found.head is not None
-    assert found.head.save_id == attempt.save_id
-
-
-def test_a_fence_is_repeated_until_it_has_a_slot(store: DictStore) -> None:
-    """Losing a slot to a commit, a fence takes the next, and sees that commit."""
-    attempt = attempted(store)
-
-    def overtake(operation: str, path: str) -> None:
-        if (operation, path) == ("put_absent", SLOT_1):
-            committed(DictStore(store.disk), attempt)
-
-    found = fenced(DictStore(store.disk, CAS, overtake), attempt.save_id)
-    assert found.last_slot == 2
-    assert found.head is not None
-    assert found.head.save_id == attempt.save_id
 
 
 def test_a_single_writer_storage_still_tells_a_later_saver(disk: Disk) -> None:

@@ -20,7 +20,6 @@ from commit_tools import (
     committed,
     fenced,
     files_of,
-    interrupt,
     is_whole,
     just_committed,
     saved,
@@ -28,7 +27,7 @@ from commit_tools import (
 )
 from local_stores import local_store
 
-from ckpt_storage.commit import cleaning, delete, publishing
+from ckpt_storage.commit import cleaning, delete
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.format.commit_record import split_footer, with_footer
 from ckpt_storage.store import open_store
@@ -83,24 +82,6 @@ def test_what_metadata_names_is_not_freed_whatever_its_footer_says(store: DictSt
     assert is_whole(store.disk.files, ids[0])
 
 
-def test_a_paused_publisher_cannot_bring_back_what_was_freed() -> None:
-    """With conditions: it looked before anybody else published, and replaces after all is freed."""
-    disk = Disk()
-    saved(DictStore(disk))
-    slow, slow_record = just_committed(DictStore(disk))
-    store = DictStore(disk)
-
-    def meanwhile() -> None:
-        just_committed(DictStore(disk))
-        assert slow.save_id in cleaning.free_superseded(DictStore(disk), keep_previous=0)
-
-    interrupt(store, "put_match", ".metadata", meanwhile)
-    publishing.publish(store, own=slow_record, own_stock=slow.stock_bytes)
-    now = seen(disk.files)
-    assert now.stock == now.head
-    assert now.stock != slow.save_id
-
-
 def test_a_sweep_keeps_head_and_previous_however_old() -> None:
     """Age alone frees nothing that is committed and wanted."""
     for capabilities in (CAS, BLIND):
@@ -109,15 +90,6 @@ def test_a_sweep_keeps_head_and_previous_however_old() -> None:
         store.disk.clock_s += 100 * DAY_S
         assert cleaned(store, min_age_s=DAY_S) == ids[:3]
         assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
-
-
-def test_a_sweep_keeps_as_many_as_it_is_told() -> None:
-    """The same number of superseded commits as `free_superseded` keeps."""
-    store = DictStore(Disk())
-    ids = [saved(store) for _ in range(5)]
-    assert cleaned(store, keep_previous=3) == ids[:1]
-    assert cleaned(store, keep_previous=0) == ids[1:3]
-    assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
 
 
 @BOTH
@@ -197,17 +169,6 @@ def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: DictStore
     assert cleaned(store) == []
     assert len(calls) < 14
     assert calls[0] == ("list", "saves")
-
-
-@BOTH
-def test_one_that_commits_while_being_fenced_is_kept(store: DictStore) -> None:
-    """The commit overtakes the fence: the fence comes behind it, and nothing is deleted."""
-    slow = attempted(store)
-    other = DictStore(store.disk, store.capabilities)
-    interrupt(store, "put_absent", "00000001.json", lambda: committed(other, slow))
-    assert cleaned(store) == []
-    assert is_whole(store.disk.files, slow.save_id)
-    assert seen(store.disk.files).head == slow.save_id
 
 
 @BOTH

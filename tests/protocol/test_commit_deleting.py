@@ -6,7 +6,6 @@ import pytest
 from commit_tools import (
     BOTH,
     DAY_S,
-    Attempt,
     DictStore,
     Disk,
     attempted,
@@ -15,13 +14,10 @@ from commit_tools import (
     committed,
     deleted,
     fenced,
-    interrupt,
     is_whole,
-    just_committed,
     published,
     saved,
     seen,
-    ungated,
     written,
 )
 
@@ -83,93 +79,6 @@ def test_deleting_again_does_not_harm_who_began_since(store: DictStore, with_fen
     assert is_whole(store.disk.files, later.save_id)
     published(store, later, committed(store, later))
     assert seen(store.disk.files).stock == later.save_id
-
-
-@BOTH
-def test_a_save_during_the_deletion_keeps_its_metadata(store: DictStore) -> None:
-    """Whoever saves anew while the old checkpoint is being deleted ends up published."""
-    for operation in ("stat", "get", "delete"):
-        saved(store)
-        other = DictStore(store.disk, store.capabilities)
-        latest: list[str] = []
-        removed: list[str] = []
-
-        def note(name: str, path: str, removed: list[str] = removed) -> None:
-            if (name, path) == ("delete", ".metadata"):
-                removed.append(path)
-
-        def meanwhile(other: DictStore = other, latest: list[str] = latest) -> None:
-            latest.append(saved(other))
-            store.gate = note
-
-        interrupt(store, operation, ".metadata", meanwhile)
-        deleted(store)
-        now = seen(store.disk.files)
-        assert now.head == now.stock == latest[0], operation
-        assert is_whole(store.disk.files, latest[0])
-        assert not removed, "a newer .metadata was seen, and removed all the same"
-        store.gate = ungated
-        deleted(store)
-
-
-@BOTH
-def test_a_saver_that_the_tombstone_does_not_name_fails_too(store: DictStore) -> None:
-    """It began after the listing and before the record: its slot is taken by a deletion."""
-    saved(store)
-    other = DictStore(store.disk, store.capabilities)
-    late: list[Attempt] = []
-    interrupt(store, "put_absent", "00000002.json", lambda: late.append(attempted(other)))
-    deleted(store)
-    assert late[0].save_id not in str(seen(store.disk.files).slots[-1]["fenced"])
-    with pytest.raises(CommitConflictError):
-        committed(store, late[0])
-
-
-@BOTH
-def test_a_save_that_the_deleter_did_not_list_is_deleted_all_the_same(store: DictStore) -> None:
-    """It began and committed between listing and record, so it is part of what is deleted."""
-    saved(store)
-    other = DictStore(store.disk, store.capabilities)
-    interrupt(store, "get", "00000001.json", lambda: saved(other))
-    deleted(store)
-    assert set(store.disk.files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
-
-
-def test_what_was_put_over_a_late_copy_is_taken_back_with_it() -> None:
-    """With conditions: deleted, shown again by a late saver, and then replaced by another one."""
-    disk = Disk()
-    slow, slow_record = just_committed(DictStore(disk))
-    fast, fast_record = just_committed(DictStore(disk))
-    late, later = DictStore(disk), DictStore(disk)
-
-    def between_creation_and_second_look() -> None:
-        # What the other one read when it looked is what it replaces now.
-        published(later, fast, fast_record)
-
-    def gate(operation: str, path: str) -> None:
-        if (operation, path) == ("put_absent", ".metadata"):
-            deleted(DictStore(disk))
-            late.gate = lambda name, at: (
-                between_creation_and_second_look()
-                if (name, at) == ("get", "commits/00000002.json")
-                else None
-            )
-
-    late.gate = gate
-    assert not published(late, slow, slow_record)
-    assert ".metadata" not in disk.files
-
-
-@BOTH
-def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore) -> None:
-    """The checkpoint was deleted while `.metadata` was being put: it does not stay."""
-    attempt, record = just_committed(store)
-    operation = "put_absent" if store.capabilities.if_match else "put"
-    interrupt(
-        store, operation, ".metadata", lambda: deleted(DictStore(store.disk, store.capabilities))
-    )
-    assert not published(store, attempt, record)
-    assert set(store.disk.files) == {"commits/00000001.json", "commits/00000002.json"}
 
 
 @BOTH

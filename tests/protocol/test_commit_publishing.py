@@ -9,7 +9,6 @@ from commit_tools import (
     attempted,
     committed,
     fenced,
-    interrupt,
     just_committed,
     published,
     saved,
@@ -46,35 +45,6 @@ def test_a_rebased_commit_is_published_under_the_slot_it_got(store: DictStore) -
 
 
 @BOTH
-def test_publishing_never_goes_back(store: DictStore) -> None:
-    """A saver that publishes late leaves the newer checkpoint in its place."""
-    slow, slow_record = just_committed(store)
-    fast = saved(store)
-    published(store, slow, slow_record)
-    now = seen(store.disk.files)
-    assert now.stock == now.head == fast
-
-
-@BOTH
-@pytest.mark.parametrize("before", ["nothing", "an older one"])
-def test_a_publisher_that_was_overtaken_puts_the_newer_one_back(
-    store: DictStore, before: str
-) -> None:
-    """Paused between its look and its replacement, it ends with the newer one in place."""
-    if before == "an older one":
-        saved(store)
-    slow, slow_record = just_committed(store)
-    latest: list[str] = []
-    operation = "put_absent" if before == "nothing" else "put_match"
-    operation = operation if store.capabilities.if_match else "put"
-    other = DictStore(store.disk, store.capabilities)
-    interrupt(store, operation, ".metadata", lambda: latest.append(saved(other)))
-    published(store, slow, slow_record)
-    now = seen(store.disk.files)
-    assert now.stock == now.head == latest[0]
-
-
-@BOTH
 @pytest.mark.parametrize("before", ["nothing", "an older one"])
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
 def test_a_failed_answer_while_publishing_is_looked_into(
@@ -105,17 +75,6 @@ def test_publishing_that_fails_for_good_says_so(store: DictStore) -> None:
     assert seen(store.disk.files).head == attempt.save_id
     assert publishing.roll_forward(store, attempt.save_id)
     assert seen(store.disk.files).stock == attempt.save_id
-
-
-@BOTH
-def test_rolling_forward_finishes_what_a_dead_saver_left(store: DictStore) -> None:
-    """Whoever opens a checkpoint whose saver died after the commit publishes it."""
-    saved(store)
-    attempt, _ = just_committed(store)
-    assert seen(store.disk.files).stock != attempt.save_id
-    assert publishing.roll_forward(store, attempt.save_id)
-    now = seen(store.disk.files)
-    assert (now.stock, now.footer) == (attempt.save_id, 2)
 
 
 @BOTH

@@ -21,7 +21,6 @@ from commit_tools import (
     begun,
     committed,
     deleted,
-    interrupt,
     saved,
     seen,
     take_in_turn,
@@ -136,16 +135,6 @@ def test_an_attempt_of_days_ago_is_not_committed(store_: DictStore) -> None:
     with pytest.raises(PhaseTimeoutError, match="not committed"):
         committed(store_, old)
     assert not [path for path in store_.disk.files if path.startswith("commits/")]
-
-
-def test_slots_that_vanish_under_a_reader_are_read_again(store_: DictStore) -> None:
-    """A saver that saw the first slots and not the last does not aim between them."""
-    gone(store_, count=3)
-    remover = DictStore(store_.disk)
-    interrupt(store_, "get", "00000004.json", lambda: remove_tombstone(remover))
-    latest = saved(store_)
-    assert head_of(store_.disk) == latest
-    assert min(path for path in store_.disk.files if path.startswith("commits/")).endswith("1.json")
 
 
 JOBS: list[tuple[str, Job]] = [

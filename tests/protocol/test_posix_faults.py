@@ -221,17 +221,6 @@ def test_a_failure_of_any_call_leaves_old_or_new(
         assert_clean_retry(root, way)
 
 
-def test_every_call_that_was_added_for_speed_is_among_those_that_fail(
-    roots: Iterator[Path],
-) -> None:
-    """The long upload takes space first, begins to write back, and gives back what is left."""
-    (way,) = (way for way in WAYS if way.run is long_upload)
-    calls = calls_of(roots, way)
-    assert set(AHEAD) <= set(calls)
-    assert calls.index("allocate") < calls.index("pwritev") < calls.index("start_write_back")
-    assert calls.index("truncate") < calls.index("fsync")
-
-
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_without_the_calls_for_speed_is_written_to_without_them(
     roots: Iterator[Path], number: int
@@ -247,13 +236,6 @@ def test_a_file_system_without_the_calls_for_speed_is_written_to_without_them(
     assert content(root) == LONG
     calls = [call.operation for call in posix.script.calls]
     assert calls.count("start_write_back") == calls.count("allocate") == 1
-
-
-def test_without_syncs_nothing_is_written_back_early(roots: Iterator[Path]) -> None:
-    """`sync_files=False` leaves it to the kernel when to write."""
-    posix = FaultPosix()
-    long_upload(local_store(str(next(roots)), sync_files=False, posix=posix))
-    assert "start_write_back" not in [call.operation for call in posix.script.calls]
 
 
 @EACH_WAY

@@ -233,33 +233,6 @@ def small_payloads(count: int, size: int) -> tuple[File, list[ChunkRead]]:
     return file, reads
 
 
-def test_a_wide_gap_is_not_read() -> None:
-    """Two small payloads at the ends of a file of 5 MB are two reads, not one."""
-    file = File("f", bytearray())
-    first = file.place("a", b"x" * 100, 0)
-    last = file.place("b", b"y" * 100, 5 * MIB)
-    for costs in (LOCAL_COSTS, REMOTE_COSTS):
-        buffers = bytearray(100), bytearray(100)
-        pairs = zip((first, last), buffers, strict=True)
-        reads = planned([bytes_read(p, memoryview(b)) for p, b in pairs], costs)
-        assert sum(read.stop - read.start for read in reads) == 200
-        execute(reads, {"f": file})
-        assert [bytes(buffer) for buffer in buffers] == [b"x" * 100, b"y" * 100]
-
-
-def test_a_large_payload_goes_straight_into_its_target() -> None:
-    """No byte of a payload of 20 MB passes through a buffer, in parts of nearly one size."""
-    size = 20 * MIB
-    place = ChunkPlace(path="f", fqn="w", start=77, size_bytes=size, block_bytes=64 * KIB)
-    target = memoryview(bytearray(size))
-    reads = planned([bytes_read(place, target)], REMOTE_COSTS, part_bytes=8 * MIB)
-    assert all(read.into is not None for read in reads)
-    lengths = [read.stop - read.start for read in reads]
-    assert sum(lengths) == size
-    assert len(lengths) == 3
-    assert max(lengths) - min(lengths) <= 3 * 64 * KIB
-
-
 @pytest.mark.parametrize("at", [0, 50, 1999])
 def test_a_flipped_bit_in_a_small_payload_is_told(at: int) -> None:
     """The error names the tensor and the place of the block."""
