@@ -139,10 +139,7 @@ def _reference(path: str, data: bytes) -> FileRef:
 
 
 def _check_readable(body: Mapping[str, Any], path: str) -> None:
-    """Raise `IntegrityError` if readers would refuse the manifest, before it counts.
-
-    Its `planner_data` was looked at when it was spelt, and takes most of a reader's time.
-    """
+    """Raise `IntegrityError` if readers would refuse the manifest, before it counts."""
     try:
         Manifest.from_body({**body, "planner_data": None}, where=path)
     except CheckpointError as error:
@@ -286,12 +283,7 @@ def _boxes(
 def _agreed_ties(
     reports: Iterable[RankReport], tensors: Mapping[str, TensorRecord]
 ) -> dict[str, str]:
-    """Return alias -> target of what is the same memory on all ranks; no target is an alias.
-
-    A rank reports the chunks of names that it ties itself. So a tensor of which chunks are missing
-    is one that a rank, which wrote them, does not tie. Besides, dtype, shape, boxes and checksums
-    must be equal: then it does not matter by which chain of claims two names came together.
-    """
+    """Return alias -> target of what is the same memory on all ranks; no target is an alias."""
     joined: dict[str, list[str]] = {}  # each name's group, in the order in which names came
     chunks: dict[str, dict[BoxKey, int]] = {}
     for report in reports:

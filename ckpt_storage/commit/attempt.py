@@ -93,11 +93,7 @@ def begin(
 
 
 def _claim(store: Store, save_id: str) -> None:
-    """Make the folders of an attempt, and the file that shows that it began.
-
-    Temporary files and open uploads show in no listing: without that file, an attempt that dies
-    before its first file is complete would never be found and freed.
-    """
+    """Make the folders of an attempt, and the file that shows that it began."""
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
     probed = probe_exclusive_create(store)
     if not probed.exclusive:

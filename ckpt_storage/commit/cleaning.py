@@ -127,10 +127,7 @@ def _delete_all(store: Store, save_ids: Iterable[str]) -> list[str]:
 
 
 def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
-    """Return commits by save id, newest first: the head and what it superseded.
-
-    Without a head, every commit record left in the slots: it was deleted, or is being deleted.
-    """
+    """Return commits by save id, newest first: the head and what it superseded."""
     records: Iterable[SlotRecord | None] = history(store, found.head)
     if found.head is None:
         records = (read_slot(store, slot) for slot in range(found.last_slot, 0, -1))

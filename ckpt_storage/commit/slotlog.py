@@ -29,7 +29,7 @@ from ckpt_storage.format.names import (
     slot_path,
 )
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.store.backend import Content
+from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
@@ -158,13 +158,17 @@ def read_stock(store: Store) -> Content | None:
 
 def is_there(store: Store, path: str) -> bool:
     """Return whether an object is there, asked of the storage by name."""
+    return stat_if_there(store, path) is not None
+
+
+def stat_if_there(store: Store, path: str) -> ObjectInfo | None:
+    """Return what the storage tells of an object, None if it is absent."""
     try:
-        store.stat(path)
+        return store.stat(path)
     except StorageError as error:
         if error.kind == "not-found":
-            return False
+            return None
         raise
-    return True
 
 
 def read_referenced(

@@ -127,12 +127,13 @@ class SlotRecord:
             or record.head != HeadRef(slot=slot, save_id=record.save_id)
         ):
             get.fail("is a commit record without a save id, a manifest or itself as head")
-        for reference, path_of in (
-            (record.manifest, manifest_path),
-            (record.stock, stock_copy_path),
+        save_id = record.save_id or ""
+        for reference, path in (
+            (record.manifest, manifest_path(save_id)),
+            (record.stock, stock_copy_path(save_id)),
         ):
             # Who copies writes to the same place below another root.
-            if kind == "commit" and reference and reference.path != path_of(record.save_id or ""):
+            if kind == "commit" and reference and reference.path != path:
                 get.fail(f"names {reference.path!r:.200}, which is no document of this save")
         if not all(map(is_save_id, record.fenced)):
             # Folders of these names get deleted.
@@ -157,8 +158,6 @@ def _head_of(get: Fields, key: str) -> HeadRef | None:
 
 
 _FOOTER_MAGIC = b"CKPTSTO1"
-
-
 _FOOTER_TAIL_BYTES = 16
 
 

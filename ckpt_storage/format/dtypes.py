@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DType:
     """One element type.
 
@@ -24,51 +24,37 @@ class DType:
     storage_class: str | None
 
 
-def _dtype(
-    name: str, item_bytes: int, safetensors: str | None, numpy: str | None, storage: str | None
-) -> tuple[str, DType]:
-    return name, DType(
-        name=name,
-        item_bytes=item_bytes,
-        safetensors=safetensors,
-        numpy=numpy,
-        storage_class=storage,
-    )
-
-
-DTYPES: Mapping[str, DType] = MappingProxyType(
-    dict(
-        (
-            _dtype("float64", 8, "F64", "float64", "DoubleStorage"),
-            _dtype("float32", 4, "F32", "float32", "FloatStorage"),
-            _dtype("float16", 2, "F16", "float16", "HalfStorage"),
-            _dtype("bfloat16", 2, "BF16", None, "BFloat16Storage"),
-            _dtype("float8_e4m3fn", 1, "F8_E4M3", None, None),
-            _dtype("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None, None),
-            _dtype("float8_e5m2", 1, "F8_E5M2", None, None),
-            _dtype("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None, None),
-            _dtype("float8_e8m0fnu", 1, "F8_E8M0", None, None),
-            _dtype("float4_e2m1fn_x2", 1, "F4", None, None),
-            _dtype("complex128", 16, None, "complex128", "ComplexDoubleStorage"),
-            _dtype("complex64", 8, "C64", "complex64", "ComplexFloatStorage"),
-            _dtype("complex32", 4, None, None, None),
-            _dtype("bool", 1, "BOOL", "bool", "BoolStorage"),
-            _dtype("uint8", 1, "U8", "uint8", "ByteStorage"),
-            _dtype("uint16", 2, "U16", "uint16", None),
-            _dtype("uint32", 4, "U32", "uint32", None),
-            _dtype("uint64", 8, "U64", "uint64", None),
-            _dtype("int8", 1, "I8", "int8", "CharStorage"),
-            _dtype("int16", 2, "I16", "int16", "ShortStorage"),
-            _dtype("int32", 4, "I32", "int32", "IntStorage"),
-            _dtype("int64", 8, "I64", "int64", "LongStorage"),
-            _dtype("bits8", 1, None, None, None),
-            _dtype("bits16", 2, None, None, None),
-            _dtype("bits1x8", 1, None, None, None),
-            _dtype("bits2x4", 1, None, None, None),
-            _dtype("bits4x2", 1, None, None, None),
-        )
-    )
+_ALL = (
+    DType("float64", 8, "F64", "float64", "DoubleStorage"),
+    DType("float32", 4, "F32", "float32", "FloatStorage"),
+    DType("float16", 2, "F16", "float16", "HalfStorage"),
+    DType("bfloat16", 2, "BF16", None, "BFloat16Storage"),
+    DType("float8_e4m3fn", 1, "F8_E4M3", None, None),
+    DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None, None),
+    DType("float8_e5m2", 1, "F8_E5M2", None, None),
+    DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None, None),
+    DType("float8_e8m0fnu", 1, "F8_E8M0", None, None),
+    DType("float4_e2m1fn_x2", 1, "F4", None, None),
+    DType("complex128", 16, None, "complex128", "ComplexDoubleStorage"),
+    DType("complex64", 8, "C64", "complex64", "ComplexFloatStorage"),
+    DType("complex32", 4, None, None, None),
+    DType("bool", 1, "BOOL", "bool", "BoolStorage"),
+    DType("uint8", 1, "U8", "uint8", "ByteStorage"),
+    DType("uint16", 2, "U16", "uint16", None),
+    DType("uint32", 4, "U32", "uint32", None),
+    DType("uint64", 8, "U64", "uint64", None),
+    DType("int8", 1, "I8", "int8", "CharStorage"),
+    DType("int16", 2, "I16", "int16", "ShortStorage"),
+    DType("int32", 4, "I32", "int32", "IntStorage"),
+    DType("int64", 8, "I64", "int64", "LongStorage"),
+    DType("bits8", 1, None, None, None),
+    DType("bits16", 2, None, None, None),
+    DType("bits1x8", 1, None, None, None),
+    DType("bits2x4", 1, None, None, None),
+    DType("bits4x2", 1, None, None, None),
 )
+
+DTYPES: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
 """Every dtype that torch 2.13 can copy and that survives torch.save and torch.load.
 
 Left out: the quantised ones, whose values need parameters that the bytes do not hold, and

@@ -1,7 +1,4 @@
-"""What the checksums of a checkpoint say of any byte range of one file.
-
-Pure: knows the frames and blocks of `docs/format.md`, "Shard files"; reads nothing.
-"""
+"""What the checksums of a checkpoint say of any byte range of one file (`docs/format.md`)."""
 
 from __future__ import annotations
 

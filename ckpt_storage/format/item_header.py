@@ -219,10 +219,7 @@ class _PlainTensor:
 
 
 def _plain_tensor(value: object) -> _PlainTensor:
-    """Return what a pickle says of a tensor that is contiguous and fills its storage.
-
-    Raises `_NotPlainError` for everything else.
-    """
+    """Return what a pickle says of a tensor that is contiguous and fills its storage."""
     match value:
         case Record(name=name, args=(inner, bool(), Pairs() as hooks), state=None) if (
             name == _PARAMETER_REBUILD and not hooks

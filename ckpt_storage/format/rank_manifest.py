@@ -270,10 +270,7 @@ class _Known:
 
 
 def _file_of(get: Fields, known: _Known, path: str) -> ShardFile:
-    """Return the file at `path` that a JSON object tells of.
-
-    Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
-    """
+    """Return the file at `path` that a JSON object tells of."""
     size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
     if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
         get.fail(f"says that blocks of {path} have {block_bytes} bytes")

@@ -201,11 +201,7 @@ def _pairs(value: object) -> Pairs:
 
 
 class _Decoder:
-    """Turns stand-ins into values, and stops when a file repeats itself without end.
-
-    A pickle can name one large value any number of times at two bytes each. Torch does
-    not, so what is decoded never exceeds the length of the pickle.
-    """
+    """Turns stand-ins into values, and stops when a file repeats itself without end."""
 
     def __init__(self, path: str, budget: int) -> None:
         self._path = path

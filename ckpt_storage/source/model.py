@@ -150,10 +150,7 @@ class _Tensors(Mapping[str, TensorInfo]):
 
 @dataclass(frozen=True, slots=True)
 class _RankIndex:
-    """The rank manifest of one rank, and where its items are in it.
-
-    `items` numbers them through all files; `item_starts` are the files' first numbers.
-    """
+    """The rank manifest of one rank, and where its items are in it."""
 
     manifest: RankManifest
     items: Mapping[Key, int]
