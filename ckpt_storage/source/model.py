@@ -71,27 +71,17 @@ class Explains(Protocol):
 
 
 class Source(Explains, Protocol):
-    """What a checkpoint of any format offers to readers."""
+    """What a checkpoint of any format offers to readers.
 
-    @property
-    def format(self) -> SourceFormat:
-        """What was found."""
+    `save_id` is None where the format has no such thing; `blobs` are the FQNs of what is no tensor;
+    `planner_data` says where each value sits in the nested state dict, None if unknown.
+    """
 
-    @property
-    def save_id(self) -> str | None:
-        """The save that is read; None where the format has no such thing."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors by FQN."""
-
-    @property
-    def blobs(self) -> frozenset[str]:
-        """FQNs of the values that are no tensors."""
-
-    @property
-    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """Where each value sits in the nested state dict; None if unknown."""
+    format: SourceFormat
+    save_id: str | None
+    tensors: Mapping[str, TensorInfo]
+    blobs: frozenset[str]
+    planner_data: Mapping[str, tuple[str | int, ...]] | None
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
@@ -207,38 +197,23 @@ class CommittedSource:
     deadline: Deadline
     options: TransferOptions
     format: SourceFormat = "ckpt_storage"
-    _tensors: _Tensors | None = None
+    save_id: str | None = field(init=False)
+    tensors: Mapping[str, TensorInfo] = field(init=False)
+    blobs: frozenset[str] = field(init=False)
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
+    ties: Mapping[str, str] = field(init=False)
     _ranks: dict[int, RankManifest] = field(default_factory=dict)
     _indexes: dict[int, _RankIndex] = field(default_factory=dict)
     _found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = field(default_factory=dict)
-    _listed: dict[int, dict[tuple[int, ...], tuple[Box, int]]] = field(default_factory=dict)
 
-    @property
-    def save_id(self) -> str | None:
-        """The save that is read."""
-        return self.manifest.save_id
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors by FQN, from the manifest."""
-        if self._tensors is None:
-            self._tensors = _Tensors(self.manifest.tensors)
-        return self._tensors
-
-    @property
-    def blobs(self) -> frozenset[str]:
-        """FQNs of the values that are no tensors."""
-        return frozenset(self.manifest.blobs)
-
-    @property
-    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """Where each value sits in the nested state dict; None if unknown."""
-        return self.manifest.planner_data
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """Alias -> target, FQNs of tensors that were the same memory when they were saved."""
-        return self.manifest.ties
+    def __post_init__(self) -> None:
+        manifest = self.manifest
+        self.save_id, self.planner_data, self.ties = (
+            manifest.save_id,
+            manifest.planner_data,
+            manifest.ties,
+        )
+        self.tensors, self.blobs = _Tensors(manifest.tensors), frozenset(manifest.blobs)
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Return the manifest of one rank, fetched and checked."""
@@ -280,31 +255,23 @@ class CommittedSource:
         tensor = self.manifest.tensors[fqn]
         # Tensors that are alike share one record, and so what was found of it.
         key = (id(tensor), offsets)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(fqn, tensor, offsets)
-        return found
-
-    def _find(self, fqn: str, tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
-        grid = tensor.grid
-        found: tuple[Box, int] | None = None
-        if grid is None:
-            listed = self._listed.get(id(tensor.chunks))
-            if listed is None:
-                # Of equal offsets the first counts; so ascending would overwrite it.
-                pairs = {box.offsets: (box, rank) for box, rank in reversed(tensor.chunks or ())}
-                listed = self._listed[id(tensor.chunks)] = pairs
-            found = listed.get(offsets)
-        else:
-            cell = grid.cell_at(offsets)
-            if cell is not None:
-                found = grid.box(cell, tensor.shape), grid.owners[cell]
-        if found is None:
+        if key not in self._found:
+            self._find(tensor, offsets)
+        if key not in self._found:
             raise FormatError(
                 f"{fqn} has no chunk at {offsets}.",
                 next_step="Load with the metadata that belongs to this checkpoint.",
             )
-        return found
+        return self._found[key]
+
+    def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> None:
+        grid = tensor.grid
+        if grid is None:
+            # Of equal offsets the first counts; so ascending would overwrite it.
+            for box, rank in reversed(tensor.chunks or ()):
+                self._found[id(tensor), box.offsets] = box, rank
+        elif (cell := grid.cell_at(offsets)) is not None:
+            self._found[id(tensor), offsets] = grid.box(cell, tensor.shape), grid.owners[cell]
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
@@ -325,13 +292,7 @@ class CommittedSource:
             index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
         at = index.items.get(key)
         if at is None:
-            raise FormatError(
-                f"The manifest says that rank {rank} wrote {key[0]} at {key[1]}; its rank manifest "
-                "does not list that.",
-                path=self.manifest.ranks[rank].path,
-                rank=rank,
-                next_step=_RESTORE,
-            )
+            raise self._disagree(f"{key[0]} has a chunk at {key[1]}", rank, "does not list that")
         number = bisect_right(index.item_starts, at) - 1
         item = at - index.item_starts[number]
         file = index.manifest.files[number]
@@ -339,8 +300,13 @@ class CommittedSource:
         if box is not None:
             dtype, sizes = items.dtype[item], items.sizes[item]
             found = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
-            if found != self.manifest.tensors[key[0]].dtype or sizes != box.sizes:
-                raise self._contradiction(key[0], box, found, sizes, rank)
+            wanted = self.manifest.tensors[key[0]].dtype
+            if found != wanted or sizes != box.sizes:
+                raise self._disagree(
+                    f"{key[0]} has a {wanted} chunk of {list(box.sizes)} at {list(box.offsets)}",
+                    rank,
+                    f"lists {found} of {list(sizes or ())}",
+                )
         starts = index.block_starts[number]
         return ChunkPlace(
             path=file.path,
@@ -353,13 +319,9 @@ class CommittedSource:
             crcs=_some(index.blocks[number], starts[item], starts[item + 1]),
         )
 
-    def _contradiction(
-        self, fqn: str, box: Box, found: str, sizes: Sequence[int] | None, rank: int
-    ) -> FormatError:
-        dtype = self.manifest.tensors[fqn].dtype
+    def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
         return FormatError(
-            f"The manifest says that {fqn} has a {dtype} chunk of {list(box.sizes)} at "
-            f"{list(box.offsets)}; rank {rank} lists {found} of {list(sizes or ())}.",
+            f"The manifest says that {what}; the rank manifest of rank {rank} {instead}.",
             path=self.manifest.ranks[rank].path,
             rank=rank,
             next_step=_RESTORE,
