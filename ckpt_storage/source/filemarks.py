@@ -6,7 +6,6 @@ unnoticed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ from ckpt_storage.store.store import Store
 from .foreign import StockSource, is_rank_local, open_safetensors, open_stock
 from .model import CommittedSource, Source, read_manifest
 
-log = logging.getLogger("ckpt_storage")
-
-
 _MOST_LOOKS = 5
 """How often the head is looked for while saves overwrite what was found."""
 
@@ -42,14 +38,11 @@ def _committed(
     store: Store, deadline: Deadline, options: TransferOptions
 ) -> tuple[CommitLog, CommittedSource | None]:
     """Return the slots, and the checkpoint at their head if there is one."""
-    is_remote = store.capabilities.is_remote
-    looks_left = _MOST_LOOKS
-    while True:
-        looks_left -= 1
-        found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
+    for looks_left in reversed(range(_MOST_LOOKS)):
+        found = slotlog.read_log_together(store)
         if found.head is None:
-            return found, None
-        if not is_remote:
+            break
+        if not store.capabilities.is_remote:
             # Elsewhere it costs two requests: `open_newest`, and who publishes, look there.
             publishing.check_newest(store, found.head)
         try:
@@ -60,6 +53,7 @@ def _committed(
                 raise
         else:
             return found, CommittedSource(store, found.head, manifest, deadline, options)
+    return found, None
 
 
 def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:
@@ -77,8 +71,7 @@ def find_source(
     """Return the checkpoint at the root of `store`, and its files if another writer wrote it.
 
     Costs two small reads, side by side, and the manifest for one of ours. Else the folder is listed
-    before anything is read that tells of another writer's tensors, unless `entries` are given. Who
-    may read but not list gets the files that describe the others.
+    before anything is read that tells of another writer's tensors, unless `entries` are given.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
@@ -86,9 +79,8 @@ def find_source(
     found, ours = _committed(store, deadline, options)
     if ours is not None:
         return ours, ()
-    refusal = None
     if entries is None:
-        entries, refusal = list_or_describe(store, recursive=False)
+        entries = _listed(store, recursive=False)
     current = slotlog.read_stock(store)
     if current is not None:
         named = split_footer(current.data)[1]
@@ -103,43 +95,20 @@ def find_source(
                 next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
                 "can load it as it is, without checksums.",
             )
-    if refusal is not None:
-        raise refusal
     names = [entry.path for entry in entries]
     if any(name.endswith(".safetensors") for name in names) and found.last is None:
         return open_safetensors(store, entries, options=options, deadline=deadline), entries
     raise _nothing(store, found, names)
 
 
-def list_or_describe(
-    store: Store, *, recursive: bool
-) -> tuple[Sequence[ObjectInfo], StorageError | None]:
-    """Return what lies below the root; nothing if that is not there.
-
-    Who may read but not list gets the files that tell of others, which a save writes last, and the
-    refusal.
-    """
+def _listed(store: Store, *, recursive: bool) -> Sequence[ObjectInfo]:
+    """Return what lies below the root; nothing if that is not there."""
     try:
-        return list(store.list("", recursive=recursive)), None
+        return list(store.list("", recursive=recursive))
     except StorageError as error:
         if error.kind == "not-found":
-            return (), None
-        if error.kind != "permission":
-            raise
-        refusal = error
-    log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, refusal)
-    told = []
-    for path in (STOCK_METADATA, INDEX_NAME):
-        try:
-            found = store.stat(path)
-        except StorageError as error:
-            if error.kind not in {"not-found", "permission"}:
-                raise
-        else:
-            told.append(
-                ObjectInfo(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s)
-            )
-    return told, refusal
+            return ()
+        raise
 
 
 def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
@@ -209,7 +178,7 @@ class FileMarks:
 
         With `paths` only they count, and the files that describe the checkpoint.
         """
-        now = _marks_of(list_or_describe(store, recursive=self.is_deep)[0])
+        now = _marks_of(_listed(store, recursive=self.is_deep))
         for path, mark in self.of.items():
             if paths is not None and path not in paths and path not in _DESCRIBING:
                 continue
@@ -272,7 +241,7 @@ def open_marked(
     source, entries = find_source(store, deadline=deadline, options=options)
     is_deep = _lies_in_folders(source)
     if is_deep:
-        entries, _ = list_or_describe(store, recursive=True)
+        entries = _listed(store, recursive=True)
         source, entries = find_source(store, deadline=deadline, options=options, entries=entries)
     if isinstance(source, CommittedSource):
         return source, None
