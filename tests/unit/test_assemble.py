@@ -16,7 +16,7 @@ from report_tools import Written, reports_of
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format.boxes import Box, interval_boxes
+from ckpt_storage.format.boxes import interval_boxes
 from ckpt_storage.format.manifest import Manifest
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -134,31 +134,6 @@ def test_tensors_that_are_cut_alike_share_one_grid() -> None:
     grids = {id(tensor.grid) for tensor in manifest.tensors.values()}
     assert len(grids) == 1
     assert len(manifest.to_body()["layouts"]) == 1
-
-
-def test_a_save_of_many_ranks_is_written_in_few_bytes() -> None:
-    """The manifest does not grow with tensors times ranks."""
-    sizes = []
-    for count in (8, 512):
-        ranks = [
-            [Written(f"t{n}", (8 * rank, 0), (8, 4)) for n in range(40)] for rank in range(count)
-        ]
-        body = assembled(ranks, planned(**{f"t{n}": (8 * count, 4) for n in range(40)})).to_body()
-        sizes.append(len(repr({key: body[key] for key in ("tensors", "layouts", "shapes")})))
-    assert sizes[1] < 2 * sizes[0]
-
-
-def test_ranks_with_their_own_tensors_are_put_together() -> None:
-    """Patterns may differ from rank to rank: what was replicated is spread over them."""
-    ranks = [
-        [Written("w", (2 * rank,), (2,)), Written(f"only{rank}", (0, 0), (3, 3))]
-        for rank in range(20)
-    ]
-    plan = planned(w=(40,), **{f"only{rank}": (3, 3) for rank in range(20)})
-    manifest = assembled(ranks, plan)
-    assert [rank for _, rank in manifest.tensors["w"].boxes()] == list(range(20))
-    for rank in range(20):
-        assert manifest.tensors[f"only{rank}"].boxes() == [(Box((0, 0), (3, 3)), rank)]
 
 
 @pytest.mark.parametrize(
