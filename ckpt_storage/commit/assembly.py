@@ -24,7 +24,6 @@ from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.rank_manifest import BoxKey
@@ -80,7 +79,7 @@ def commit_save(
             entry_count,
         )
     stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
-    stock = _reference(names.stock_copy_path(save_id), stock_bytes)
+    stock = FileRef.of(names.stock_copy_path(save_id), stock_bytes)
     body = replace(
         manifest,
         stock=stock,
@@ -105,7 +104,7 @@ def commit_save(
     record = commit(
         store,
         grant,
-        manifest=_reference(path, document),
+        manifest=FileRef.of(path, document),
         stock=stock,
         stock_entries=stock_entries,
         user=user,
@@ -132,10 +131,6 @@ def commit_save(
             exc_info=not isinstance(error, CheckpointError),
         )
     return record
-
-
-def _reference(path: str, data: bytes) -> FileRef:
-    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c_of(data))
 
 
 def _check_readable(body: Mapping[str, Any], path: str) -> None:

@@ -19,7 +19,6 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
 from ckpt_storage.format.names import (
     COMMITS,
@@ -194,7 +193,7 @@ def read_referenced(
 
 def check_document(data: bytes, reference: FileRef) -> None:
     """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
-    found = FileRef(path=reference.path, size_bytes=len(data), crc32c=crc32c_of(data))
+    found = FileRef.of(reference.path, data)
     if found != reference:
         raise IntegrityError(
             f"{reference.path} has {found.size_bytes} bytes and checksum {found.crc32c:08x}; "

@@ -158,6 +158,11 @@ class FileRef:
     size_bytes: int
     crc32c: int
 
+    @classmethod
+    def of(cls, path: str, data: bytes) -> FileRef:
+        """Return the reference to a file of these bytes."""
+        return cls(path=path, size_bytes=len(data), crc32c=crc32c_of(data))
+
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         return {"path": self.path, "bytes": self.size_bytes, "crc32c": f"{self.crc32c:08x}"}

@@ -26,7 +26,6 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.options import Phase
@@ -187,7 +186,7 @@ class SaveSession:
             document = seal(manifest.to_body())
             path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
-        ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
+        ref = FileRef.of(path, document)
         return RankReport.of(manifest, ref, with_places=granted.with_places, ties=ties)
 
     def finish(
