@@ -28,7 +28,7 @@ class Span:
 class FileChecks:
     """The checksums of one file: of spans that begin at `starts`, each up to the next or the end.
 
-    `fqns[i]` is the value that span i belongs to, None for the file as a whole.
+    `fqns[i]` is the value that span i belongs to, None in a file without values.
     """
 
     path: str
