@@ -59,7 +59,7 @@ _PADDING_ID = 0x4246
 _PICKLE_NAME = b"archive/data.pkl"
 _PAYLOAD_NAME = b"archive/data/0"
 
-_SMALL_RECORDS = (
+_RECORDS = (
     (b"archive/.format_version", b"1"),
     (b"archive/.storage_alignment", str(PAYLOAD_ALIGN_BYTES).encode()),
     (b"archive/byteorder", b"little"),
@@ -96,51 +96,22 @@ def _envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
         )
     element_count = prod(shape)
     payload_bytes = element_count * kind.item_bytes
-    pickled = _tensor_pickle(kind, shape, element_count)
-    crc = zlib.crc32(pickled)
-    small, small_central, small_start = _small_records(len(pickled))
-
-    payload_start = small_start + len(small)
-    wide = payload_bytes >= _MAX32
+    head = central = b""
+    for name, content in ((_PICKLE_NAME, _tensor_pickle(kind, shape, element_count)), *_RECORDS):
+        crc = zlib.crc32(content)
+        central += _central_header(name, crc, len(content), len(head))
+        head += _local_header(name, crc, len(content)) + content
+    start, wide = len(head), payload_bytes >= _MAX32
     extra = _EXTRA64.pack(1, 16, payload_bytes, payload_bytes) if wide else b""
     version = _VERSION64 if wide else _VERSION
     stored_bytes = _MAX32 if wide else payload_bytes
-    unpadded = payload_start + LOCAL_HEADER.size + len(_PAYLOAD_NAME) + len(extra) + _EXTRA.size
+    unpadded = start + LOCAL_HEADER.size + len(_PAYLOAD_NAME) + len(extra) + _EXTRA.size
     padding = -unpadded % PAYLOAD_ALIGN_BYTES
-    head = b"".join(
-        (
-            _local_header(_PICKLE_NAME, crc, len(pickled)),
-            pickled,
-            small,
-            _local_header(_PAYLOAD_NAME, 0, stored_bytes, len(extra) + 4 + padding, version),
-            extra,
-            _EXTRA.pack(_PADDING_ID, padding),
-            b"Z" * padding,
-        )
-    )
-    central = b"".join(
-        (
-            _central_header(_PICKLE_NAME, crc, len(pickled), 0),
-            small_central,
-            _central_header(_PAYLOAD_NAME, 0, stored_bytes, payload_start, extra, version),
-        )
-    )
+    head += _local_header(_PAYLOAD_NAME, 0, stored_bytes, len(extra) + 4 + padding, version)
+    head += extra + _EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
+    central += _central_header(_PAYLOAD_NAME, 0, stored_bytes, start, extra, version)
     tail = central + _end_of_zip(len(head) + payload_bytes, len(central))
     return Envelope(head=head, tail=tail, payload_bytes=payload_bytes)
-
-
-@lru_cache(maxsize=512)
-def _small_records(pickle_bytes: int) -> tuple[bytes, bytes, int]:
-    """Return the records between pickle and payload, their central headers, their offset."""
-    start = at = LOCAL_HEADER.size + len(_PICKLE_NAME) + pickle_bytes
-    local, central = b"", b""
-    for name, content in _SMALL_RECORDS:
-        crc = zlib.crc32(content)
-        record = _local_header(name, crc, len(content)) + content
-        central += _central_header(name, crc, len(content), at)
-        local += record
-        at += len(record)
-    return local, central, start
 
 
 def _local_header(
@@ -164,7 +135,7 @@ def _central_header(
 
 
 def _end_of_zip(central_start: int, central_bytes: int) -> bytes:
-    count = len(_SMALL_RECORDS) + 2
+    count = len(_RECORDS) + 2
     if central_start < _MAX32:
         return _END.pack(b"PK\x05\x06", 0, 0, count, count, central_bytes, central_start, 0)
     fields = (44, _VERSION64, _VERSION64, 0, 0, count, count, central_bytes, central_start)
@@ -177,34 +148,26 @@ def _end_of_zip(central_start: int, central_bytes: int) -> bytes:
 
 def _tensor_pickle(kind: DType, shape: tuple[int, ...], element_count: int) -> bytes:
     """Return what torch pickles for a contiguous tensor, without its unused memo entries."""
-    before, between, after, unit_bytes = _pickle_parts(kind.name)
+    rebuild, storage, last = b"_rebuild_tensor_v2", b"torch\n", b""
+    if kind.storage_class is not None:
+        storage += kind.storage_class.encode()
+    else:
+        rebuild, storage = b"_rebuild_tensor_v3", b"torch.storage\nUntypedStorage"
+        last = b"ctorch\n" + kind.name.encode() + b"\n"
+        element_count *= kind.item_bytes
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
         step *= max(size, 1)
-    numbers = (_pickle_int(element_count * unit_bytes), between, _pickle_tuple(shape))
-    return b"".join((before, *numbers, _pickle_tuple(stride[::-1]), after))
-
-
-@lru_cache(maxsize=64)
-def _pickle_parts(dtype: str) -> tuple[bytes, bytes, bytes, int]:
-    """Return what stands before, between and after the numbers, and the storage's unit."""
-    storage_class = DTYPES[dtype].storage_class
-    if storage_class is not None:
-        rebuild, storage = b"_rebuild_tensor_v2", b"torch\n" + storage_class.encode()
-        last, unit_bytes = b"", 1
-    else:
-        rebuild, storage = b"_rebuild_tensor_v3", b"torch.storage\nUntypedStorage"
-        last, unit_bytes = b"ctorch\n" + dtype.encode() + b"\n", DTYPES[dtype].item_bytes
-    before = b"".join(
+    return b"".join(
         (
             b"\x80\x02ctorch._utils\n" + rebuild + b"\n((",
             _pickle_text(b"storage") + b"c" + storage + b"\n",
-            _pickle_text(b"0") + _pickle_text(b"cpu"),
+            _pickle_text(b"0") + _pickle_text(b"cpu") + _pickle_int(element_count) + b"tQK\x00",
+            _pickle_tuple(shape) + _pickle_tuple(stride[::-1]),
+            b"\x89ccollections\nOrderedDict\n)R" + last + b"tR.",
         )
     )
-    after = b"\x89ccollections\nOrderedDict\n)R" + last + b"tR."
-    return before, b"tQK\x00", after, unit_bytes
 
 
 # The opcodes for tuples of so many values; longer ones take a MARK.
