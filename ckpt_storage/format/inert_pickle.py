@@ -351,7 +351,6 @@ def build_ordered_dict(args: tuple[object, ...]) -> object:
 
 _NUMBER = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)")
 _DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in "<>|=")
-_ODD = "this is not how numbers and buffers are pickled"
 _DTYPE = "numpy.dtype"
 _ARRAY = "numpy.ndarray"
 _BUFFER = "_io.BytesIO"
@@ -361,45 +360,58 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
     """Return whether unpickling `pickled` makes only plain values, numpy's too, and buffers."""
     made: list[Record] = []
 
-    def dtype(args: tuple[object, ...]) -> Record:
-        match args:
-            case (str(name), False, True) if _NUMBER.fullmatch(name):
-                return note(Record(_DTYPE, args))
-        raise PickleMalformedError(_ODD)
+    def kept(build: Builder) -> Builder:
+        def call(args: tuple[object, ...]) -> object:
+            found = build(args)
+            if isinstance(found, Record):
+                made.append(found)
+            return found
 
-    def array(args: tuple[object, ...]) -> Record:
-        match args:
-            case (Global(name="numpy.ndarray"), (0,), b"b"):
-                return note(Record(_ARRAY, args))
-        raise PickleMalformedError(_ODD)
+        return call
 
-    def scalar(args: tuple[object, ...]) -> tuple[object, ...]:
-        match args:
-            case (Record(name="numpy.dtype"), bytes()):
-                return args
-        raise PickleMalformedError(_ODD)
-
-    def note(record: Record) -> Record:
-        made.append(record)
-        return record
-
-    allowed: Allowed = {
-        _DTYPE: dtype,
-        _ARRAY: _refuse,
-        _BUFFER: lambda args: note(Record(_BUFFER, args)),
-        "_codecs.encode": _encoded,
-        "__builtin__.bytes": _no_bytes,
-        # The first is spelt by numpy 2, the second by numpy 1.
-        "numpy._core.multiarray._reconstruct": array,
-        "numpy.core.multiarray._reconstruct": array,
-        "numpy._core.multiarray.scalar": scalar,
-        "numpy.core.multiarray.scalar": scalar,
-    }
     try:
-        interpret(pickled, allowed=allowed)
+        interpret(pickled, allowed={name: kept(build) for name, build in _NUMPY.items()})
     except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
         return False
     return all(map(_is_finished, made))
+
+
+def _called(name: str) -> Builder:
+    """Return what accepts the calls by which one function is pickled with numbers and buffers."""
+
+    def call(args: tuple[object, ...]) -> object:
+        match name, args:
+            case ("dtype", (str(kind), False, True)) if _NUMBER.fullmatch(kind):
+                return Record(_DTYPE, args)
+            case ("array", (Global(name="numpy.ndarray"), (0,), b"b")):
+                return Record(_ARRAY, args)
+            case ("scalar", (Record(name="numpy.dtype"), bytes())):
+                return args
+            case ("buffer", _):
+                return Record(_BUFFER, args)
+            case ("encode", (str(text), "latin1")):
+                # Protocol 2 writes bytes as text of as many characters below 256. Others make the
+                # real call fail, which runs nothing either.
+                return text.encode("latin1", "replace")
+            case ("bytes", ()):
+                return b""
+        raise PickleMalformedError("this is not how numbers and buffers are pickled")
+
+    return call
+
+
+_NUMPY: Mapping[str, Builder] = {
+    _DTYPE: _called("dtype"),
+    _ARRAY: _called("nothing"),
+    _BUFFER: _called("buffer"),
+    "_codecs.encode": _called("encode"),
+    "__builtin__.bytes": _called("bytes"),
+    # The first is spelt by numpy 2, the second by numpy 1.
+    "numpy._core.multiarray._reconstruct": _called("array"),
+    "numpy.core.multiarray._reconstruct": _called("array"),
+    "numpy._core.multiarray.scalar": _called("scalar"),
+    "numpy.core.multiarray.scalar": _called("scalar"),
+}
 
 
 def _is_finished(record: Record) -> bool:
@@ -412,23 +424,3 @@ def _is_finished(record: Record) -> bool:
         case (1, tuple(shape), Record(name="numpy.dtype"), bool(), bytes()):
             return record.name == _ARRAY and all(type(size) is int and size >= 0 for size in shape)
     return False
-
-
-def _encoded(args: tuple[object, ...]) -> bytes:
-    """Return bytes as protocol 2 writes them: as text of that many characters below 256."""
-    match args:
-        case (str(text), "latin1"):
-            # Other characters make the real call fail, which runs nothing either.
-            return text.encode("latin1", "replace")
-    raise PickleMalformedError(_ODD)
-
-
-def _no_bytes(args: tuple[object, ...]) -> bytes:
-    """Return the empty bytes, which protocol 2 writes as a call."""
-    if args:
-        raise PickleMalformedError(_ODD)
-    return b""
-
-
-def _refuse(_args: tuple[object, ...]) -> object:
-    raise PickleMalformedError(_ODD)
