@@ -89,6 +89,8 @@ def test_never_and_always_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", 0)
     save(tmp_path / "run", stock_metadata="always")
     dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
+    assert ckpt_storage.save(STATE, tmp_path / "door", stock_metadata="always").stock_metadata
+    assert not ckpt_storage.save(STATE, tmp_path / "doors").stock_metadata
     with pytest.raises(InvalidInputError, match="'sometimes'"):
         CheckpointStorageWriter(tmp_path, stock_metadata="sometimes")  # type: ignore[arg-type]
 
@@ -113,11 +115,6 @@ def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
     (path / ".metadata").unlink()
     dcp_cases.load(zeros_like(STATE), path)
     assert (path / ".metadata").read_bytes() == note
-
-
-def later(path: Path, **options: Any) -> CheckpointInfo:
-    """Save by the function for the background."""
-    return ckpt_storage.save_async(STATE, path, **options).result()
 
 
 def by_saver(mode: Any) -> Callable[..., CheckpointInfo]:
@@ -146,14 +143,3 @@ DOORS: dict[str, Callable[..., CheckpointInfo]] = {
     "manager": by_manager,
     "manager later": partial(by_manager, later=True),
 }
-
-
-@pytest.mark.parametrize("saved", DOORS.values(), ids=DOORS)
-def test_every_front_door_passes_it_on(
-    tmp_path: Path, saved: Callable[..., CheckpointInfo]
-) -> None:
-    """The background's and the manager's too."""
-    info = saved(tmp_path / "never" / "run", stock_metadata="never")
-    assert info.stock_metadata is False
-    check_note(tmp_path / "never" / info.name)
-    assert saved(tmp_path / "auto" / "run").stock_metadata is True
