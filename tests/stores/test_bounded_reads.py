@@ -135,7 +135,7 @@ def test_a_weight_file_that_claims_a_long_header_is_refused(tmp_path: Path) -> N
     path = tmp_path / "model.safetensors"
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     os.truncate(path, SPARSE_BYTES)
-    with little_memory(), pytest.raises(FormatError, match="100 MB is the limit"):
+    with little_memory(), pytest.raises(FormatError, match="claims a header of"):
         ckpt_storage.open_checkpoint(tmp_path)
 
 
