@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,16 +29,20 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import Phase
+from ckpt_storage.progress import reporting
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.writing import ObjectWriter
 
 from .items import ItemSource, planned_bytes
 from .options import SaveOptions
-from .shardfile import ShardJob, write_shard
+from .shardfile import ShardContents, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
+_MOST_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
 
@@ -170,24 +175,67 @@ class SaveSession:
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
-            job = ShardJob(
-                save_id=granted.grant.save_id,
+            transfer = options.transfer(store.capabilities)
+            save_id, byte_count = granted.grant.save_id, planned_bytes(plan)
+            files, contents = [], ShardContents(options.unsafe_values)
+            if plan.items:
+                deadline.expect(byte_count)
+                with reporting(
+                    options.progress,
+                    phase="write",
+                    rank=self.rank,
+                    total_bytes=byte_count,
+                    save_id=save_id,
+                    with_bar=self.is_coordinator,
+                ) as on_bytes:
+                    path = shard_path(save_id, self.rank, 0)
+                    writer = ObjectWriter(
+                        store,
+                        path,
+                        options=transfer,
+                        planned_bytes=byte_count,
+                        deadline=deadline,
+                        on_bytes=on_bytes,
+                    )
+                    file = write_shard(
+                        path,
+                        writer,
+                        source.items(plan),
+                        contents,
+                        block_bytes=transfer.block_bytes,
+                        deadline=deadline,
+                    )
+                    files.append(file)
+            self._warn_of(contents.unsafe, save_id)
+            manifest = RankManifest(
+                save_id=save_id,
                 rank=self.rank,
                 world_size=granted.world_size,
-                item_count=len(plan.items),
-                planned_bytes=planned_bytes(plan),
-                options=options.transfer(store.capabilities),
-                unsafe_values=options.unsafe_values,
-                deadline=deadline,
-                progress=options.progress,
-                with_bar=self.is_coordinator,
+                fqns=list(contents.fqns),
+                dtypes=list(contents.dtypes),
+                files=files,
+                unsafe=contents.unsafe,
+                host=socket.gethostname(),
+                pid=os.getpid(),
             )
-            manifest = write_shard(store, source.items(plan), job)
             document = seal(manifest.to_body())
             path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
         ref = FileRef.of(path, document)
         return RankReport.of(manifest, ref, with_places=granted.with_places, ties=ties)
+
+    def _warn_of(self, unsafe: Mapping[str, str], save_id: str) -> None:
+        if unsafe:
+            named = [f"{fqn} ({name})" for fqn, name in unsafe.items()]
+            more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+            log.warning(
+                "save %s to %s: load will refuse values that only pickle can hold: %s%s. Save "
+                "plain values in their place, or load with unsafe_pickle=True.",
+                save_id,
+                self.url,
+                ", ".join(named[:_MOST_NAMED]),
+                more,
+            )
 
     def finish(
         self, granted: Granted, metadata: Metadata, reports: Sequence[RankReport | None]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
-from ckpt_storage.format.names import shard_path
-from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import ItemTable, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
-from ckpt_storage.options import Progress, TransferOptions, UnsafeValues
-from ckpt_storage.progress import reporting
+from ckpt_storage.options import UnsafeValues
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import ObjectWriter
-
-log = logging.getLogger("ckpt_storage")
-
-_MOST_NAMED = 8
 
 _SMALL_BYTES = 64 << 10
 """Up to here joining costs less than a buffer of its own."""
@@ -55,22 +45,6 @@ class Item:
     payload_bytes: int
     views: Callable[[int], Iterable[memoryview | bytes]]
     unsafe: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardJob:
-    """What a rank needs to know to write its shard file."""
-
-    save_id: str
-    rank: int
-    world_size: int
-    item_count: int
-    planned_bytes: int
-    options: TransferOptions
-    unsafe_values: UnsafeValues
-    deadline: Deadline
-    progress: Progress
-    with_bar: bool
 
 
 class ShardFileWriter:
@@ -170,10 +144,11 @@ class ShardFileWriter:
         self._writer.abort()
 
 
-class _Contents:
-    """What is in the file so far, as columns; strings and equal boxes are one object each."""
+class ShardContents:
+    """What is in a shard file so far, as columns; strings and equal boxes are one object each."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsafe_values: UnsafeValues) -> None:
+        self._unsafe_values = unsafe_values
         self.fqns: dict[str, int] = {}
         self.dtypes: dict[str, int] = {}
         self.unsafe: dict[str, str] = {}
@@ -205,6 +180,13 @@ class _Contents:
             file.frame(tail)
         if item.unsafe is not None:
             self.unsafe[item.fqn] = item.unsafe
+            if self._unsafe_values == "refuse":
+                raise InvalidInputError(
+                    f"{item.fqn} is a value ({item.unsafe}) that only pickle can hold; load "
+                    "refuses it.",
+                    phase="write",
+                    next_step="Save plain values in its place, or save with unsafe_values='warn'.",
+                )
         fqn = self.fqns.setdefault(item.fqn, len(self.fqns))
         lies = (start, file.position - start, payload_start, length)
         self._rows.append((fqn, kind, offsets, sizes, *lies))
@@ -223,89 +205,36 @@ class _Contents:
         )
 
 
-def write_shard(store: Store, items: Iterable[Item], job: ShardJob) -> RankManifest:
-    """Write `items` to a shard file; return what is durable then.
-
-    Without items no file is written. After any error no upload stays open. Raises `StorageError`,
-    `PhaseTimeoutError`, `InvalidInputError`.
-    """
-    contents = _Contents()
-    files = [_write_file(store, items, job, contents)] if job.item_count else []
-    _warn_of(contents.unsafe, store, job)
-    return RankManifest(
-        save_id=job.save_id,
-        rank=job.rank,
-        world_size=job.world_size,
-        fqns=list(contents.fqns),
-        dtypes=list(contents.dtypes),
-        files=files,
-        unsafe=contents.unsafe,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
-
-
-def _write_file(
-    store: Store, items: Iterable[Item], job: ShardJob, contents: _Contents
+def write_shard(
+    path: str,
+    writer: ObjectWriter,
+    items: Iterable[Item],
+    contents: ShardContents,
+    *,
+    block_bytes: int,
+    deadline: Deadline,
 ) -> ShardFile:
-    path = shard_path(job.save_id, job.rank, 0)
-    job.deadline.watch.expect(job.planned_bytes)
-    with reporting(
-        job.progress,
-        phase="write",
-        rank=job.rank,
-        total_bytes=job.planned_bytes,
-        save_id=job.save_id,
-        with_bar=job.with_bar,
-    ) as on_bytes:
-        writer = ObjectWriter(
-            store,
-            path,
-            options=job.options,
-            planned_bytes=job.planned_bytes,
-            deadline=job.deadline,
-            on_bytes=on_bytes,
-        )
-        file = ShardFileWriter(writer, job.options.block_bytes)
+    """Write `items`, one at least, to a shard file, and note them in `contents`.
+
+    After any error no upload stays open. Raises `StorageError`, `PhaseTimeoutError`,
+    `InvalidInputError`.
+    """
+    file = ShardFileWriter(writer, block_bytes)
+    try:
+        for item in items:
+            contents.write(file, item)
+            deadline.check(f"Writing {path}")
+        size_bytes, crc32c = file.finish()
+    except BaseException as error:
         try:
-            for item in items:
-                _check_safe(item, job)
-                contents.write(file, item)
-                job.deadline.check(f"Writing {path}")
-            size_bytes, crc32c = file.finish()
-        except BaseException as error:
-            try:
-                file.abort()
-            except StorageError as failure:
-                error.add_note(f"Discarding the upload failed too: {failure}")
-            raise
+            writer.abort()
+        except StorageError as failure:
+            error.add_note(f"Discarding the upload failed too: {failure}")
+        raise
     return ShardFile(
         path=path,
         size_bytes=size_bytes,
         crc32c=crc32c,
-        block_bytes=file.block_bytes,
+        block_bytes=block_bytes,
         items=contents.table(file),
     )
-
-
-def _check_safe(item: Item, job: ShardJob) -> None:
-    if item.unsafe is not None and job.unsafe_values == "refuse":
-        raise InvalidInputError(
-            f"{item.fqn} is a value ({item.unsafe}) that only pickle can hold; load refuses it.",
-            phase="write",
-            next_step="Save plain values in its place, or save with unsafe_values='warn'.",
-        )
-
-
-def _warn_of(unsafe: dict[str, str], store: Store, job: ShardJob) -> None:
-    if unsafe:
-        named = [f"{fqn} ({name})" for fqn, name in unsafe.items()]
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        log.warning(
-            "save %s to %s: load will refuse values that only pickle can hold: %s%s. Save plain "
-            "values in their place, or load with unsafe_pickle=True.",
-            job.save_id,
-            store.url,
-            ", ".join(named[:_MOST_NAMED]),
-            more,
-        )
