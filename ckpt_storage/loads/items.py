@@ -26,8 +26,6 @@ from .targets import Rings, TensorTarget
 class LoadItems:
     """What one rank reads in one load, planned; no payload is read here but opaque items.
 
-    `reads` are this rank's own, `shared` those that are to be shared with other ranks.
-
     Raises `InvalidInputError` for targets that cannot hold what is read.
     """
 
@@ -54,7 +52,6 @@ class LoadItems:
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
-        self.shared: dict[Key, list[ChunkRead]] = {}
         places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
         self._places = places
         owners: dict[torch.device, dict[int, int]] = {}
@@ -153,33 +150,22 @@ class LoadItems:
         """The files that are read."""
         return {place.path for place in self._places}
 
-    def share(self, chunks: AbstractSet[Key], unit_bytes: int) -> bool:
-        """Set apart the reads of `chunks`; return whether no block of them lies in two units.
-
-        If one does, all reads stay this rank's own.
-        """
+    def split(
+        self, chunks: AbstractSet[Key], unit_bytes: int
+    ) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
+        """Return the other reads, and those of `chunks`; None if a block lies in two units."""
         shared: dict[Key, list[ChunkRead]] = {key: [] for key in chunks}
         own: list[ChunkRead] = []
         for item, read in zip(self._read_items, self.reads, strict=True):
             offsets = _offsets_of(item)
-            place = read.place
-            mine = None if offsets is None else shared.get((place.fqn, offsets))
+            mine = None if offsets is None else shared.get((read.place.fqn, offsets))
             if mine is None:
                 own.append(read)
-            elif unit_bytes % place.block_bytes:
-                return False
+            elif unit_bytes % read.place.block_bytes:
+                return None
             else:
                 mine.append(read)
-        if not all(shared.values()):
-            return False
-        self.reads, self.shared = own, shared
-        return True
-
-    def share_nothing(self) -> None:
-        """Make reads of this rank's own of those that were to be shared."""
-        for reads in self.shared.values():
-            self.reads.extend(reads)
-        self.shared = {}
+        return (own, shared) if all(shared.values()) else None
 
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -88,59 +89,46 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
-    coordinator = RankGroup.of(process_group)
-    try:
-        timeouts, refusal = Timeouts.of(timeout), None
-    except CheckpointError as error:
-        # The other ranks are waiting to be told.
-        timeouts, refusal = Timeouts(), error
+    ranks = RankGroup.of(process_group)
     what = f"the load from {place_of(url)}"
-
-    # Of this attempt: each is an operation of its own.
-    operations: list[Operation] = []
-    has_read = False
-
-    def once() -> None:
-        nonlocal has_read
-        with (
-            coordinator.operation(what, timeouts=timeouts) as operation,
-            as_checkpoint_errors(what, operation.rank),
-        ):
-            operations.append(operation)
-            if refusal is not None:
-                raise refusal
-            settings = LoadSettings(
-                base=Location.of(url, storage_options),
-                verify=verify,
-                thread_count=thread_count,
-                memory_limit_bytes=memory_limit_bytes,
-                shared_reads=shared_reads,
-                unsafe_pickle=unsafe_pickle,
-                allow_lossy=allow_lossy,
-                timeouts=timeouts,
-                retry=retry or RetryPolicy(),
-                progress=progress,
-            )
-            session = LoadSession(settings, begin=operation.phase)
-            operation.what = f"the load from {session.url}"
-            plain = plain_state(dict(sorted(state.items())))
-            _run(operation, peers_of(coordinator), session, planner, plain)
-            operation.all_gather(pickle.dumps(None))
-            has_read = True
-            for key, value in plain.items():
-                target = state[key]
-                if is_stateful(target):
-                    target.load_state_dict(value)
-                else:
-                    state[key] = value
-
+    timeouts = Timeouts()
+    with suppress(CheckpointError):  # raised below, where the other ranks hear of it
+        timeouts = Timeouts.of(timeout)
     for looks_left in reversed(range(_MOST_LOOKS)):
-        operations.clear()
+        operation: Operation | None = None
+        has_read = False
         try:
-            once()
+            with (
+                ranks.operation(what, timeouts=timeouts) as operation,
+                as_checkpoint_errors(what, operation.rank),
+            ):
+                settings = LoadSettings(
+                    base=Location.of(url, storage_options),
+                    verify=verify,
+                    thread_count=thread_count,
+                    memory_limit_bytes=memory_limit_bytes,
+                    shared_reads=shared_reads,
+                    unsafe_pickle=unsafe_pickle,
+                    allow_lossy=allow_lossy,
+                    timeouts=Timeouts.of(timeout),
+                    retry=retry or RetryPolicy(),
+                    progress=progress,
+                )
+                session = LoadSession(settings, begin=operation.phase)
+                operation.what = f"the load from {session.url}"
+                plain = plain_state(dict(sorted(state.items())))
+                _run(operation, peers_of(ranks), session, planner, plain)
+                operation.all_gather(pickle.dumps(None))
+                has_read = True
+                for key, value in plain.items():
+                    target = state[key]
+                    if is_stateful(target):
+                        target.load_state_dict(value)
+                    else:
+                        state[key] = value
         except CheckpointError:
             # Not this rank's own error: all ranks must decide alike.
-            verdict = operations[0].verdict if operations else None
+            verdict = None if operation is None else operation.verdict
             if has_read or not looks_left or not isinstance(verdict, _SUPERSEDED):
                 raise
         else:

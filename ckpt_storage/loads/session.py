@@ -41,7 +41,7 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkReader
+from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader
 from ckpt_storage.transfer.costs import REMOTE_READ_BYTES, costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -282,7 +282,7 @@ class LoadSession:
                     allow_lossy=settings.allow_lossy,
                 )
                 if links is None:
-                    self._read(items, ranges, None)
+                    self._read(items, items.reads, ranges, None)
                 else:
                     self._read_together(items, ranges, links)
                 rings.finish()
@@ -294,29 +294,35 @@ class LoadSession:
     def _read_together(self, items: LoadItems, ranges: RangeReader, links: Links) -> None:
         """Read what the order says, and take what others read; alone if any rank cannot."""
         order, options = links.order, ranges.options
+        split = None
         # A unit goes through one buffer, which must not be more than a part may be.
-        can_share = (
+        if (
             self._settings.shared_reads != "never"
             and order.unit_bytes <= options.part_bytes
             and 2 * order.unit_bytes <= options.memory_limit_bytes
-            and items.share(order.keys, order.unit_bytes)
-        )
-        with links.joined(ranges.deadline, can_share=can_share) as is_joined:
-            shared = None
-            if is_joined:
-                # With what a client holds of each; the rest is for this rank's own reads.
-                window = options.memory_limit_bytes // (4 * order.unit_bytes)
-                window = max(1, min(window, options.thread_count))
-                shared = SharedReads(order, items.shared, links.peers, ranges, window=window)
-            else:
-                items.share_nothing()
-            self._read(items, ranges, shared)
+        ):
+            split = items.split(order.keys, order.unit_bytes)
+        with links.joined(ranges.deadline, can_share=split is not None) as is_joined:
+            if split is None or not is_joined:
+                self._read(items, items.reads, ranges, None)
+                return
+            # With what a client holds of each; the rest is for this rank's own reads.
+            window = options.memory_limit_bytes // (4 * order.unit_bytes)
+            window = max(1, min(window, options.thread_count))
+            shared = SharedReads(order, split[1], links.peers, ranges, window=window)
+            self._read(items, split[0], ranges, shared)
 
-    def _read(self, items: LoadItems, ranges: RangeReader, shared: SharedReads | None) -> None:
+    def _read(
+        self,
+        items: LoadItems,
+        own: Sequence[ChunkRead],
+        ranges: RangeReader,
+        shared: SharedReads | None,
+    ) -> None:
         is_remote = ranges.store.capabilities.is_remote
         chunks = ChunkReader(ranges, costs_for(is_remote=is_remote))
         # A disk likes order; servers like to be asked for several things at a time.
-        reads = chunks.plan(items.reads, turn=self._rank if is_remote else None)
+        reads = chunks.plan(own, turn=self._rank if is_remote else None)
         total_bytes = sum(read.stop - read.start for read in reads)
         total_bytes += 0 if shared is None else shared.total_bytes
         ranges.deadline.watch.expect(total_bytes)

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -112,31 +112,23 @@ def save(  # the public surface, all keyword-only
 
     """
     given = locals()
-    try:
-        timeouts, refusal = Timeouts.of(timeout), None
-    except CheckpointError as error:
-        # The other ranks are waiting to be told.
-        timeouts, refusal = Timeouts(), error
+    timeouts = Timeouts()
+    with suppress(CheckpointError):  # raised by `part`, where the other ranks hear of it
+        timeouts = Timeouts.of(timeout)
+
+    def part() -> dict[str, Any]:
+        Timeouts.of(timeout)
+        return plain_state(state)
+
     options = SaveOptions.of(given, timeouts=timeouts)
-    ranks = RankGroup.of(process_group)
-    return save_on(ranks, lambda: plain_state(state), url, options, refusal=refusal)
+    return save_on(RankGroup.of(process_group), part, url, options)
 
 
 def save_on(
-    ranks: RankGroup,
-    state: State,
-    url: str | os.PathLike[str],
-    options: SaveOptions,
-    *,
-    refusal: CheckpointError | None = None,
+    ranks: RankGroup, state: State, url: str | os.PathLike[str], options: SaveOptions
 ) -> CheckpointInfo:
-    """Save in an operation of all `ranks`; as `save`.
-
-    All ranks hear of a `refusal` of this one, and of what `state` raises.
-    """
+    """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
     with save_operation(ranks, url, options) as operation:
-        if refusal is not None:
-            raise refusal
         return run_save(operation, url, options, state)
 
 
