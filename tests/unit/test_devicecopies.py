@@ -86,14 +86,6 @@ def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> No
     assert cuda.log[-1] == "synchronize"
 
 
-def test_windows_of_many_tensors_share_a_buffer(cuda: FakeCuda) -> None:
-    """A thousand tensors of 1 KiB need one; their views hold what they were given out with."""
-    copies = DeviceCopies(torch.device("cpu"), MIB)
-    held = [view for _ in range(1000) for view in copies.views(windows(1, 256))]
-    assert len(held) == 1000
-    assert len(cuda.buffers) == 1
-
-
 def test_a_buffer_is_used_again_once_nobody_looks_at_it(cuda: FakeCuda) -> None:
     """Not before: a part on its way keeps its bytes, however long it takes."""
     copies = DeviceCopies(torch.device("cpu"), 32)
