@@ -6,7 +6,6 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -16,22 +15,6 @@ log = logging.getLogger("ckpt_storage")
 
 Use = Callable[[torch.Tensor], None]
 """Takes bytes that are on the device of its tensors; what it begins there may end later."""
-
-
-class Mover(Protocol):
-    """Brings bytes to a device."""
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory that uploads start from."""
-
-    def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
-        """Begin to move `data`, which is in such memory, and to `use` it on the device.
-
-        Returns what waits until the memory may be filled again.
-        """
-
-    def finish(self) -> None:
-        """Return when all that was started has ended, and is seen by the caller's next work."""
 
 
 class CudaMover:
@@ -52,7 +35,10 @@ class CudaMover:
             return torch.empty(size_bytes, dtype=torch.uint8)
 
     def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
-        """Queue the upload and what uses it."""
+        """Queue the upload of `data`, in such memory, and its `use` on the device.
+
+        Returns what waits until the memory may be filled again.
+        """
         with torch.cuda.stream(self._stream):
             use(data.to(self._device, non_blocking=True))
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
@@ -72,7 +58,7 @@ class UploadRing:
     started from it, and what used that, have ended.
     """
 
-    def __init__(self, mover: Mover, buffer_count: int) -> None:
+    def __init__(self, mover: CudaMover, buffer_count: int) -> None:
         self._mover = mover
         self._slots: queue.SimpleQueue[tuple[torch.Tensor | None, Callable[[], None]]]
         self._slots = queue.SimpleQueue()
@@ -112,7 +98,7 @@ class Rings:
     """The rings of one load: one for each CUDA device that targets are on."""
 
     def __init__(
-        self, buffer_count: int, make: Callable[[torch.device], Mover] = CudaMover
+        self, buffer_count: int, make: Callable[[torch.device], CudaMover] = CudaMover
     ) -> None:
         self._buffer_count = buffer_count
         self._make = make

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import box_selection
-from ckpt_storage.loads.targets import Rings, TensorTarget
+from ckpt_storage.loads.targets import CudaMover, Rings, TensorTarget
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, put
@@ -92,7 +93,7 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     wanted = torch.arange(40 * 1024, dtype=torch.float32).reshape(40, 1024)
     (tmp_path / "f").write_bytes(wanted.numpy().tobytes())
     place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=wanted.nbytes)
-    rings = Rings(buffer_count, make=lambda _: LateMover())
+    rings = Rings(buffer_count, make=lambda _: cast("CudaMover", LateMover()))
     device = torch.device("cuda")  # the mover decides
     targets = [torch.zeros(40, 1000, dtype=torch.float64), torch.zeros(20, 1024)]
     wheres = [(range(40), range(24, 1024)), (range(0, 40, 2), range(1024))]
