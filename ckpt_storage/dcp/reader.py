@@ -112,19 +112,9 @@ class CheckpointStorageReader(StorageReader):
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
+        given = locals()
         super().__init__()
-        self._settings = LoadSettings(
-            base=Location.of(path, storage_options),
-            verify=verify,
-            thread_count=thread_count,
-            memory_limit_bytes=memory_limit_bytes,
-            shared_reads=shared_reads,
-            unsafe_pickle=unsafe_pickle,
-            allow_lossy=allow_lossy,
-            timeouts=Timeouts.of(timeout),
-            retry=retry or RetryPolicy(),
-            progress=progress,
-        )
+        self._settings = LoadSettings.of(given, base=Location.of(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 

@@ -104,22 +104,10 @@ class CheckpointStorageWriter(StorageWriter):
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
+        given = locals()
         super().__init__()
         self._path = path
-        self._options = SaveOptions(
-            timeouts=Timeouts.of(timeout),
-            storage_options=storage_options,
-            overwrite=overwrite,
-            thread_count=thread_count,
-            part_bytes=part_bytes,
-            memory_limit_bytes=memory_limit_bytes,
-            page_cache=page_cache,
-            sync_files=sync_files,
-            stock_metadata=stock_metadata,
-            unsafe_values=unsafe_values,
-            retry=retry,
-            progress=progress,
-        )
+        self._options = SaveOptions.of(given, timeouts=Timeouts.of(timeout))
         self._base = self._options.place(path)
         self._process_group = process_group
         self._threads = threading.local()

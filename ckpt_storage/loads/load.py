@@ -89,6 +89,7 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
+    given = locals()
     ranks = RankGroup.of(process_group)
     what = f"the load from {place_of(url)}"
     timeouts = Timeouts()
@@ -102,18 +103,7 @@ def load(  # the public surface, all keyword-only
                 ranks.operation(what, timeouts=timeouts) as operation,
                 as_checkpoint_errors(what, operation.rank),
             ):
-                settings = LoadSettings(
-                    base=Location.of(url, storage_options),
-                    verify=verify,
-                    thread_count=thread_count,
-                    memory_limit_bytes=memory_limit_bytes,
-                    shared_reads=shared_reads,
-                    unsafe_pickle=unsafe_pickle,
-                    allow_lossy=allow_lossy,
-                    timeouts=Timeouts.of(timeout),
-                    retry=retry or RetryPolicy(),
-                    progress=progress,
-                )
+                settings = LoadSettings.of(given, base=Location.of(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items())))

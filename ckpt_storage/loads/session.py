@@ -6,11 +6,11 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Self
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -76,6 +76,13 @@ class LoadSettings:
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, base: Location) -> Self:
+        """Return the settings among the arguments of a call. Raises `InvalidInputError`."""
+        found = {one.name: given[one.name] for one in fields(cls) if one.name in given}
+        timeouts, retry = Timeouts.of(given["timeout"]), given["retry"] or RetryPolicy()
+        return cls(**{**found, "base": base, "timeouts": timeouts, "retry": retry})
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
