@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
@@ -192,14 +194,18 @@ class CheckpointStorageReader(StorageReader):
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        plan = self._session.propose(plan)
-        self._sent = FoldedPlan(plan.items, plan.storage_data, plan.planner_data)
+        inbox(anew=True)
+        hello = Hello(nonce="", rank=self._session.rank, terms=self._session.found())
+        self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
         return self._sent
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        self._session.check()
+        # Taken from the inbox: a planner need not keep what the plans carry.
+        terms = {rank: hello.terms for rank, hello in inbox().hellos.items()}
+        terms[self._session.rank] = self._session.found()
+        check_terms(dict(sorted(terms.items())), phase="load")
         return plans
 
     @at_dcp_border

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.failures import as_checkpoint_errors, check_terms, place_of
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
@@ -147,17 +147,20 @@ def _run(
     if given is None and session.share_policy(operation.world_size) is None:
         told = replace(plan, items=[])
 
-    def decide(plans: list[LoadPlan]) -> Sequence[tuple[LoadPlan | None, ShareOrder | None]]:
+    def decide(
+        proposals: list[tuple[LoadPlan, dict[str, str]]],
+    ) -> Sequence[tuple[LoadPlan | None, ShareOrder | None]]:
+        plans = [proposed for proposed, _ in proposals]
         if given is not None:
             plans = planner.create_global_plan(plans)
-        session.check()
+        check_terms({rank: terms for rank, (_, terms) in enumerate(proposals)}, phase="load")
         orders = session.share_orders(plans)
         return [
             (None if given is None else final, order)
             for final, order in zip(plans, orders, strict=True)
         ]
 
-    final, order = exchange_plans(operation, session.propose(told), decide)
+    final, order = exchange_plans(operation, (told, session.found()), decide)
     if final is not None:
         plan = planner.finish_plan(final)
     links = None if order is None else Links(order=order, operation=operation, peers=peers)

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing
-from ckpt_storage.coordination.failures import check_terms
-from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import (
     CheckpointError,
     FormatError,
@@ -128,7 +126,7 @@ class LoadSession:
         self._settings = settings
         self._location = settings.base.join(checkpoint_id)
         self._begin = begin
-        self._rank = 0
+        self.rank = 0
         self._is_coordinator = False
         self._opened: Store
         self._source: Source | None = None
@@ -174,7 +172,7 @@ class LoadSession:
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
         self._is_coordinator = is_coordinator
-        self._rank = rank
+        self.rank = rank
         source, store = self.open(), self._opened
         if not is_coordinator or source.save_id is None:
             return
@@ -210,27 +208,11 @@ class LoadSession:
         if newer is not None:
             raise newer
 
-    def propose(self, plan: LoadPlan) -> LoadPlan:
-        """Attach what this rank is about to read; all ranks."""
-        inbox(anew=True)
-        return dataclasses.replace(plan, storage_data=self._hello())
-
-    def check(self) -> None:
-        """Raise `RankMismatchError` unless all ranks read one save; coordinator only.
-
-        What they proposed has arrived.
-        """
-        # Taken from the inbox: a planner need not keep what the plans carry.
-        hellos = {**inbox().hellos, self._rank: self._hello()}
-        check_terms({rank: hellos[rank].terms for rank in sorted(hellos)}, phase="load")
-
-    def _hello(self) -> Hello:
+    def found(self) -> dict[str, str]:
+        """Return what all ranks must have found alike."""
         source = self.open()
-        terms = {
-            "the checkpoint's URL": self._location.url,
-            "the save to read": f"{source.format} {source.save_id}",
-        }
-        return Hello(nonce="", rank=self._rank, terms=terms)
+        save = f"{source.format} {source.save_id}"
+        return {"the checkpoint's URL": self._location.url, "the save to read": save}
 
     def share_policy(self, world_size: int) -> SharePolicy | None:
         """Return when sharing pays among so many ranks; None: never, and plans need not travel."""
@@ -276,7 +258,7 @@ class LoadSession:
         ranges = RangeReader(store, options, deadline)
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         rings = Rings(max(1, min(options.thread_count + 1, share)))
-        with deadline.governs(f"Loading from {store.url}", rank=self._rank):
+        with deadline.governs(f"Loading from {store.url}", rank=self.rank):
             # Files of ours are written once, and have checksums: nothing is asked of them.
             with nullcontext() if marks is None else told_from_damage(partial(marks.check, store)):
                 source.renew(store, deadline)
@@ -329,14 +311,14 @@ class LoadSession:
         is_remote = ranges.store.capabilities.is_remote
         chunks = ChunkReader(ranges, costs_for(is_remote=is_remote))
         # A disk likes order; servers like to be asked for several things at a time.
-        reads = chunks.plan(own, turn=self._rank if is_remote else None)
+        reads = chunks.plan(own, turn=self.rank if is_remote else None)
         total_bytes = sum(read.stop - read.start for read in reads)
         total_bytes += 0 if shared is None else shared.total_bytes
         ranges.deadline.watch.expect(total_bytes)
         with reporting(
             self._settings.progress,
             phase="load",
-            rank=self._rank,
+            rank=self.rank,
             total_bytes=total_bytes,
             save_id=self.open().save_id,
             with_bar=self._is_coordinator,
