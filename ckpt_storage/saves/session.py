@@ -179,7 +179,7 @@ class SaveSession:
             save_id, byte_count = granted.grant.save_id, planned_bytes(plan)
             files, contents = [], ShardContents(options.unsafe_values)
             if plan.items:
-                deadline.expect(byte_count)
+                deadline.watch.expect(byte_count)
                 with reporting(
                     options.progress,
                     phase="write",
