@@ -70,11 +70,9 @@ def test_regression_ranks_with_different_paths_all_raise(ranks: RankPool, tmp_pa
 
 def test_options_of_one_save_are_equal_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """All raise where they differ; threads, sizes, deadlines and spellings may."""
-    unlike: dict[str, list[Any]] = {
-        "overwrite": [False, True, False],
-    }
+    unlike = {"overwrite": [False, True, False], "sync_files": [True, True, False]}
     for option, values in unlike.items():
-        options = [{option: value} for value in values]
+        options: list[dict[str, Any]] = [{option: value} for value in values]
         error = mismatch_on_all_ranks(ranks, [str(tmp_path / "run")] * 3, options)
         assert f"Ranks disagree on {option}" in str(error)
         assert sorted(itertools.chain(*error.values.values())) == [0, 1, 2]
