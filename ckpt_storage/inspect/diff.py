@@ -35,7 +35,7 @@ class Findings:
         self._at: int | None = None
         self._max_absolute = 0.0
         self._max_relative = 0.0
-        self._counts = {"count": 0, "left_nan_count": 0, "right_nan_count": 0}
+        self._count = 0
         self.different_count = 0
 
     def as_fields(self, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Findings:
         if self._at is not None:
             at = tuple(int(i) for i in np.unravel_index(self._at, shape)) if shape else ()
         return {
-            **self._counts,
+            "count": self._count,
             "different_count": self.different_count,
             "max_absolute": self._max_absolute if self._has_numbers else None,
             "max_relative": self._max_relative if self._has_numbers else None,
@@ -67,7 +67,7 @@ class Findings:
             else:
                 self._has_numbers = False
                 self.different_count += int((x != y).sum()) if is_same_type else len(x)
-            self._counts["count"] += len(x)
+            self._count += len(x)
 
     def _add_numbers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
@@ -75,8 +75,6 @@ class Findings:
         # Of the NaN of types that it does not know numpy warns.
         with np.errstate(all="ignore"):
             distance, size, x_nan, y_nan = _distances(x, y)
-            self._counts["left_nan_count"] += int((x_nan & ~y_nan).sum())
-            self._counts["right_nan_count"] += int((y_nan & ~x_nan).sum())
             distance[x_nan | y_nan] = 0.0
             absolute, relative = self._tolerance
             # Where infinity meets a number, an infinite tolerance would allow it.
@@ -85,7 +83,7 @@ class Findings:
             largest = int(distance.argmax())
             if float(distance[largest]) > self._max_absolute:
                 self._max_absolute = float(distance[largest])
-                self._at = self._counts["count"] + largest
+                self._at = self._count + largest
             ratio = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
             self._max_relative = max(self._max_relative, float(ratio.max()))
 
@@ -119,8 +117,7 @@ class ValueDiff:
         are all that follow. NaN equals NaN, an infinity itself.
     max_absolute, max_relative: the largest |x - y|, and |x - y| / max(|x|, |y|), of all elements
         that are numbers in both. None for types without arithmetic.
-    at: the index at which |x - y| is largest.
-    left_nan_count, right_nan_count: elements that are NaN in one only; they differ.
+    at: the index at which |x - y| is largest. An element that is NaN in one only differs.
     """
 
     fqn: str
@@ -132,8 +129,6 @@ class ValueDiff:
     max_absolute: float | None = None
     max_relative: float | None = None
     at: tuple[int, ...] | None = None
-    left_nan_count: int | None = None
-    right_nan_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
