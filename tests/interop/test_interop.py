@@ -81,11 +81,7 @@ def ours(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "make",
-    [dcp.FileSystemReader, FsspecReader, lambda path: FsspecReader(f"file://{path}")],
-    ids=["filesystem", "fsspec", "fsspec url"],
-)
+@pytest.mark.parametrize("make", [dcp.FileSystemReader, FsspecReader])
 def test_stock_readers_load_ours(ours: Path, make: Callable[[Path], Any]) -> None:
     """Both readers of torch find every dtype, every sharding and every blob bit by bit."""
     target = zeros_like(whole_state())
@@ -124,11 +120,14 @@ def test_torch_loads_ours_without_a_template(ours: Path) -> None:
         assert same(part, {"sharded": {"grid": whole_state()["sharded"]["grid"]}, "step": 5})
 
 
-def save_stock(_rank: int, path: Path, thread_count: int, *, through_fsspec: bool) -> None:
+def save_stock(_rank: int, path: Path, kind: str) -> None:
     """Save with a writer of torch."""
     warnings.simplefilter("ignore")
-    kind = FsspecWriter if through_fsspec else dcp.FileSystemWriter
-    dcp.save(local_state((1, 2)), storage_writer=kind(str(path), thread_count=thread_count))
+    state = local_state((1, 2))
+    if kind == "fsspec":
+        dcp.save(state, storage_writer=FsspecWriter(str(path), thread_count=3))
+    else:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
 
 
 def assert_ours_loads(path: Path, expected: dict[str, Any], kind: str) -> None:
@@ -139,28 +138,14 @@ def assert_ours_loads(path: Path, expected: dict[str, Any], kind: str) -> None:
     assert reader.format == kind
 
 
-@pytest.mark.parametrize("through_fsspec", [False, True], ids=["filesystem", "fsspec"])
-@pytest.mark.parametrize("thread_count", [1, 3])
+@pytest.mark.parametrize("kind", ["filesystem", "fsspec"])
 def test_ours_loads_what_stock_writers_save_on_two_ranks(
-    ranks: RankPool, tmp_path: Path, thread_count: int, *, through_fsspec: bool
+    ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
     """Checkpoints of torch's writers, with one and several files per rank, come back whole."""
     path = tmp_path / "stock"
-    for rank in ranks.outcomes(
-        _StockJob(through_fsspec=through_fsspec), path, thread_count, world_size=2
-    ):
-        assert rank.failure is None, rank.failure
+    ranks.run(save_stock, path, kind, world_size=2)
     assert_ours_loads(path, whole_state(), "dcp")
-
-
-class _StockJob:
-    """`save_stock` with its last argument; a partial of it has no name to pickle by."""
-
-    def __init__(self, *, through_fsspec: bool) -> None:
-        self.through_fsspec = through_fsspec
-
-    def __call__(self, rank: int, path: Path, thread_count: int) -> None:
-        save_stock(rank, path, thread_count, through_fsspec=self.through_fsspec)
 
 
 def test_ours_loads_what_one_process_saved(tmp_path: Path) -> None:
@@ -227,7 +212,7 @@ def test_items_with_more_in_their_storage_than_the_tensor_load(tmp_path: Path) -
     assert_ours_loads(tmp_path / "views", expected, "dcp")
 
 
-@pytest.mark.parametrize("claim", [(8, 8), (2, 2), (16,), (4, 4, 1)])
+@pytest.mark.parametrize("claim", [(8, 8), (16,)])
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "turned"])
 def test_metadata_that_contradicts_its_items_is_refused(
     tmp_path: Path, claim: tuple[int, ...], *, is_plain: bool
@@ -310,15 +295,6 @@ def test_ours_loads_sharded_safetensors_of_torch(ranks: RankPool, tmp_path: Path
     assert_ours_loads(tmp_path, expected, "dcp_safetensors")
 
 
-def test_ours_loads_what_torch_writes_for_hugging_face_on_one_rank(tmp_path: Path) -> None:
-    """Whole tensors of torch's Hugging Face writer, with its index, load."""
-    state = {name: value for name, value in WEIGHTS.items() if value.numel() > 1}
-    index = {name: 1 + i % 2 for i, name in enumerate(state)}
-    writer = HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=index)
-    dcp.save(dict(state), storage_writer=writer)
-    assert_ours_loads(tmp_path, state, "dcp_safetensors")
-
-
 def test_ours_loads_a_hugging_face_folder_of_one_file(tmp_path: Path) -> None:
     """`model.safetensors` beside files of other kinds loads, also without a template."""
     safetensors.torch.save_file(WEIGHTS, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -353,11 +329,6 @@ def test_one_name_with_other_dimensions_in_two_files_is_refused(tmp_path: Path) 
         ckpt_storage.open_checkpoint(tmp_path)
 
 
-def test_ours_loads_a_hugging_face_folder_by_its_index(indexed: Path) -> None:
-    """With an index the files it names count, and stale ones beside them do not."""
-    assert_ours_loads(indexed, WEIGHTS, "safetensors")
-
-
 def load_weights_sharded(_rank: int, path: Path) -> None:
     """Load a Hugging Face folder into DTensors over three ranks."""
     mesh = init_device_mesh("cpu", (3,))
@@ -373,7 +344,7 @@ def load_weights_sharded(_rank: int, path: Path) -> None:
 
 
 def test_a_hugging_face_folder_is_sharded_while_loading(ranks: RankPool, indexed: Path) -> None:
-    """Three ranks load their parts of whole weights."""
+    """Three ranks load their parts of whole weights, by the index: stale files do not count."""
     ranks.run(load_weights_sharded, indexed, world_size=3)
 
 
