@@ -23,34 +23,30 @@ _PIECE = 1 << 20
 _MOST_SHOWN = 40
 
 
+@dataclass(slots=True, kw_only=True)
 class Findings:
-    """What the comparison of two tensors has found so far.
+    """What the comparison of two tensors has found so far; fields as in `ValueDiff`.
 
     Elements x and y are alike if |x - y| <= absolute + relative x max(|x|, |y|).
     """
 
-    def __init__(self, *, absolute: float = 0.0, relative: float = 0.0) -> None:
-        self._tolerance = absolute, relative
-        self._has_numbers = True
-        self._at: int | None = None
-        self._max_absolute = 0.0
-        self._max_relative = 0.0
-        self._count = 0
-        self.different_count = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    count: int = 0
+    different_count: int = 0
+    max_absolute: float | None = 0.0
+    max_relative: float | None = 0.0
+    at: int | None = None
 
     def as_fields(self, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return the findings as fields of a `ValueDiff` of tensors of `shape`."""
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
-        at = None
-        if self._at is not None:
-            at = tuple(int(i) for i in np.unravel_index(self._at, shape)) if shape else ()
+        names = ("count", "different_count", "max_absolute", "max_relative")
+        at = None if self.at is None else np.unravel_index(self.at, shape) if shape else ()
         return {
-            "count": self._count,
-            "different_count": self.different_count,
-            "max_absolute": self._max_absolute if self._has_numbers else None,
-            "max_relative": self._max_relative if self._has_numbers else None,
-            "at": at,
+            **{name: getattr(self, name) for name in names},
+            "at": None if at is None else tuple(map(int, at)),
         }
 
     def add(
@@ -65,9 +61,9 @@ class Findings:
             elif numpy_name(left_dtype) and numpy_name(right_dtype):
                 self._add_numbers(elements_of(x, left_dtype), elements_of(y, right_dtype))
             else:
-                self._has_numbers = False
+                self.max_absolute = self.max_relative = None
                 self.different_count += int((x != y).sum()) if is_same_type else len(x)
-            self._count += len(x)
+            self.count += len(x)
 
     def _add_numbers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
@@ -76,16 +72,14 @@ class Findings:
         with np.errstate(all="ignore"):
             distance, size, x_nan, y_nan = _distances(x, y)
             distance[x_nan | y_nan] = 0.0
-            absolute, relative = self._tolerance
             # Where infinity meets a number, an infinite tolerance would allow it.
-            is_far = (distance > absolute + relative * size) | np.isinf(distance)
+            is_far = (distance > self.absolute + self.relative * size) | np.isinf(distance)
             self.different_count += int((((distance > 0) & is_far) | (x_nan ^ y_nan)).sum())
             largest = int(distance.argmax())
-            if float(distance[largest]) > self._max_absolute:
-                self._max_absolute = float(distance[largest])
-                self._at = self._count + largest
+            if float(distance[largest]) > (self.max_absolute or 0.0):
+                self.max_absolute, self.at = float(distance[largest]), self.count + largest
             ratio = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
-            self._max_relative = max(self._max_relative, float(ratio.max()))
+            self.max_relative = max(self.max_relative or 0.0, float(ratio.max()))
 
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
