@@ -451,13 +451,6 @@ def test_cp_names_a_damaged_export_and_exits_with_one(tmp_path: Path) -> None:
     body = answer("cp", tmp_path / "src", tmp_path / "dst", code=1)
     assert "model.safetensors" in body["failed_exports"].pop("hf")
     assert body["failed_exports"] == {}
-    result = call("cp", tmp_path / "src", tmp_path / "other")
-    assert result.exit_code == 1
-    assert "model.safetensors" in result.stdout
-    checked = answer("verify", tmp_path / "other", code=1)
-    (problem,) = checked["problems"]
-    assert problem["file"] == "hf/model.safetensors.index.json"
-    assert "still being written" in problem["message"]
 
 
 PASSWORDS = (
