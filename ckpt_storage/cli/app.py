@@ -212,24 +212,15 @@ def _confided(given: Sequence[str]) -> dict[str, object]:
         elif name.endswith("storage-options-file"):
             with contextlib.suppress(OSError, ValueError):
                 inner.append(_parsed(Path(value).read_text(encoding="utf-8")))
-    return {"secrets": values, "options": _as_texts(inner)}
+    return {"secrets": values, "options": inner}
 
 
 def _parsed(text: str) -> object:
+    """Return JSON with its numbers as texts, for a password may be one; None for no JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=str, parse_float=str)
     except ValueError:
         return None
-
-
-def _as_texts(value: object) -> object:
-    """Return JSON with its numbers as texts: a password may be one."""
-    if isinstance(value, dict):
-        return {key: _as_texts(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_as_texts(one) for one in value]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else value
 
 
 def _say(message: str) -> None:
