@@ -200,14 +200,14 @@ def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
     """A function that gives one more client of one empty root, and how many rounds to play."""
     if request.param == "dict":
         disk = Disk()
-        yield lambda: DictStore(disk), 100
+        yield lambda: DictStore(disk), 30
     elif request.param == "local":
-        yield lambda: local_store(str(tmp_path / "run"), sync_files=False), 25
+        yield lambda: local_store(str(tmp_path / "run"), sync_files=False), 10
     else:
         with S3Server() as server:
             server.create_bucket("bkt")
             options = server.storage_options
-            yield lambda: open_store("s3://bkt/run", storage_options=options), 3
+            yield lambda: open_store("s3://bkt/run", storage_options=options), 2
 
 
 def files_in(store: Store) -> dict[str, bytes]:
