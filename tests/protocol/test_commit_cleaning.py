@@ -29,7 +29,6 @@ from local_stores import local_store
 
 from ckpt_storage.commit import cleaning, delete
 from ckpt_storage.errors import CommitConflictError
-from ckpt_storage.format.commit_record import split_footer, with_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
@@ -70,16 +69,6 @@ def test_what_metadata_names_is_not_freed_before_it_names_the_head(store: DictSt
     cleaning.free_superseded(store, keep_previous=0)
     assert watched
     assert all(watched)
-
-
-@BOTH
-def test_what_metadata_names_is_not_freed_whatever_its_footer_says(store: DictStore) -> None:
-    """A footer with a slot that there is not keeps `.metadata` as it is, and its save."""
-    ids = [saved(store) for _ in range(3)]
-    pickled, _ = split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
-    store.disk.put(".metadata", with_footer(pickled, slot=99, save_id=ids[0]))
-    assert cleaning.free_superseded(store, keep_previous=0) == [ids[1]]
-    assert is_whole(store.disk.files, ids[0])
 
 
 def test_a_sweep_keeps_head_and_previous_however_old() -> None:
@@ -169,23 +158,6 @@ def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: DictStore
     assert cleaned(store) == []
     assert len(calls) < 14
     assert calls[0] == ("list", "saves")
-
-
-@BOTH
-def test_a_zombie_that_writes_after_it_was_freed_harms_nobody(store: DictStore) -> None:
-    """Late files of a dead attempt are seen by no reader, and the next cleaning takes them."""
-    head = saved(store)
-    dead = attempted(store)
-    assert cleaned(store) == [dead.save_id]
-    before = seen(store.disk.files)
-    shard = files_of(dead.save_id)[0]
-    store.put(shard, b"late")
-    now = seen(store.disk.files)
-    assert (now.head, now.stock) == (before.head, before.stock) == (head, head)
-    assert cleaned(store) == [dead.save_id]
-    assert not [path for path in store.disk.files if dead.save_id in path]
-    with pytest.raises(CommitConflictError):
-        committed(store, dead)
 
 
 @pytest.mark.parametrize("wrong_by_s", [-DAY_S, DAY_S])

@@ -110,17 +110,6 @@ def test_deleting_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) 
 
 
 @BOTH
-def test_deleting_clears_away_attempts_without_any_commit(store: DictStore) -> None:
-    """An id at which every save died is cleared too, and its savers are stopped."""
-    attempts = [attempted(store) for _ in range(2)]
-    deleted(store)
-    assert list(store.disk.files) == ["commits/00000001.json"]
-    for attempt in attempts:
-        with pytest.raises(CommitConflictError):
-            committed(store, attempt)
-
-
-@BOTH
 def test_deleting_nothing_leaves_nothing(store: DictStore) -> None:
     """Where no attempt and no slot is, no tombstone is put, and another's files stay."""
     store.put("model.safetensors", b"somebody else's")

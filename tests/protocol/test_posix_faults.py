@@ -319,32 +319,6 @@ def test_an_upload_with_a_writing_thread_does_not_complete(roots: Iterator[Path]
     assert list((root / "saves").iterdir()) == []
 
 
-def test_a_failed_rename_may_be_tried_again(roots: Iterator[Path]) -> None:
-    """A completion that stopped at the rename goes on there, without another fsync."""
-    root = next(roots)
-    posix = FaultPosix([Rule(action="error", operation="rename", errno=errno.EIO)])
-    store = local_store(str(root), posix=posix)
-    started = store.upload(NAME)
-    started.write_part(0, 0, [memoryview(NEW)], last=True)
-    with pytest.raises(StorageError) as caught:
-        started.complete(len(NEW))
-    assert caught.value.retryable
-    started.complete(len(NEW))
-    assert content(root) == NEW
-    assert [call.operation for call in posix.script.calls].count("fsync") == 1
-
-
-@pytest.mark.parametrize("call", ["link", "rename"])
-def test_a_lost_answer_is_recognised_by_the_file_itself(roots: Iterator[Path], call: str) -> None:
-    """A link or rename that happened and was reported as failed is a success."""
-    root = next(roots)
-    posix = FaultPosix([Rule(action="lost_answer", operation=call, errno=errno.EIO)])
-    store = local_store(str(root), posix=posix)
-    (create if call == "link" else write)(store)
-    assert content(root) == NEW
-    assert [path.name for path in (root / "saves").iterdir()] == ["x"]
-
-
 def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> None:
     """A second link of the temporary file proves nothing: the name must lead to it."""
     root = next(roots)
@@ -439,22 +413,6 @@ def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
     local_store(str(root), posix=disk).make_folders(["saves/1"])
     disk.power_cut("data and names")
     assert (root / "saves" / "1").is_dir()
-
-
-@pytest.mark.parametrize("action", [*CRASHES[:2], *FAILURES])
-def test_prepare_can_be_repeated_after_any_fault(tmp_path: Path, action: Action) -> None:
-    """A fault at any call of `prepare` leaves nothing that hinders the next one."""
-    dry = FaultPosix()
-    local_store(str(tmp_path / "dry" / "root"), posix=dry).make_folders(["saves/1", "commits"])
-    for n in range(len(dry.script.calls)):
-        root = tmp_path / str(n) / "root"
-        posix = FaultPosix([Rule(action=action, skip_count=n)])
-        try:
-            local_store(str(root), posix=posix).make_folders(["saves/1", "commits"])
-        except (CheckpointError, SimulatedCrash):
-            local_store(str(root)).make_folders(["saves/1", "commits"])
-        assert (root / "saves" / "1").is_dir()
-        assert (root / "commits").is_dir()
 
 
 def test_a_delete_is_durable_when_it_returns(tmp_path: Path) -> None:

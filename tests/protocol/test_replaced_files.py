@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_storage import CheckpointStorageReader, consolidate, load, open_checkpoint, save
+from ckpt_storage import consolidate, load, open_checkpoint, save
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -121,16 +120,6 @@ def test_a_load_looks_again_after_a_save_that_ended_behind_its_metadata(swapped:
     state: dict[str, Any] = blank()
     load(state, swapped)
     assert {name: int(value[0]) for name, value in state.items()} == {"a": 5, "b": 9}
-
-
-def test_dcp_notices_it_too(swapped: Path) -> None:
-    """The reader under torch's own `dcp.load` raises as `load` does."""
-    with pytest.raises(CheckpointException, match="written again") as caught:
-        quiet(
-            lambda: dcp.load(blank(), storage_reader=CheckpointStorageReader(swapped), no_dist=True)
-        )
-    (failure,) = caught.value.failures.values()
-    assert isinstance(failure[0], CheckpointGoneError)
 
 
 def test_an_export_of_two_saves_is_not_published(swapped: Path) -> None:
