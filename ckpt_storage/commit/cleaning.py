@@ -114,12 +114,7 @@ def free_leftovers(
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish(store)
-    return freed + _delete_all(store, (save_id for save_id in dead if save_id not in commits))
-
-
-def _delete_all(store: Store, save_ids: Iterable[str]) -> list[str]:
-    freed = []
-    for save_id in save_ids:
+    for save_id in (save_id for save_id in dead if save_id not in commits):
         log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
         delete_attempt(store, save_id)
         freed.append(save_id)
