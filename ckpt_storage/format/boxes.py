@@ -248,6 +248,8 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
             return Flaw(outside=number)
     solid = [box for box in boxes if not box.is_empty]
     volume = math.prod(shape)
+    if len(solid) < 2 and sum(box.volume for box in solid) == volume:  # noqa: PLR2004  # a pair
+        return None
     # Unsigned, because a stop may be as large as 2**63.
     starts, stops = (
         np.array(corners, dtype=np.uint64).reshape(len(solid), len(shape))
