@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, endpoint_of, open_store
@@ -16,7 +15,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
-from .layout import Layout, OutFile
+from .layout import Layout
 from .plan import Plan
 from .write import Copies, Paces, Portion, transfer_options
 
@@ -192,14 +191,3 @@ class Output:
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what nobody could go on with."""
-
-    def damage(self, file: OutFile) -> CheckpointError:
-        """Return the error for a file that has other bytes than the source says."""
-        return IntegrityError(
-            f"{file.name} has other bytes than the checkpoint says: the source is damaged, or was "
-            "copied wrongly.",
-            path=file.name,
-            offset=0,
-            next_step="Run ckpt_storage.verify on the source; if it is sound, copy again with "
-            "copies='never'. Else restore the file from another copy.",
-        )

@@ -250,7 +250,14 @@ class _Work:
         """Return what a file is; raise if it has to have another checksum."""
         file = self._plan.files[at]
         if file.crc32c not in {None, crc32c}:
-            raise self._output.damage(file)
+            raise IntegrityError(
+                f"{file.name} has other bytes than the checkpoint says: the source is damaged, or "
+                "was copied wrongly.",
+                path=file.name,
+                offset=0,
+                next_step="Run ckpt_storage.verify on the source; if it is sound, copy again with "
+                "copies='never'. Else restore the file from another copy.",
+            )
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
     def _seal(self, at: int, sealed: Sealed) -> None:

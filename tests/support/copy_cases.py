@@ -117,7 +117,8 @@ def head_of(files: Mapping[str, bytes]) -> str | None:
 
 QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
 
-ACTIONS: tuple[Action, ...] = ("crash_before", "crash_after", "error", "lost_answer")
+ACTIONS: tuple[Action, ...] = ("crash_before", "error", "lost_answer")
+"""Dead after a change is dead before the next one: the storage is the same."""
 
 
 def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseException | None:
