@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from fault_cells import all_cells
@@ -24,10 +23,9 @@ CELLS = WHOLE if "CKPT_STORAGE_FAULT_MATRIX" in os.environ else SELECTION
 
 
 @pytest.fixture(scope="module")
-def matrix() -> Iterator[Matrix]:
-    """The driver with its nursery."""
-    with Matrix() as running:
-        yield running
+def matrix() -> Matrix:
+    """What keeps the checkpoints to begin with."""
+    return Matrix()
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))

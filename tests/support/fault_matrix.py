@@ -7,26 +7,16 @@ only then comes the fault. The cells are in `fault_cells`, what a rank does is i
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Self
 
-import fault_ranks
 from fault_cells import SLACK_S, SLOT, TIMEOUTS, WORLD_SIZE, Cell
 from fault_driver import (
     BUCKET,
-    EXIT_S,
     SETTLE_S,
     Event,
-    Hub,
     Ranks,
     export_leftovers,
     export_version,
@@ -48,27 +38,10 @@ _LATE_PHASES = frozenset({"commit", "publish", "index"})
 
 
 class Matrix:
-    """Runs cells one after another; a context manager that owns the nursery."""
+    """Runs cells one after another."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
         self._seeds: dict[str, dict[str, bytes]] = {}
-
-    def __enter__(self) -> Self:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))
-        self._folder = Path(folder)
-        self._hub = self._stack.enter_context(Hub(self._folder))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, __file__, self._hub.address], env=environment)
-        self._stack.callback(process.wait, EXIT_S)
-        self._stack.callback(process.kill)
-        [born] = self._hub.wait_for((-1, "nursery"))
-        self._nursery = born.connection
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._nursery.close()
-        self._stack.close()
 
     def run(self, cell: Cell) -> list[str]:
         """Run one cell; return what did not hold, and then what the ranks told."""
@@ -77,8 +50,8 @@ class Matrix:
             for key, data in self._seed(cell.operation).items():
                 server.put(BUCKET, key, data)
             server.reset_counters()
-            with Ranks(self._hub, self._nursery, self._folder) as ranks:
-                run = _Run(cell, server, self._hub, ranks)
+            with Ranks() as ranks:
+                run = _Run(cell, server, ranks)
                 problems = run.problems
                 try:
                     run.run()
@@ -89,8 +62,8 @@ class Matrix:
                 if cell.fault == "oversleep":
                     # The victim wakes up when others have done its work.
                     self._check_after(cell, server, run)
-                    os.kill(ranks.pids[cell.rank], signal.SIGCONT)
-                    if not self._hub.wait_dead([ranks.pids[cell.rank]], EXIT_S + SLACK_S):
+                    ranks.signal(cell.rank, signal.SIGCONT)
+                    if ranks.wait_dead([cell.rank])[cell.rank] is None:
                         problems.append("who overslept did not end")
                     problems += _export_problems(server, "after who overslept")
                 if problems:
@@ -154,7 +127,7 @@ class Matrix:
         world_size: int = WORLD_SIZE,
     ) -> list[Event]:
         """Run an operation on fresh ranks without any fault; return how each ended."""
-        with Ranks(self._hub, self._nursery, self._folder) as ranks:
+        with Ranks() as ranks:
             ranks.start(
                 operation,
                 server,
@@ -163,8 +136,7 @@ class Matrix:
                 version=version,
                 files=files,
             )
-            ranks.go()
-            ended = self._hub.wait_for(*((rank, "ended") for rank in range(world_size)))
+            ended = ranks.wait_for(*((rank, "ended") for rank in range(world_size)))
         for event in ended:
             assert event.details["kind"] == "returned", event.details["trace"]
         return ended
@@ -183,23 +155,22 @@ def _export_problems(server: S3Server, when: str) -> list[str]:
 class _Run:
     """One cell, step by step."""
 
-    def __init__(self, cell: Cell, server: S3Server, hub: Hub, ranks: Ranks) -> None:
+    def __init__(self, cell: Cell, server: S3Server, ranks: Ranks) -> None:
         self._cell = cell
         self._server = server
-        self._hub = hub
         self._ranks = ranks
         self._raised: list[str] = []
         self.problems: list[str] = []
         self.story: list[str] = []
 
     def run(self) -> None:
-        cell, hub = self._cell, self._hub
+        cell, ranks = self._cell, self._ranks
         if cell.key:
             action = FaultRule(action="hang", times=0)
             if cell.fault == "stop and go on":
                 action = FaultRule(action="delay", delay_s=_LATE_S)
             self._server.faults([dataclasses.replace(action, op=cell.hold.op, key=cell.key)])
-        self._ranks.start(
+        ranks.start(
             cell.operation,
             self._server,
             world_size=WORLD_SIZE,
@@ -208,17 +179,15 @@ class _Run:
             holds=None if cell.key else cell.rank,
             files=cell.files,
         )
-        self._ranks.go()
-        asked = self._reach()
+        self._reach()
         begin_s = time.monotonic()
         if cell.fault == "error":
-            assert asked is not None
-            asked.connection.send("raise")
+            ranks.answer(cell.rank, "raise")
         else:
             is_killed = cell.fault == "kill"
-            os.kill(self._ranks.pids[cell.rank], signal.SIGKILL if is_killed else signal.SIGSTOP)
+            ranks.signal(cell.rank, signal.SIGKILL if is_killed else signal.SIGSTOP)
         live = [rank for rank in range(WORLD_SIZE) if rank != cell.rank or cell.fault == "error"]
-        ended = hub.wait_for(*((rank, "ended") for rank in live))
+        ended = ranks.wait_for(*((rank, "ended") for rank in live))
         took_s = max(event.at_s for event in ended) - begin_s
         if took_s > cell.limit_s:
             self.problems.append(f"the last raised after {took_s:.2f} s, not {cell.limit_s} s")
@@ -226,13 +195,14 @@ class _Run:
             ended += self._go_on()
         for event in ended:
             self._judge(event)
-        self._judge_exits([self._ranks.pids[event.rank] for event in ended])
+        self._judge_exits([event.rank for event in ended])
 
-    def _reach(self) -> Event | None:
-        """Wait until the victim is in the phase for certain; return its question, if it asks."""
+    def _reach(self) -> None:
+        """Wait until the victim is in the phase for certain."""
         cell, hold = self._cell, self._cell.hold
         if not cell.key:
-            return self._hub.wait_for((cell.rank, "local plan"))[0]
+            self._ranks.wait_for((cell.rank, "local plan"))
+            return
         self._server.wait_for(lambda log: any(one.fault for one in log), timeout_s=SETTLE_S)
         waiting: list[int] = []
         if hold.holds == "own":
@@ -240,8 +210,7 @@ class _Run:
             waiting = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
         elif hold.holds == "other" or cell.victim == "member":
             waiting = [cell.rank]
-        self._hub.wait_for(*((rank, hold.waits if rank else "gather 2") for rank in waiting))
-        return None
+        self._ranks.wait_for(*((rank, hold.waits if rank else "gather 2") for rank in waiting))
 
     def _go_on(self) -> list[Event]:
         """Wake the victim, after all others raised; it must find out, too."""
@@ -249,11 +218,10 @@ class _Run:
         if cell.victim == "coordinator" and cell.host == "rank 0":
             # A store that answers after all finds threads of torch's client in an interpreter
             # that ends, and torch aborts such a process.
-            others = [pid for rank, pid in self._ranks.pids.items() if rank != cell.rank]
-            self._hub.wait_dead(others, EXIT_S)
+            self._ranks.wait_dead([rank for rank in range(WORLD_SIZE) if rank != cell.rank])
         awake_s = time.monotonic()
-        os.kill(self._ranks.pids[cell.rank], signal.SIGCONT)
-        ended = self._hub.wait_for((cell.rank, "ended"))
+        self._ranks.signal(cell.rank, signal.SIGCONT)
+        ended = self._ranks.wait_for((cell.rank, "ended"))
         took_s = ended[0].at_s - awake_s
         if took_s > TIMEOUTS.plan + SLACK_S:
             self.problems.append(f"the victim went on for {took_s:.2f} s")
@@ -279,20 +247,17 @@ class _Run:
         if event.rank != cell.rank and not is_named:
             self.problems.append(f"{text} does not name rank {cell.rank}")
 
-    def _judge_exits(self, pids: Sequence[int]) -> None:
-        cell = self._cell
-        dead = self._hub.wait_dead(pids, EXIT_S)
-        if left := set(pids) - set(dead):
-            self.problems.append(f"processes {left} did not end in {EXIT_S:g} s")
-        bad = {pid: code for pid, (code, _) in dead.items() if code != 0}
+    def _judge_exits(self, live: Sequence[int]) -> None:
+        cell, ranks = self._cell, self._ranks
+        bad = {rank: code for rank, code in ranks.wait_dead(live).items() if code != 0}
         if bad:
-            self.problems.append(f"processes ended with exit codes {bad}")
+            self.problems.append(f"exit codes are {bad}, None for what did not end in time")
         if cell.fault == "oversleep":
             return
         if cell.fault == "stop":
-            os.kill(self._ranks.pids[cell.rank], signal.SIGKILL)
-        self._hub.wait_dead(self._ranks.pids.values(), EXIT_S)
-        if alive := self._ranks.left():
+            ranks.signal(cell.rank, signal.SIGKILL)
+        ranks.wait_dead(range(WORLD_SIZE))
+        if alive := ranks.left():
             self.problems.append(f"processes {alive} are left")
 
     def judge_outcome(self, *, is_committed: bool) -> None:
@@ -308,9 +273,3 @@ class _Run:
         is_sure = says_yes or "CommitUnknownError" in said or cell.operation == "consolidate"
         if is_committed and not is_sure:
             self.problems.append("it is committed, and all ranks say that it failed")
-
-
-if __name__ == "__main__":
-    job = fault_ranks.nursery(sys.argv[1])
-    if job is not None:
-        fault_ranks.rank_main(job)

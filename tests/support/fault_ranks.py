@@ -1,25 +1,21 @@
-"""The ranks of the fault matrix: real processes, made fast, that tell where they are.
-
-The nursery is one process that has imported torch and forks each rank from there; a rank ends like
-any script, so that all that may keep an interpreter from ending does so here too.
-"""
+"""The ranks of the fault matrix: real processes that tell where they are."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import importlib
+import itertools
 import os
 import resource
 import signal
-import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -29,30 +25,23 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import ckpt_storage
 from ckpt_storage.coordination.operation import Operation
 
-__all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
+__all__ = ["OPERATIONS", "Job", "rank_main", "state_of"]
 
 ELEMENT_COUNT = 50_000
 WEIGHT_COUNT = 800_000
 """Elements of a tensor to consolidate: more than the 5 MiB that S3 wants of a part."""
 
 _PR_SET_PDEATHSIG = 1
-_OURS = [
-    f"ckpt_storage.{name}"
-    for name in ("loads.load", "background.saver", "saves.save", "export.consolidate")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one rank is to do.
 
-    `number` is new for every group of ranks. With `is_held` its planner asks the driver how to go
-    on. `version` is the content that a save saves. `files` says which
-    weight file each tensor goes into.
+    With `is_held` its planner asks the driver how to go on. `version` is the content that a save
+    saves. `files` says which weight file each tensor goes into.
     """
 
-    address: str
-    number: int
     operation: str
     rank: int
     world_size: int
@@ -92,47 +81,30 @@ def weights_of(version: int, ranks: range) -> dict[str, Any]:
 class _Line:
     """How a rank talks to the driver."""
 
-    def __init__(self, address: str, rank: int, number: int) -> None:
-        self.address = address
-        self.rank = rank
-        self.number = number
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
 
     def tell(self, what: str, **details: Any) -> None:
         """Tell the driver something, and when."""
-        with Client(self.address, "AF_UNIX") as connection:
-            connection.send(self._event(what, **details))
+        with self._lock:
+            self._connection.send((what, time.monotonic(), details))
 
     def ask(self, where: str) -> None:
         """Tell the driver where this process is, and stay there until it answers; maybe fail."""
-        with Client(self.address, "AF_UNIX") as connection:
-            connection.send(self._event(where))
-            if connection.recv() == "raise":
-                raise OSError(errno.ENOSPC, "No space left on device, says the test")
-
-    def _event(self, what: str, **details: Any) -> tuple[Any, ...]:
-        mine = {"pid": os.getpid(), "number": self.number, **details}
-        return self.rank, what, time.monotonic(), mine
+        self.tell(where)
+        if self._connection.recv() == "raise":
+            raise OSError(errno.ENOSPC, "No space left on device, says the test")
 
 
-def tell_of_waits(line: _Line) -> None:
+def _tell_of(line: _Line, name: str) -> None:
     """Let this process tell the driver when its operation enters a step in which ranks wait."""
-    for name in ("gather", "scatter", "broadcast", "outcome"):
-        _wrap(line, name)
-
-
-def _wrap(line: _Line, name: str) -> None:
-    inner = getattr(Operation, name)
-    if hasattr(inner, "inner"):
-        return
-    count = 0
+    inner, count = getattr(Operation, name), itertools.count(1)
 
     def step(self: Operation, *args: Any) -> Any:
-        nonlocal count
-        count += 1
-        line.tell(f"{name} {count}")
+        line.tell(f"{name} {next(count)}")
         return inner(self, *args)
 
-    step.inner = inner  # type: ignore[attr-defined]  # the mark of a wrapped one
     setattr(Operation, name, step)
 
 
@@ -215,10 +187,10 @@ def _common(job: Job) -> dict[str, Any]:
     return {"storage_options": dict(job.storage_options), "timeout": job.timeouts}
 
 
-def rank_main(job: Job) -> None:
+def rank_main(job: Job, connection: Connection) -> None:
     """Be one rank: join, wait for the word, run the operation, tell how it ended."""
     _settle(job)
-    line = _Line(job.address, job.rank, job.number)
+    line = _Line(connection)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
@@ -230,7 +202,8 @@ def rank_main(job: Job) -> None:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    tell_of_waits(line)
+    for name in ("gather", "scatter", "broadcast", "outcome"):
+        _tell_of(line, name)
     line.ask("ready")
     try:
         value = OPERATIONS[job.operation](job, line)
@@ -251,7 +224,7 @@ def rank_main(job: Job) -> None:
 
 
 def _settle(job: Job) -> None:
-    """Take a session of its own, a log, and the wish to die with the nursery."""
+    """Take a session of its own, a log, and the wish to die with who forked it."""
     os.setsid()
     # A shell that runs something in the background lets it ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -262,47 +235,3 @@ def _settle(job: Job) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-def nursery(address: str) -> Job | None:
-    """Fork a rank for each job of the driver; return the job in the rank, None in the nursery."""
-    torch.set_num_threads(1)
-    for name in ("s3fs", "safetensors.torch", *_OURS):
-        importlib.import_module(name)  # once, before the forks
-    connection = Client(address, "AF_UNIX")
-    connection.send((-1, "nursery", time.monotonic(), {}))
-    woken, waker = socket.socketpair()
-    woken.settimeout(0)
-    waker.settimeout(0)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
-    while True:
-        for ready in wait([connection, woken]):
-            if ready is connection:
-                try:
-                    job: Job = connection.recv()
-                except EOFError:
-                    return None
-                if (pid := os.fork()) == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for inherited in (connection, woken, waker):
-                        inherited.close()
-                    return job
-                connection.send((-1, "born", time.monotonic(), {"pid": pid, "rank": job.rank}))
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    woken.recv(1024)
-        _reap(connection)
-
-
-def _reap(connection: Connection) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        connection.send((-1, "died", time.monotonic(), {"pid": pid, "code": code}))
