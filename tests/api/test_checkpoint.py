@@ -205,6 +205,21 @@ def test_facts_are_told(saved: Path) -> None:
         assert opened.verify().ok
 
 
+def test_formats_and_shardings_make_no_difference(saved: Path, tmp_path: Path) -> None:
+    """A diff over other ranks, cuts and containers finds a single element, and nothing else."""
+    dcp_cases.save(dict(WEIGHTS), tmp_path / "whole")
+    changed = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    changed["model.cube"][3, 4, 5] += 7
+    dcp_cases.save(changed, tmp_path / "changed")
+    for name in FORMATS:
+        other = open_checkpoint(saved / name / "step-1000")
+        found = other.diff(tmp_path / "whole", prefix="model.")
+        assert (found.is_equal, found.same_count) == (True, len(WEIGHTS))
+        (change,) = ckpt_storage.diff(other, tmp_path / "changed", names=list(WEIGHTS)).changed
+        assert (change.fqn, change.kind, change.at) == ("model.cube", "values", (3, 4, 5))
+        assert (change.different_count, change.max_absolute) == (1, 7.0)
+
+
 @pytest.mark.parametrize(
     ("name", "step"),
     [
