@@ -38,7 +38,7 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
 @click.option(
     "--copies",
-    type=click.Choice(["auto", "always", "never"]),
+    type=click.Choice(["auto", "never"]),
     default="auto",
     show_default=True,
     help="Whether the storage copies by itself what it can.",

@@ -153,7 +153,7 @@ def copy(  # the public surface, all keyword-only
         overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
             which the copy takes its place; those of others cannot.
         copies: "auto" lets the storage itself copy where source and target share one that can;
-            "always" also where that does not pay; "never" reads and sends every byte.
+            "never" reads and sends every byte.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.

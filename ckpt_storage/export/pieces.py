@@ -216,8 +216,8 @@ class Part:
 
 def copy_runs(
     pieces: Iterable[Piece], place_of: Callable[[Piece], ChunkPlace], able: Capabilities
-) -> Iterator[tuple[Part, ChunkPlace]]:
-    """Yield the runs of a region that the storage can copy, and where from."""
+) -> Iterator[Part]:
+    """Yield the runs of a region that the storage can copy."""
     for piece in pieces:
         runs = piece.runs()
         if runs is None or len(runs[0]) < max(able.copy_min_bytes or 0, _MIN_COPY_BYTES):
@@ -231,8 +231,7 @@ def copy_runs(
             start += -start % place.block_bytes
             stop -= 0 if stop == place.size_bytes else stop % place.block_bytes
         if start < stop:
-            part = Part(start=start + shift, stop=stop + shift, place=place, source_start=start)
-            yield part, place
+            yield Part(start=start + shift, stop=stop + shift, place=place, source_start=start)
 
 
 def cut_region(

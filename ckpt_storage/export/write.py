@@ -41,8 +41,8 @@ from .reads import Readable, SegmentReader
 if TYPE_CHECKING:
     from .output import Site
 
-Copies = Literal["auto", "always", "never"]
-"""Which parts the storage copies: where that pays, wherever it can, none."""
+Copies = Literal["auto", "never"]
+"""Which parts the storage copies: those that it can, none."""
 
 _LOCAL_THREADS = 2
 _REMOTE_THREADS = 8
@@ -158,7 +158,7 @@ class RegionWriter:
             pacer=site.paces.source,
         )
         self.copies = (
-            copies != "never" and able.tokens_travel and site.target.can_copy_from(site.source)
+            copies == "auto" and able.tokens_travel and site.target.can_copy_from(site.source)
         )
         self.turns = threading.Condition()
         self.failure: BaseException | None = None
@@ -203,7 +203,7 @@ class RegionWriter:
         runs: Iterable[Part] = ()
         if self.copies and not self.plan.files[region.file].edges:
             pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
-            runs = [run for run, _ in copy_runs(pieces, self.reader.place_of, self.able)]
+            runs = copy_runs(pieces, self.reader.place_of, self.able)
         return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
 
     def _each_bytes(self, job: _Job) -> int:
