@@ -131,14 +131,13 @@ class _Work:
                 log.info("%s was sealed by an earlier run", plan.files[at].name)
         if not regions:
             return self._result
+        writer = RegionWriter(site, plan, source, self._on_bytes)
         try:
-            writer = RegionWriter(site, plan, source, self._on_bytes)
             writer.write(regions, self._begin, self._end)
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
                 # The coordinator discarded the upload: it is about to say why.
                 site.deadline.sleep(_WORD_S)
-                site.deadline.check("Writing to a file of several ranks")
             raise
         return self._result
 

@@ -124,6 +124,9 @@ def joined(spans: Iterable[Span]) -> Span:
     return starts[0], sum(lengths), crc32c
 
 
+_Moved = tuple[Sequence[Span], int, int]
+"""What was written, and how many bytes were read for it, and copied by the storage."""
+
 Begin = Callable[[Region], Upload]
 End = Callable[[Region, Upload, Portion], None]
 
@@ -245,9 +248,8 @@ class _Job:
         self.parts = writer.parts_of(region)
         self.window_bytes = max(one.size_bytes for p in self.parts for one in self._streams(p))
         self._lock = threading.Lock()
-        self._left_count = len(self.parts)
-        self._spans: list[Span] = []
-        self._read_bytes = self._copied_bytes = 0
+        self._left_bytes = region.size_bytes
+        self._moved: list[_Moved] = []
         self._next_start = region.start
         self._upload = begin(region)
 
@@ -256,33 +258,28 @@ class _Job:
         writer, region = self._writer, self._region
         try:
             writer.deadline.check(f"Writing {self._file.name}")
-            if part.place is None or not writer.copies or not self._copied(part, part.place):
-                for one in self._streams(part):
-                    self._stream(one)
+            copied = self._copied(part, part.place) if part.place and writer.copies else None
+            moved = [copied] if copied else [self._streamed(one) for one in self._streams(part)]
             writer.deadline.watch.advanced(part.size_bytes)
             writer.on_bytes(part.size_bytes)
             with self._lock:
-                self._left_count -= 1
-                is_over = not self._left_count
+                self._moved += moved
+                self._left_bytes -= part.size_bytes
+                is_over = not self._left_bytes
             if is_over:
-                spans = sorted(self._spans) if self._file.edges else [joined(self._spans)]
+                spans = [span for spans, _, _ in self._moved for span in spans]
+                copied_bytes = sum(count for _, _, count in self._moved)
                 portion = Portion(
                     file=region.file,
-                    spans=spans,
-                    read_bytes=self._read_bytes,
-                    sent_bytes=region.size_bytes - self._copied_bytes,
-                    copied_bytes=self._copied_bytes,
+                    spans=sorted(spans) if self._file.edges else [joined(spans)],
+                    read_bytes=sum(count for _, count, _ in self._moved),
+                    sent_bytes=region.size_bytes - copied_bytes,
+                    copied_bytes=copied_bytes,
                 )
                 self._end(region, self._upload, portion)
         except BaseException as error:
             writer.fail(error)
             raise
-
-    def _took(self, spans: Sequence[Span], *, read_bytes: int, copied_bytes: int = 0) -> None:
-        with self._lock:
-            self._spans += spans
-            self._read_bytes += read_bytes
-            self._copied_bytes += copied_bytes
 
     def _streams(self, part: Part) -> list[Part]:
         """Return the parts that a part is streamed as."""
@@ -291,7 +288,8 @@ class _Job:
         run, writer = Part(start=part.start, stop=part.stop), self._writer
         return cut(run, writer.able, self._unit, writer.window_bytes)
 
-    def _stream(self, part: Part) -> None:
+    def _streamed(self, part: Part) -> _Moved:
+        """Read and write a part."""
         writer, start, stop = self._writer, part.start, part.stop
         edges = self._file.edges
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
@@ -306,7 +304,7 @@ class _Job:
                 is_last = stop == self._region.file_bytes
                 self._upload.write_part(start // self._unit, start, [window], last=is_last)
                 writer.site.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
-        self._took(spans, read_bytes=read_bytes)
+        return spans, read_bytes, 0
 
     @contextmanager
     def _my_turn(self, part: Part) -> Iterator[None]:
@@ -324,12 +322,12 @@ class _Job:
             self._next_start = part.stop
             turns.notify_all()
 
-    def _copied(self, part: Part, place: ChunkPlace) -> bool:
-        """Have the storage copy a part; return False if it will not."""
+    def _copied(self, part: Part, place: ChunkPlace) -> _Moved | None:
+        """Have the storage copy a part; return None if it will not."""
         writer, first, length = self._writer, part.source_start, part.size_bytes
         source = writer.site.source.copy_source(place.path)
         if source is None:
-            return False
+            return None
         begin_s = time.monotonic()
         try:
             told = self._upload.copy_part(
@@ -344,7 +342,7 @@ class _Job:
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 writer.copies = False
-                return False
+                return None
             raise writer.reader.explained(error, [place]) from error
         writer.site.paces.target.succeeded(time.monotonic() - begin_s, length)
         read_bytes, expected = 0, part.crc32c
@@ -362,6 +360,4 @@ class _Job:
                 retryable=True,
                 next_step="Try again; if it happens again, tell who runs the storage.",
             )
-        span = (part.start, length, UNKNOWN_CRC if told is None else told)
-        self._took([span], read_bytes=read_bytes, copied_bytes=length)
-        return True
+        return [(part.start, length, UNKNOWN_CRC if told is None else told)], read_bytes, length

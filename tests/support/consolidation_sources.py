@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.pieces import Piece, PieceFinder
-from ckpt_storage.export.plan import Plan, Region, plan
+from ckpt_storage.export.plan import Plan, plan
 from ckpt_storage.export.weights import lay_out_model
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import DEFAULT_PART_BYTES
@@ -150,59 +150,41 @@ def plan_export(
 def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]:
     """Return the weight files that come out where all regions are copied as the plan says.
 
-    Fails where a byte is written twice or not at all, or a window is longer than asked for.
+    Fails where a byte is written twice or not at all.
     """
     files = [bytearray(file.size_bytes) for file in plan.files]
     counts = [np.zeros(file.size_bytes, np.uint8) for file in plan.files]
     finder = PieceFinder(plan.files, source.tensors)
+    step = max(64, window_bytes - window_bytes % 64)
     for region in plan.regions:
-        assemble_region(source, region, finder, files, counts, window_bytes)
+        at = region.file
+        for start in range(region.start, region.stop, step):
+            stop = min(start + step, region.stop)
+            for first, data in finder.fixed_of(at, start, stop):
+                files[at][first : first + len(data)] = data
+                counts[at][first : first + len(data)] += 1
+            for piece in finder.pieces_of(at, start, stop):
+                copy_piece(piece, source, memoryview(files[at]), counts[at], range(start, stop))
     assert all((count == 1).all() for count in counts)
     return [bytes(file) for file in files]
 
 
-def assemble_region(
-    source: MemorySource,
-    region: Region,
-    finder: PieceFinder,
-    files: list[bytearray],
-    counts: list[NDArray[np.uint8]],
-    window_bytes: int,
-) -> None:
-    """Copy one region window by window, cut where every element ends."""
-    step = max(64, window_bytes - window_bytes % 64)
-    for start in range(region.start, region.stop, step):
-        stop = min(start + step, region.stop)
-        buffer = bytearray(stop - start)
-        touched = np.zeros(stop - start, np.uint8)
-        for at, data in finder.fixed_of(region.file, start, stop):
-            buffer[at - start : at - start + len(data)] = data
-            touched[at - start : at - start + len(data)] += 1
-        for piece in finder.pieces_of(region.file, start, stop):
-            copy_piece(piece, source, memoryview(buffer), touched, start)
-        files[region.file][start:stop] = buffer
-        counts[region.file][start:stop] += touched
-
-
 def copy_piece(
-    piece: Piece, source: MemorySource, buffer: memoryview, touched: NDArray[np.uint8], origin: int
+    piece: Piece, source: MemorySource, file: memoryview, counts: NDArray[np.uint8], window: range
 ) -> None:
     """Copy one piece with numpy's own slicing, element for element."""
     item = piece.segment.item_bytes
-    kinds = [f"V{item}", f"V{item}"]
     assert piece.chunk_offsets is not None
     payload = source.payloads[piece.segment.fqn, piece.chunk_offsets]
-    taken = np.frombuffer(payload, kinds[0]).reshape(piece.chunk_sizes)[slices(piece.region)]
-    start = piece.dest_start - origin
-    size = math.prod(piece.dest_sizes) * item
-    assert start >= 0
-    assert start + size <= len(buffer)
-    target = np.frombuffer(buffer[start : start + size], kinds[1]).reshape(piece.dest_sizes)
+    chunk = np.frombuffer(payload, f"V{item}").reshape(piece.chunk_sizes)
+    start = piece.dest_start
+    stop = start + math.prod(piece.dest_sizes) * item
+    assert window.start <= start <= stop <= window.stop
     box = slices(Box(piece.dest_offsets, piece.region.sizes))
-    target[box] = taken
-    marks = touched[start : start + size].reshape((*piece.dest_sizes, item))
-    marks[box] += 1
+    target = np.frombuffer(file[start:stop], f"V{item}").reshape(piece.dest_sizes)
+    target[box] = chunk[slices(piece.region)]
+    counts[start:stop].reshape((*piece.dest_sizes, item))[box] += 1
     runs = piece.runs()
     if runs is not None:
         run, into = runs
-        assert buffer[into.start - origin : into.stop - origin] == payload[run.start : run.stop]
+        assert file[into.start : into.stop] == payload[run.start : run.stop]
