@@ -45,12 +45,8 @@ Copies = Literal["auto", "never"]
 """Which parts the storage copies: those that it can, none."""
 
 _LOCAL_THREADS = 2
-_REMOTE_THREADS = 8
 _LEAST_THREADS = 2
 """One part is written while another is being read."""
-
-_LOCAL_WINDOW_BYTES = 16 * MIB
-"""Put together at a time for a local disk: many chunks side by side still give long reads."""
 
 _LOCAL_READ_BYTES = 2 * MIB
 """One read of a local disk, through a buffer that stays in the processor's cache."""
@@ -64,20 +60,15 @@ def transfer_options(
 ) -> TransferOptions:
     """Return threads and sizes that suit both storages within the memory limit."""
     is_remote = source.capabilities.is_remote or target.capabilities.is_remote
-    # All ranks plan alike, on nodes with more of them and with fewer.
-    planned = DEFAULT_MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
-    threads = thread_count or (_REMOTE_THREADS if is_remote else _LOCAL_THREADS)
+    threads = thread_count or (REMOTE_THREADS if is_remote else _LOCAL_THREADS)
     # A part in flight takes up to three times its bytes: read, put together, joined by a client.
-    share_bytes = planned // (3 * threads)
-    if is_remote and share_bytes > MIB:
-        share_bytes -= share_bytes % MIB
-    part_bytes = min(DEFAULT_PART_BYTES if is_remote else _LOCAL_WINDOW_BYTES, share_bytes)
-    if memory_limit_bytes is None:
-        memory_limit_bytes = default_memory_limit_bytes()
+    # All ranks plan alike, on nodes with more of them and with fewer.
+    share_bytes = (memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES) // (3 * threads)
+    share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
     return TransferOptions(
         thread_count=threads,
-        part_bytes=max(part_bytes, MIB // 16),
-        memory_limit_bytes=memory_limit_bytes,
+        part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
+        memory_limit_bytes=memory_limit_bytes or default_memory_limit_bytes(),
     )
 
 
