@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
-
-_TERMS = (
-    *("max_file_bytes", "fqn_to_index_mapping", "dtype", "rename", "include", "exclude", "tied"),
-)
-"""Options that all ranks must give alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +236,9 @@ class ConsolidateJob:
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        options = {name: digest(getattr(self.options, name)) for name in _TERMS}
+        own = {"memory_limit_bytes", "page_cache", "output", "output_storage_options"}
+        names = {one.name for one in fields(self.options)} - own
+        options = {name: digest(getattr(self.options, name)) for name in sorted(names)}
         return {**self.setting.terms(), "the commit": str(self.slot), **options}
 
 
@@ -309,18 +306,11 @@ class _Consolidation(Task[ConsolidationReport]):
         """Say what was exported."""
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
         setting, plan = self.site.setting, output.plan
-        # Rank, file and bytes.
-        wrote = [(region.owner, region.file, region.size_bytes) for region in plan.regions]
-        wrote += [
-            (rank, at, plan.files[at].size_bytes)
-            for at, rank in plan.checks.items()
-            if at not in made.kept
-        ]
         writers: dict[int, set[int]] = {}
         rank_bytes = [0] * plan.world_size
-        for rank, at, size_bytes in wrote:
-            writers.setdefault(at, set()).add(rank)
-            rank_bytes[rank] += size_bytes
+        for portion in made.portions:
+            writers.setdefault(portion.file, set()).add(portion.rank)
+            rank_bytes[portion.rank] += portion.sent_bytes + portion.copied_bytes
         files = [
             ConsolidatedFile(
                 name=file.path,

@@ -94,12 +94,13 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """Bytes of the file at a position as they were written: several spans if it has edges.
+    """Bytes of the file at a position, as a rank wrote them: several spans if it has edges.
 
     `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` the storage copied.
     """
 
     file: int
+    rank: int
     spans: Sequence[Span]
     read_bytes: int
     sent_bytes: int
@@ -262,6 +263,7 @@ class _Job:
                 copied_bytes = sum(count for _, _, count in self._moved)
                 portion = Portion(
                     file=region.file,
+                    rank=region.owner,
                     spans=sorted(spans) if self._file.edges else [joined(spans)],
                     read_bytes=sum(count for _, count, _ in self._moved),
                     sent_bytes=region.size_bytes - copied_bytes,
