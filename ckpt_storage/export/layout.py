@@ -164,11 +164,6 @@ class Layout:
     skipped: tuple[Skipped, ...] = ()
 
     @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors in them."""
-        return sum(one.size_bytes for file in self.files for one in file.elements)
-
-    @property
     def ties(self) -> Mapping[str, str]:
         """The FQN of every alias that was left out, and that of the tensor that stands for it."""
         return {skip.fqn: skip.target for skip in self.skipped if skip.target is not None}

@@ -109,22 +109,10 @@ def _no_safetensors(info: TensorInfo) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What goes out, in natural order of names ("layers.2" before "layers.10"), and what does not.
-
-    `stripped` is what was taken off the front of FQNs, "" if nothing.
-    """
-
-    tensors: tuple[Elements, ...]
-    skipped: tuple[Skipped, ...]
-    stripped: str
-
-
 def choose_model(
     source: Source, options: ConsolidateOptions, ties: Mapping[str, str] | None = None
-) -> Choice:
-    """Return which tensors go out and what they are called.
+) -> tuple[list[Elements], tuple[Skipped, ...]]:
+    """Return what goes out, in natural order of names ("layers.2", "layers.10"), and what not.
 
     Without `include`: level by level from the top of the nested state dict, containers of optimizer
     and training state are left out by their key; if just one has the key of a model, only what lies
@@ -154,7 +142,7 @@ def choose_model(
         roots = _with_told(tensors, ties or {}, told, stripped)
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
         left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
-    skipped = [
+    skipped = tuple(
         Skipped(
             fqn=fqn,
             reason=reason,
@@ -163,13 +151,9 @@ def choose_model(
             target=tied.get(fqn),
         )
         for fqn, (reason, because) in sorted(left.items())
-    ]
-    picked = [_chosen(tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
-    return Choice(
-        tensors=tuple(sorted(picked, key=lambda one: natural_key(one.name))),
-        skipped=tuple(skipped),
-        stripped=stripped,
     )
+    picked = [_chosen(tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
+    return sorted(picked, key=lambda one: _natural(one.name)), skipped
 
 
 def payload_bytes(info: TensorInfo) -> int:
@@ -177,7 +161,7 @@ def payload_bytes(info: TensorInfo) -> int:
     return prod(info.shape) * DTYPES[info.dtype].item_bytes
 
 
-def natural_key(name: str) -> tuple[list[str | int], str]:
+def _natural(name: str) -> tuple[list[str | int], str]:
     """Return what sorts names with the numbers in them as numbers."""
     parts = _DIGITS.split(name)
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name

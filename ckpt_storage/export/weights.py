@@ -28,12 +28,12 @@ def lay_out_model(
 
     `ties` are the recorded ones. Raises `InvalidInputError` for options that do not fit.
     """
-    choice = choose_model(source, options, ties)
+    tensors, skipped = choose_model(source, options, ties)
     if options.fqn_to_index_mapping is None:
-        groups = _split_by_size(choice.tensors, options.file_limit_bytes)
+        groups = _split_by_size(tensors, options.file_limit_bytes)
     else:
-        groups = _split_by_index(choice.tensors, options.fqn_to_index_mapping)
-    return Layout(files=_weight_files(groups), skipped=choice.skipped)
+        groups = _split_by_index(tensors, options.fqn_to_index_mapping)
+    return Layout(files=_weight_files(groups), skipped=skipped)
 
 
 def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
@@ -88,7 +88,8 @@ def index_document(
 
     `save_id` and `fingerprint` tell which export of ours the files belong to.
     """
-    metadata: dict[str, object] = {"total_size": layout.tensor_bytes}
+    total_bytes = sum(one.size_bytes for file in layout.files for one in file.elements)
+    metadata: dict[str, object] = {"total_size": total_bytes}
     if fingerprint is not None:
         metadata |= {"save_id": save_id, "fingerprint": fingerprint}
     body = {

@@ -21,9 +21,10 @@ from consolidation_sources import (
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.export.layout import Elements, Skipped
 from ckpt_storage.export.options import ConsolidateOptions, parse_bytes
 from ckpt_storage.export.plan import Plan
-from ckpt_storage.export.select import Choice, check_ties, choose_model
+from ckpt_storage.export.select import check_ties, choose_model
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.filemarks import open_source
@@ -38,6 +39,9 @@ TIED_HF = {"model.embed.weight": W, "model.layers.0.w": W}
 OSD = {"state": {"model.embed.weight": {"exp_avg": W, "step": tensor("", ())}}, "lr": 0.1}
 
 
+Choice = tuple[list[Elements], tuple[Skipped, ...]]
+
+
 def chosen(source: MemorySource, **options: Any) -> Choice:
     """Return the choice with these options."""
     return choose_model(source, ConsolidateOptions(**options))
@@ -45,12 +49,12 @@ def chosen(source: MemorySource, **options: Any) -> Choice:
 
 def out(choice: Choice) -> dict[str, str]:
     """Return name -> FQN of what goes out."""
-    return {t.name: t.fqn for t in choice.tensors}
+    return {t.name: t.fqn for t in choice[0]}
 
 
 def left(choice: Choice) -> dict[str, str]:
     """Return FQN -> reason of what does not."""
-    return {skip.fqn: skip.reason for skip in choice.skipped}
+    return {skip.fqn: skip.reason for skip in choice[1]}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,6 @@ def test_the_model_goes_out_under_its_own_names(state: dict[str, object], stripp
     choice = chosen(source)
     names = TIED_HF if "lm_head.weight" not in str(state) else HF
     assert out(choice) == {name: f"{stripped}{name}" for name in names}
-    assert choice.stripped == stripped
     everything = source.tensors.keys() | source.blobs
     assert left(choice).keys() == everything - set(out(choice).values())
 
@@ -89,7 +92,7 @@ def test_what_is_left_out_says_why() -> None:
         "optim.s": "optimizer",
         "rng.s": "training state",
     }
-    sizes = {skip.fqn: skip.size_bytes for skip in choice.skipped}
+    sizes = {skip.fqn: skip.size_bytes for skip in choice[1]}
     assert sizes == {"ema.a": 32, "optim.lr": None, "optim.s": 32, "rng.s": 32}
 
 
@@ -181,7 +184,7 @@ def test_recorded_ties_are_dropped_or_kept() -> None:
     source, ties = tied_state(), {"head": "embed"}
     dropped = choose_model(source, ConsolidateOptions(), ties)
     assert "head" not in out(dropped)
-    (skip,) = dropped.skipped
+    (skip,) = dropped[1]
     assert (skip.fqn, skip.reason, skip.target) == ("head", "tied", "embed")
     assert out(choose_model(source, ConsolidateOptions(tied="keep"), ties))["head"] == "head"
 
