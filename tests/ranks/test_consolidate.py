@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from consolidate_cases import check, check_report, files_in
 from dcp_cases import seeded
-from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage.errors import (
@@ -53,28 +52,6 @@ def test_other_ranks_than_saved_export_the_same_bytes(ranks: RankPool, tmp_path:
     check(one, cases.whole_state(dtypes))
     assert {name: data for name, data in one.items() if not name.startswith(".ckpt-storage/")} == {
         name: data for name, data in four.items() if not name.startswith(".ckpt-storage/")
-    }
-
-
-def test_the_library_that_users_load_with_reads_the_file(tmp_path: Path) -> None:
-    """`safetensors.torch.load_file` gives the tensors that were saved, strided ones too."""
-    base = seeded(1, 64, 48)
-    state = {
-        "weight": base,
-        "turned": base.t(),
-        "columns": base[:, 3:40:2],
-        "tied": base,
-        "expanded": seeded(4, 1, 9).expand(50, 9),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-    }
-    ckpt_storage.save({"model": state, "optim": {"m": seeded(2, 3)}, "step": 4}, tmp_path / "run")
-    report = consolidate(tmp_path / "run", tied="keep")
-    found = load_file(tmp_path / "run" / "hf" / "model.safetensors")
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    assert {skip.fqn: skip.reason for skip in report.skipped} == {
-        "optim.m": "optimizer",
-        "step": "blob",
     }
 
 
