@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -86,12 +87,10 @@ class Plan:
         size = self.files[file].size_bytes
         return Region(file=file, start=0, stop=size, owner=owner, file_bytes=size)
 
-    def shared(self) -> dict[int, list[int]]:
-        """Return the files that several ranks write, and those ranks."""
-        owners: dict[int, list[int]] = {}
-        for region in self.regions:
-            owners.setdefault(region.file, []).append(region.owner)
-        return {file: ranks for file, ranks in owners.items() if len(ranks) > 1}
+    def shared(self) -> list[int]:
+        """Return the files that several ranks write."""
+        counts = Counter(region.file for region in self.regions)
+        return [file for file, count in counts.items() if count > 1]
 
     def renamed(self, layout: Layout) -> Plan:
         """Return the same plan over files of other names."""

@@ -82,7 +82,7 @@ class Task(abc.ABC, Generic[R]):
             self.found = Found(record=source.record.encode(), slot=source.record.slot)
         elif marks is not None:
             # An output may lie below the source, and be another one by now.
-            own = {*files_of(source), STOCK_METADATA, INDEX_NAME}
+            own = {*_files_of(source), STOCK_METADATA, INDEX_NAME}
             self.marks = replace(marks, of={path: m for path, m in marks.of.items() if path in own})
             is_told = all(time_s is not None for _, time_s in self.marks.of.values())
             self.found = Found(state=sorted(self.marks.of.items()) if is_told else new_write_id())
@@ -127,15 +127,12 @@ class Task(abc.ABC, Generic[R]):
         """Say what was made, once it is published; coordinator only."""
 
 
-def files_of(source: object) -> list[str]:
-    """Return the paths of the files that hold the values of a source, sorted."""
-    if isinstance(source, CommittedSource):
-        return sorted(reference.path for reference, _ in source.manifest.files)
+def _files_of(source: Source) -> set[str]:
+    """Return the paths of the files that hold the values of another writer's checkpoint."""
     if isinstance(source, StockSource):
-        return sorted({item.relative_path for item in source.metadata.items.values()})
-    if isinstance(source, ForeignSource):
-        return sorted({place.path for place in source.held.values()})
-    return []
+        return {item.relative_path for item in source.metadata.items.values()}
+    held = source.held if isinstance(source, ForeignSource) else {}
+    return {place.path for place in held.values()}
 
 
 def run(
