@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any, Literal
 
 import click
@@ -26,6 +27,7 @@ from . import output
 from .options import duration, reads, url_argument
 from .output import FOUND, SOUND, check_root
 
+_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 
 
@@ -126,8 +128,22 @@ def _check_names(template: str, folders: list[str]) -> None:
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
         raise InvalidInputError(
             f"None of the {len(folders)} folders below ROOT is named {template!r}.",
-            next_step="Say by --names how the run spells its steps.",
+            next_step=f"{_fitting(folders)}Say by --names how the run spells its steps.",
         )
+
+
+def _fitting(folders: list[str]) -> str:
+    """Return a sentence on the template that most folders are named by; "" if none has digits."""
+    templates: Counter[str] = Counter()
+    for name in folders:
+        found = _LAST_NUMBER.search(name)
+        if found is not None:
+            padding = f":0{len(found[0])}d" if found[0].startswith("0") else ""
+            templates[f"{name[: found.start()]}{{step{padding}}}{name[found.end() :]}"] += 1
+    if not templates:
+        return ""
+    best, count = templates.most_common(1)[0]
+    return f"--names {best!r} fits {count} of {len(folders)}. "
 
 
 def _policies(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.facts import shown
@@ -53,6 +55,9 @@ _BARS = " ▁▂▃▄▅▆▇█"
     show_default=True,
     help="text for people; npy, a file of numpy; raw, the elements in C order, little-endian.",
 )
+@click.option(
+    "-o", "--output", "file", type=click.Path(dir_okay=False), help="Write to a file instead."
+)
 @reads()
 def cat(
     url: str,
@@ -60,6 +65,7 @@ def cat(
     *,
     index: str | None,
     form: Literal["text", "npy", "raw"],
+    file: str | None,
     as_json: bool,
     **options: Any,  # noqa: ANN401  # as the library takes them
 ) -> int:
@@ -79,10 +85,9 @@ def cat(
                     f"{fqn} is an object, no tensor.", next_step="Print it without --slice."
                 )
             value = value_of(checkpoint, fqn)
-            if as_json:
-                output.emit("cat", fqn=fqn, dtype=None, shape=None, values=value)
-            else:
-                click.echo(pformat(value, width=100, compact=True))
+            told = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
+            text = told if as_json else f"{pformat(value, width=100, compact=True)}\n"
+            _put(file, [text.encode(errors="backslashreplace")])
             return SOUND
         try:
             selection = select(wanted, tensor.shape)
@@ -92,30 +97,51 @@ def cat(
                 next_step="Give as many indices as there are dimensions, or fewer.",
             ) from error
         if form == "text":
-            _print(tensor, selection, as_json=as_json)
+            _print(file, tensor, selection, as_json=as_json)
         else:
             pieces = _pieces(tensor, selection, checkpoint._handle.piece_bytes)  # noqa: SLF001  # of this package
-            _put(
-                pieces if form == "raw" else itertools.chain([_npy_head(tensor, selection)], pieces)
-            )
+            head = [] if form == "raw" else [_npy_head(tensor, selection)]
+            _put(file, itertools.chain(head, pieces))
     return SOUND
 
 
-def _put(parts: Iterable[bytes]) -> None:
-    sys.stdout.flush()
-    for part in parts:
-        sys.stdout.buffer.write(part)
-    sys.stdout.buffer.flush()
+def _put(file: str | None, parts: Iterable[bytes]) -> None:
+    """Write to standard output, or to a file that appears whole; a pipe or device is written to."""
+    if file is None:
+        sys.stdout.flush()
+        sys.stdout.buffer.writelines(parts)
+        sys.stdout.buffer.flush()
+        return
+    whole = Path(os.path.realpath(file))
+    is_stream = whole.exists() and not whole.is_file()
+    fresh = whole if is_stream else whole.with_name(f".{whole.name}.tmp-{os.getpid()}")
+    try:
+        try:
+            with fresh.open("wb") as stream:
+                stream.writelines(parts)
+            if not is_stream:
+                fresh.replace(whole)
+        except BaseException:
+            if not is_stream:
+                fresh.unlink(missing_ok=True)
+            raise
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise InvalidInputError(
+            f"{file} cannot be written: {error.strerror or error}.",
+            next_step="Give a file in a folder that is there, on a disk with room for it.",
+        ) from error
 
 
-def _print(tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
+def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
     import numpy as np  # noqa: PLC0415  # only what is read needs it
 
     count, shape = math.prod(map(len, selection.ranges)), _shape_of(selection)
     if not as_json:
         found = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
-            _put([(str(found) + "\n").encode()])
+            _put(file, [(str(found) + "\n").encode()])
         click.echo(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
         return
     if count > _MOST_JSON_ELEMENTS:
@@ -124,7 +150,8 @@ def _print(tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
             next_step="Narrow it with --slice, or use --form npy.",
         )
     values = _pairs(_made(tensor, tensor.words(selection.ranges), selection).tolist())
-    output.emit("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
+    told = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
+    _put(file, [told.encode(errors="backslashreplace")])
 
 
 def _pairs(values: Any) -> Any:  # noqa: ANN401  # nested lists

@@ -6,16 +6,19 @@ Only one rank calls it.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.names import probe_path, save_folder
+from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
+from ckpt_storage.format.names import begun_path, probe_path, save_folder
 from ckpt_storage.store.store import Store
 
 from .delete import attempts_there, delete_attempt, log_to_extend
 from .publishing import publish, read_footer
-from .slotlog import CommitLog, history, is_there, read_log, read_slot, take_slot
+from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
@@ -114,7 +117,43 @@ def free_leftovers(
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish(store)
-    for save_id in (save_id for save_id in dead if save_id not in commits):
+    return freed + _delete_all(store, (save_id for save_id in dead if save_id not in commits))
+
+
+def free_dead(store: Store, *, besides: str) -> list[str]:
+    """Free attempts, however young, whose coordinator ran on this host and has ended; return ids.
+
+    For a save that finds the storage full; `besides` is its own id. They are fenced first: one
+    that lives after all fails with `CommitConflictError`.
+    """
+    others = attempts_there(store).keys() - {besides} - _commits(store, read_log(store)).keys()
+    dead = [save_id for save_id in sorted(others) if _has_ended(store, save_id)]
+    if not dead:
+        return []
+    commits = _commits(store, fence(store, dead))
+    return _delete_all(store, (save_id for save_id in dead if save_id not in commits))
+
+
+def _has_ended(store: Store, save_id: str) -> bool:
+    """Return whether the process that began an attempt, or this one which began another, ended."""
+    path = begun_path(save_id)
+    found = read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+    begun = {} if found is None else unseal(found.data, path=path)
+    pid = begun.get("pid")
+    if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return pid == os.getpid()
+
+
+def _delete_all(store: Store, save_ids: Iterable[str]) -> list[str]:
+    freed = []
+    for save_id in save_ids:
         log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
         delete_attempt(store, save_id)
         freed.append(save_id)

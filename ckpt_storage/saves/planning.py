@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -316,26 +316,48 @@ def _refusal(fqn: str, reason: str) -> InvalidInputError:
 
 @contextmanager
 def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what a planner raises at into `InvalidInputError` naming the tensor, where it is plain.
-
-    A tensor of a kind that torch cannot plan is not stored either.
-    """
+    """Turn what a planner raises at into `InvalidInputError` naming the key, where it is known."""
     try:
         yield
     except CheckpointError:
         raise
     except RecursionError as error:
-        raise InvalidInputError(
-            "The state cannot be saved: a container in it holds itself, or is nested too deeply.",
-            phase="plan",
-            next_step="Break the circle.",
-        ) from error
+        circle = _circle_in(state, frozenset({id(state)}))
+        told = "The state cannot be saved: it is nested too deeply."
+        if circle is not None:
+            told = f"{circle} cannot be saved: it is a container that holds itself."
+        raise InvalidInputError(told, phase="plan", next_step="Break the circle.") from error
     except Exception as error:
         for fqn, tensor in named_tensors(state, ""):
-            reason = fault_of(tensor)
+            reason = fault_of(tensor) or _failure_alone(fqn, tensor)
             if reason is not None:
                 raise _refusal(f"{fqn} ({type(tensor).__qualname__})", reason) from error
         raise
+
+
+def _circle_in(value: Any, opened: frozenset[int]) -> str | None:  # noqa: ANN401  # a container
+    """Return the name of a container that one of those around it is; None if there is none."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    with suppress(RecursionError):
+        for key, child in items:
+            if id(child) in opened:
+                return str(key)
+            if isinstance(child, Mapping | list | tuple):
+                found = _circle_in(child, opened | {id(child)})
+                if found is not None:
+                    return f"{key}.{found}"
+    return None
+
+
+def _failure_alone(fqn: str, tensor: torch.Tensor) -> str | None:
+    """Return what torch's planner says of one tensor that it refuses."""
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner({fqn: tensor}, is_coordinator=True)
+        planner.create_global_plan([planner.create_local_plan()])
+    except Exception as failure:  # noqa: BLE001  # what a kind of tensor raises
+        return f"{type(failure).__name__}: {str(failure).rstrip('.')}"
+    return None
 
 
 def unlike(items_of: Sequence[Sequence[WriteItem]]) -> RankMismatchError | None:

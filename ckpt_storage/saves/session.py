@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.commit.assembly import commit_save
 from ckpt_storage.commit.attempt import Grant, begin
+from ckpt_storage.commit.cleaning import free_dead
 from ckpt_storage.commit.delete import delete_attempt
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
@@ -152,12 +153,20 @@ class SaveSession:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
         `plan` is the final one; `ties` maps alias to target in this rank's state.
-        After any error no upload stays open, and nothing of this attempt will be committed. Raises
+        Where the storage is full it first frees what dead attempts left, and tries once more. After
+        any error no upload stays open, and nothing of this attempt will be committed. Raises
         `StorageError`, `PhaseTimeoutError`, `InvalidInputError` (a value that
         cannot be stored, naming its FQN).
         """
         grant, deadline = granted.grant, self._phase("write")
         try:
+            try:
+                return self._write(granted, plan, source, ties, deadline)
+            except StorageError as error:
+                self.discard(grant.save_id, is_whole=False)
+                store = self._store.bounded(deadline)
+                if error.kind != "no-space" or not free_dead(store, besides=grant.save_id):
+                    raise
             return self._write(granted, plan, source, ties, deadline)
         except CheckpointError as error:
             # Without this rank's report the coordinator cannot commit.

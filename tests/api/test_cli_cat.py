@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,34 @@ def test_what_is_not_shown_is_not_read(big: Path, read_bytes: list[int]) -> None
     assert found.exit_code == 2
     assert "too many for JSON" in found.stderr
     assert sum(read_bytes) < 100_000
+
+
+def test_what_was_asked_for_goes_to_the_file_that_was_named(url: Path, tmp_path: Path) -> None:
+    """`-o` counts for every form; a folder that is not there is told in one line."""
+    for name, values in (("one", 2.5), ("note", "hello")):
+        told = call("cat", url, name, "--json", "-o", tmp_path / name)
+        assert (told.exit_code, told.stdout) == (0, "")
+        assert json.loads((tmp_path / name).read_text())["values"] == values
+    found = call("cat", url, "one", "-o", tmp_path / "none" / "file")
+    assert found.exit_code == 2
+    assert "cannot be written" in found.stderr
+    assert "unexpected" not in found.stderr
+
+
+def test_damage_late_in_a_tensor_leaves_a_file_as_it_was(
+    big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is replaced once all is there; nothing else is left in its folder."""
+    monkeypatch.setattr(Handle, "piece_bytes", 1 << 20)
+    copied = shutil.copytree(big, tmp_path / "big")
+    (shard,) = copied.glob("saves/*/*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[-2000] ^= 1
+    shard.write_bytes(data)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept").write_text("mine")
+    found = call("cat", copied, "w", "--form", "raw", "-o", out / "kept")
+    assert found.exit_code == 1
+    assert (out / "kept").read_text() == "mine"
+    assert [path.name for path in out.iterdir()] == ["kept"]

@@ -1,4 +1,4 @@
-"""A disk that is full: what a failed save leaves there."""
+"""A disk that is full: what a failed save leaves there, and what the next one frees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from front_door_cases import faulty_disk
 
 import ckpt_storage
-from ckpt_storage.testing.faults import Rule
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 STATE = {"w": torch.arange(1 << 16, dtype=torch.float32)}
 
@@ -47,4 +47,18 @@ def test_a_save_for_which_there_is_no_space_leaves_no_values(
     assert caught.value.kind == "no-space"
     assert list(tmp_path.rglob("*.distcp")) == []
     SAVES[way](tmp_path)
+    assert ckpt_storage.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_a_save_without_space_frees_what_a_dead_one_left(tmp_path: Path, way: str) -> None:
+    """It frees the files of a save that died, and then goes on by itself."""
+    crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
+    with faulty_disk([crash]), pytest.raises(SimulatedCrash):
+        dcp_save(tmp_path)
+    (left,) = tmp_path.rglob("*.distcp")
+    full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
+    with faulty_disk([full]):
+        SAVES[way](tmp_path)
+    assert not left.exists()
     assert ckpt_storage.verify(tmp_path).ok
