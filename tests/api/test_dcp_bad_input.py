@@ -62,7 +62,9 @@ def load_error(path: Any, **options: Any) -> CheckpointError:
         dcp.load(zeros_like(STATE), storage_reader=reader)
     with pytest.raises(CheckpointError) as raised:
         reader.read_metadata()
-    assert str(raised.value) in str(told.value)
+    # Two slots are read side by side; either may fail first.
+    first, other = (re.sub(r"0[12]\.json", "json", str(one.value)) for one in (raised, told))
+    assert first in other
     return raised.value
 
 
