@@ -22,21 +22,14 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
     ("given", "protocol", "url"),
     [
         ("/mnt/run", "file", "file:///mnt/run"),
-        ("//mnt//run/", "file", "file:///mnt/run"),
         ("/mnt/other/../run", "file", "file:///mnt/run"),
-        ("file:///mnt/run/", "file", "file:///mnt/run"),
         ("file://localhost/mnt/run", "file", "file:///mnt/run"),
-        ("local:///mnt//run", "file", "file:///mnt/run"),
         ("FILE:///mnt/run", "file", "file:///mnt/run"),
-        (Path("/mnt/run"), "file", "file:///mnt/run"),
         ("/mnt/a:b/run", "file", "file:///mnt/a:b/run"),
         ("s3://bucket/run", "s3", "s3://bucket/run"),
         ("s3a://bucket/run/", "s3", "s3://bucket/run"),
-        ("s3://bucket", "s3", "s3://bucket"),
         ("s3://bucket//a//b/", "s3", "s3://bucket//a//b"),
-        ("gs://bucket/run", "gs", "gs://bucket/run"),
         ("gcs://bucket/run", "gs", "gs://bucket/run"),
-        ("az://container/run", "az", "az://container/run"),
         ("abfs://container/run", "az", "az://container/run"),
         (
             "abfss://container@account.dfs.core.windows.net/run",
@@ -44,9 +37,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
             "az://container@account.dfs.core.windows.net/run",
         ),
         ("memory://run/", "memory", "memory://run"),
-        ("memory:///run", "memory", "memory://run"),
         ("webdav://folder/run", "webdav", "webdav://folder/run"),
-        ("sftp://host/folder", "sftp", "sftp://host/folder"),
     ],
 )
 def test_spellings_of_a_root_become_one(given: str | Path, protocol: str, url: str) -> None:
@@ -82,47 +73,30 @@ def test_path_through_a_link_and_back_means_what_the_file_system_means(tmp_path:
     ("given", "advice"),
     [
         ("", "Give a folder or a URL"),
-        ("   ", "Give a folder or a URL"),
         ("/mnt/a\0b", "Give a folder or a URL"),
         (b"/mnt/run", "Give a str"),
-        (17, "Give a str"),
         (None, "Give a str"),
         (Path("s3://bucket/run"), "'s3://bucket/run'"),
-        (Path("gs://bucket/run"), "'gs://bucket/run'"),
         (Path("file:///mnt/run"), "'file:///mnt/run'"),
-        (Path("nonsense://bucket/run"), "'nonsense://bucket/run'"),
         ("gs:/bucket/run", "'gs://bucket/run'"),
-        ("s3:bucket/run", "'s3://bucket/run'"),
         ("file:/mnt/run", "'file:///mnt/run'"),
         ("file://mnt/run", "'file:///mnt/run'"),
         ("s3://", "s3://BUCKET/PREFIX"),
-        ("s3:///run", "s3://BUCKET/PREFIX"),
-        ("az://", "az://BUCKET/PREFIX"),
         ("s3://bucket/a/../b", "without them"),
-        ("gs://bucket/./b", "without them"),
         ("simplecache::s3://bucket/run", "caches must not stand before it"),
-        ("zip://x.zip::s3://bucket/run", "caches must not stand before it"),
-        ("simplecache://bucket/run", "the storage itself"),
         ("https://host/run", "s3://BUCKET/PREFIX"),
-        ("http://host/run", "s3://BUCKET/PREFIX"),
         ("zip://x", "takes writes"),
         ("s4://bucket/run", "Did you mean s3://?"),
         ("zzzqqq://bucket/run", "Install the fsspec backend that provides zzzqqq://"),
         (Path(f"sftp://u:{SECRET}@host/run"), "'sftp://***@host/run'"),
         (f"sftp:/u:{SECRET}@host/run", "'sftp://***@host/run'"),
-        (f"sftp//u:{SECRET}@host/run", "'sftp://***@host/run'"),
-        (f"s3:key:{SECRET}@bucket/run", "'s3://***@bucket/run'"),
         (f"file://u:{SECRET}@host/run", "three slashes"),
         (f"zzzqqq://u:{SECRET}@host/run#{SECRET}", "Install the fsspec backend"),
         (f"s3://key:{SECRET}@bucket/run", "storage_options"),
         (f"sftp://u:{SECRET}@host/run", "storage_options"),
-        (f"memory://u:{SECRET}@host/run", "storage_options"),
-        (f"webdav://u:{SECRET}@host/run", "storage_options"),
         (f"az://container/run?sig={SECRET}", "storage_options"),
         (f"s3://bucket/run?{SECRET}", "storage_options"),
         (f"s3://bucket/run#{SECRET}", "storage_options"),
-        (f"sftp://host/run#{SECRET}", "storage_options"),
-        (f"webdav://folder/run?token={SECRET}", "storage_options"),
     ],
 )
 def test_what_names_no_root_is_refused_with_advice(given: str | Path, advice: str) -> None:
@@ -138,8 +112,6 @@ def test_what_names_no_root_is_refused_with_advice(given: str | Path, advice: st
     ("url", "module", "command"),
     [
         ("s3://bucket/run", "s3fs", "pip install 'ckpt-storage[s3]'"),
-        ("gcs://bucket/run", "gcsfs", "pip install 'ckpt-storage[gcs]'"),
-        ("abfss://container/run", "adlfs", "pip install 'ckpt-storage[azure]'"),
         ("dropbox://folder/run", "dropboxdrivefs", "pip install 'dropboxdrivefs'"),
     ],
 )
@@ -172,20 +144,13 @@ def test_a_missing_backend_is_named_with_its_extra(
         ("/mnt/run", "step-1", "file:///mnt/run/step-1"),
         ("/mnt/run", "a//b/", "file:///mnt/run/a/b"),
         ("/mnt/run", "./a", "file:///mnt/run/a"),
-        ("/mnt/run", Path("a/b"), "file:///mnt/run/a/b"),
         ("/mnt/run", "step:1", "file:///mnt/run/step:1"),
         ("/mnt/run", None, "file:///mnt/run"),
-        ("/mnt/run", "", "file:///mnt/run"),
-        ("/mnt/run", ".", "file:///mnt/run"),
-        ("/", "a", "file:///a"),
         ("/mnt/run", "/other", "file:///other"),
         ("/mnt/run", "s3://bucket/x", "s3://bucket/x"),
-        ("s3://bucket", "step-1", "s3://bucket/step-1"),
         ("s3://bucket/run/", "step-1/", "s3://bucket/run/step-1"),
         ("s3://bucket/run", "a//b", "s3://bucket/run/a//b"),
-        ("s3://bucket/run", "gs://other/x", "gs://other/x"),
         ("s3://bucket/run", "/mnt/x", "file:///mnt/x"),
-        ("memory://", "a", "memory://a"),
     ],
 )
 def test_a_checkpoint_id_is_joined_or_replaces(
@@ -195,7 +160,7 @@ def test_a_checkpoint_id_is_joined_or_replaces(
     assert Location.of(base).join(checkpoint_id).url == joined
 
 
-@pytest.mark.parametrize("checkpoint_id", ["..", "../x", "a/../../x", "a/..", Path("../x")])
+@pytest.mark.parametrize("checkpoint_id", ["..", "a/../../x", Path("../x")])
 @pytest.mark.parametrize("base", ["/mnt/run", "s3://bucket/run"])
 def test_a_checkpoint_id_cannot_climb(base: str, checkpoint_id: str | Path) -> None:
     """No checkpoint id leads out of its base by dots."""
@@ -203,9 +168,7 @@ def test_a_checkpoint_id_cannot_climb(base: str, checkpoint_id: str | Path) -> N
         Location.of(base).join(checkpoint_id)
 
 
-@pytest.mark.parametrize(
-    "checkpoint_id", [Path("s3://bucket/x"), "s3:/bucket/x", 7, "a\0b", "s3//b"]
-)
+@pytest.mark.parametrize("checkpoint_id", [Path("s3://bucket/x"), "s3:/bucket/x", 7, "a\0b"])
 def test_a_checkpoint_id_is_checked_like_a_path(checkpoint_id: str | Path) -> None:
     """A mangled URL does not become the name of a folder."""
     with pytest.raises(InvalidInputError):
@@ -220,14 +183,6 @@ def test_options_stay_with_their_storage() -> None:
     assert base.join("gs://other/a").storage_options == {}
     local = Location.of("/mnt/run", {"secret": SECRET})
     assert local.join("s3://bucket/a").storage_options == {"secret": SECRET}
-
-
-def test_the_callers_options_are_copied() -> None:
-    """What is done to the dict later changes no location."""
-    options = {"key": "one"}
-    location = Location.of("s3://bucket/run", options)
-    options["key"] = "two"
-    assert location.storage_options == {"key": "one"}
 
 
 def test_a_location_survives_pickling_with_its_options() -> None:
@@ -259,18 +214,13 @@ def test_no_text_of_a_location_shows_a_credential() -> None:
         f"Authorization: AWS4-HMAC-SHA256 Credential=AKIA/20260101, Signature={SECRET}",
         f"'Authorization': 'Bearer {SECRET}'",
         f"AccountName=me;AccountKey={SECRET};EndpointSuffix=x",
-        f"https://me.blob.core.windows.net/c?sv=1&sig={SECRET}",
         f"sftp://user:{SECRET.replace('/', '')}@host/path",
         f'{{"refresh_token": "{SECRET}"}}',
-        f"password={SECRET}",
-        f"token {SECRET[:0]}sent as Bearer {SECRET}",
         f"s3://key:{SECRET}@bucket/run",
         f"s3://bucket/run?{SECRET}",
         f"s3://bucket/run#{SECRET}",
         f"'sftp:/u:{SECRET}@host/run'",
         f"sftp//u:{SECRET}@host/run",
-        f"(s3:key:{SECRET}@bucket/run)",
-        f"u:{SECRET.replace('/', '')}@host",
     ],
 )
 def test_what_is_spelt_like_a_credential_is_hidden(text: str) -> None:
@@ -316,17 +266,6 @@ def test_options_are_not_given_twice() -> None:
     """A Location carries its options, so others beside it are a mistake."""
     with pytest.raises(InvalidInputError, match="given twice"):
         open_store(Location.of("memory://x"), storage_options={})
-
-
-@pytest.mark.parametrize(
-    ("url", "given", "meant"),
-    [("s3://bucket/run", "endpoint_ulr", "endpoint_url"), ("gs://b/run", "tokens", "token")],
-)
-def test_a_misspelt_option_names_the_nearest_one(url: str, given: str, meant: str) -> None:
-    """Classes of fsspec swallow options that they do not know; this package does not."""
-    with pytest.raises(InvalidInputError, match=f"'{given}'.*Did you mean '{meant}'") as caught:
-        open_store(url, storage_options={given: SECRET}).get("x")
-    assert SECRET not in str(caught.value)
 
 
 def test_unusable_options_are_an_error_without_their_values() -> None:

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -166,9 +165,7 @@ def watched(
     """The URL of a root on a file system that watches its threads."""
     registered.append("watched")
     fsspec.register_implementation("watched", _Watched)
-    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_S", 0.3)
-    # One that waits for what earlier tests left behind would come later.
-    monkeypatch.setattr("ckpt_storage.store.backends.clients._process._is_timed", False)
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_COUNT", 0)
     _Watched.made.clear()
     yield f"watched://{tmp_path}"
     _Watched.made.clear()
@@ -226,8 +223,11 @@ def test_calls_that_hang_keep_no_later_ones_out(watched: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-def test_a_fork_while_file_systems_idle_harms_nothing(watched: str) -> None:
-    """The child reads the same storage; the parent's stores go on, and its idle ones end."""
+def test_a_fork_while_file_systems_idle_harms_nothing(
+    watched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child reads the same storage, and ends no instance of the parent."""
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_COUNT", 8)
     _Watched.at_once = threading.Barrier(1)
     used, idle = open_store(watched), open_store(watched, storage_options={"token": "idle"})
     for store in (used, idle):
@@ -242,9 +242,11 @@ def test_a_fork_while_file_systems_idle_harms_nothing(watched: str) -> None:
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert _Watched.made[1].ended.wait(10)
-    assert (used.get("x").data, _Watched.made[0].ended.is_set()) == (b"data", False)
+    assert [store.get("x").data for store in (used, idle)] == [b"data"] * 2
+    assert len(_Watched.made) == 2
+    assert not any(fs.ended.is_set() for fs in _Watched.made)
     used.close()
+    idle.close()
 
 
 class _Asynchronous(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -290,23 +292,21 @@ def test_the_loop_of_others_holds_up_nothing(registered: list[str]) -> None:
 def test_stores_of_equal_options_share_an_instance(
     registered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is closed with its loop some time after the last of them, and built anew after that."""
+    """It is closed after the last of them, and built anew after that."""
     registered.append("asynchronous")
     fsspec.register_implementation("asynchronous", _Asynchronous)
-    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_S", 0.2)
-    monkeypatch.setattr("ckpt_storage.store.backends.clients._process._is_timed", False)
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_COUNT", 0)
     _Asynchronous.made.clear()
+    _Asynchronous.closed.clear()
     stores = [open_store(f"asynchronous://shared/{number}") for number in range(3)]
     assert [store.stat("x").size_bytes for store in stores] == [1, 1, 1]
     (made,) = _Asynchronous.made
     for store in stores[1:]:
         store.close()
-    time.sleep(0.5)  # longer than unused ones are kept
-    assert not made.loop.is_closed()
     assert stores[0].stat("x").size_bytes == 1
+    assert id(made) not in _Asynchronous.closed
     stores[0].close()
-    _until(made.loop.is_closed)
-    assert id(made) in _Asynchronous.closed
+    _until(lambda: id(made) in _Asynchronous.closed)
     assert stores[0].stat("x").size_bytes == 1
     assert len(_Asynchronous.made) == 2
     stores[0].close()
@@ -375,8 +375,6 @@ from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
 class Slow(gcsfs.GCSFileSystem):
     def __init__(self, *args, **options):
-        if sys.argv[1] == "open":
-            time.sleep(60)
         super().__init__(*args, **options)
         self.credentials.apply = lambda heads: time.sleep(60)
 import fsspec
@@ -394,16 +392,15 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("when", ["open", "request"])
-def test_a_lookup_of_credentials_that_hangs_holds_up_nothing(when: str, tmp_path: Path) -> None:
+def test_a_lookup_of_credentials_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
     """A request ends by its deadline, and the interpreter does not wait for the lookup."""
     script = tmp_path / "lookup.py"
     script.write_text(_LOOKUP)
     start_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(script), when], capture_output=True, text=True, timeout=55, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=55, check=True
     )
-    assert done.stdout.split() == [StorageError.__name__, "timeout"] or "timeout" in done.stdout
+    assert done.stdout.split()[-1] == "timeout"
     assert time.monotonic() - start_s < 50
 
 
@@ -411,47 +408,37 @@ def test_a_folder_on_azure_is_deleted_page_by_page(registered: list[str]) -> Non
     """Names are deleted before the next page is asked for; folders go last, deepest first."""
     family: Any = pytest.importorskip("adlfs").AzureBlobFileSystem
     log: list[str] = []
+    pages = [[("d", True), ("a", False)], [("d/e", True), ("b", False)]]
 
-    def blob(name: str, *, folder: bool = False) -> Any:
-        metadata = {"hdi_isfolder": "true"} if folder else {}
-        get = {"metadata": metadata}.get
-        changed = datetime.now(UTC)
-        return SimpleNamespace(name=f"run/f/{name}", get=get, size=0, last_modified=changed)
-
-    names = [[blob("d", folder=True), blob("a")], [blob("d/e", folder=True), blob("b")]]
-
-    def by_page(at: int | None) -> Any:
-        log.append("page")
-        more = None if at else 1
-        return Answer(each([each(names[at or 0])]), more)
-
-    async def each(items: list[Any]) -> AsyncIterator[Any]:
-        for item in items:
-            yield item
-
-    @dataclass
     class Answer:
-        items: AsyncIterator[Any]
-        continuation_token: int | None
+        """One page of a listing, and which is the next."""
 
-        def __aiter__(self) -> AsyncIterator[Any]:
-            return self.items
+        def __init__(self, at: int | None) -> None:
+            log.append("page")
+            self._items, self.continuation_token = pages[at or 0], None if at else 1
+
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            yield self._each()
+
+        async def _each(self) -> AsyncIterator[Any]:
+            for name, is_folder in self._items:
+                told = {"metadata": {"hdi_isfolder": "true"} if is_folder else {}}
+                known = {"size": 0, "last_modified": datetime.now(UTC)}
+                yield SimpleNamespace(name=f"run/f/{name}", get=told.get, **known)
 
     async def delete_blob(name: str, **_: Any) -> None:
         log.append(name)
 
-    container = SimpleNamespace(list_blobs=lambda **_: SimpleNamespace(by_page=by_page))
-    service = SimpleNamespace(
-        get_container_client=lambda _: container,
-        get_blob_client=lambda _, name: SimpleNamespace(delete_blob=partial(delete_blob, name)),
-    )
-
     def begin(self: Any, *_: Any, **__: Any) -> None:
         AsyncFileSystem.__init__(self)
-        self.service_client = service
+        container = SimpleNamespace(list_blobs=lambda **_: SimpleNamespace(by_page=Answer))
+        self.service_client = SimpleNamespace(
+            get_container_client=lambda _: container,
+            get_blob_client=lambda _, name: SimpleNamespace(delete_blob=partial(delete_blob, name)),
+        )
 
-    paged = type("Paged", (family,), {"__init__": begin})
     registered.append("az")
+    paged = type("Paged", (family,), {"__init__": begin})
     fsspec.register_implementation("az", paged, clobber=True)
     store = open_store("az://box@acct/run")
     store.delete_folder("f")

@@ -52,15 +52,11 @@ LAST = f"put {4 * MULTIPLE}-{5 * MULTIPLE + 16}/{5 * MULTIPLE + 17}"
 @pytest.mark.parametrize(
     "faults",
     [
-        [],
-        [("begin", "503")],
         [("begin", "lost")],
-        [(FIRST, "503")],
         [(FIRST, "lost")],
         [(FIRST, "half")],
         [(FIRST, "half"), (SECOND, "503")],
         [(SECOND, "half"), ("put 786432-", "lost")],
-        [(LAST, "503")],
         [(LAST, "half")],
         [(LAST, "lost")],
         [(LAST, "lost"), ("put */", "lost"), ("put */", "503")],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import dcp_cases
 import pytest
@@ -15,13 +15,11 @@ from fsspec.implementations.sftp import SFTPFileSystem
 from fsspec.registry import _registry
 from servers import Running
 from sshfs import SSHFileSystem
+from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location, Settings, open_store
-from ckpt_storage.store.backends.generic import FsspecBackend
-from ckpt_storage.store.store import Store
-from ckpt_storage.testing.store_suite import StoreSuite
+from ckpt_storage.store import open_store
 
 
 @pytest.fixture
@@ -33,81 +31,32 @@ def registered() -> Iterator[dict[str, type]]:
     _registry.update(before)
 
 
-def opened(root: Running, *, request_timeout_s: float = 30.0) -> FsspecBackend:
-    """Return a new backend; another timeout makes another client."""
-    location = Location.of(root.url, root.storage_options)
-    return FsspecBackend(location, Settings(request_timeout_s=request_timeout_s))
-
-
-class GenericSuite(StoreSuite):
-    """The suite on a root that the fixture `root` gives."""
-
-    many = 30
-
-    @pytest.fixture
-    def root(self) -> Running:
-        """Override: a fresh root."""
-        raise NotImplementedError
-
-    @pytest.fixture
-    def backend(self, root: Running) -> FsspecBackend:
-        """A backend on the root."""
-        return opened(root)
-
-    @pytest.fixture
-    def other(self, root: Running) -> FsspecBackend:
-        """A second one, with a client of its own."""
-        return opened(root, request_timeout_s=31.0)
-
-
-class TestWebdav(GenericSuite):
+class TestWebdav(SuiteAt):
     """A synchronous client, which sends a file when it is closed."""
 
+    many, at = 30, "webdav_root"
+
     # webdav4 does not quote "#" and "%" in a path.
-    odd_names = tuple(name for name in GenericSuite.odd_names if not {"#", "%"} & set(name))
-
-    @pytest.fixture
-    def root(self, webdav_root: Running) -> Running:
-        """A folder of its own."""
-        return webdav_root
-
-    def test_a_missing_folder_is_made(self, store: Store) -> None:
-        """Objects and uploads need none; the client notices only at their end that it is not."""
-        store.put("new/one/x", b"data")
-        upload = store.upload("new/two/x")
-        upload.write_part(0, 0, [memoryview(b"a")], last=False)
-        upload.write_part(1, 1, [memoryview(b"b")], last=True)
-        upload.complete(2)
-        assert [info.path for info in store.list("new")] == ["new/one/x", "new/two/x"]
+    odd_names = tuple(name for name in SuiteAt.odd_names if not {"#", "%"} & set(name))
 
 
-class TestSshfs(GenericSuite):
+class TestSshfs(SuiteAt):
     """An asynchronous client."""
 
-    family: ClassVar[type] = SSHFileSystem
+    many, at = 30, "sshfs_root"
 
     @pytest.fixture
-    def root(self, sftp_root: Running, registered: dict[str, type]) -> Running:
+    def sshfs_root(self, sftp_root: Running, registered: dict[str, type]) -> Running:
         """A folder of its own."""
-        registered["sftp"] = self.family
+        registered["sftp"] = SSHFileSystem
         return sftp_root
 
 
-class TestParamiko(TestSshfs):
-    """A synchronous client: fsspec's own."""
-
-    family: ClassVar[type] = SFTPFileSystem
-
-
-SFTP = pytest.mark.parametrize("family", [SSHFileSystem, SFTPFileSystem])
-
-
-@SFTP
 def test_a_checkpoint_over_sftp_is_saved_loaded_and_overwritten(
-    sftp_root: Running, registered: dict[str, type], family: type
+    sftp_root: Running, registered: dict[str, type]
 ) -> None:
     """DCP saves, loads, and saves in place of it, with files of several parts."""
-    registered["sftp"] = family
+    registered["sftp"] = SSHFileSystem
     options: dict[str, Any] = {"storage_options": sftp_root.storage_options}
     for seed in (1, 2):
         state = {"rows": dcp_cases.seeded(seed, 600, 1000), "step": torch.tensor(seed)}
@@ -120,7 +69,7 @@ def test_a_checkpoint_over_sftp_is_saved_loaded_and_overwritten(
     store.close()
 
 
-@SFTP
+@pytest.mark.parametrize("family", [SSHFileSystem, SFTPFileSystem])
 def test_a_lost_connection_is_made_anew(
     tmp_path: Path, registered: dict[str, type], family: type
 ) -> None:
@@ -132,6 +81,7 @@ def test_a_lost_connection_is_made_anew(
             storage_options=server.storage_options,
             retry=RetryPolicy(first_delay_s=0.01),
         )
+        store.make_folders([])
         store.put("x", b"before")
     with servers.sftp(tmp_path, port=server.storage_options["port"]):
         assert store.get("x").data == b"before"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import errno
 import http.client
 import pickle
 import socket
 import ssl
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +20,7 @@ import pytest
 import requests
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.retry import HttpError
-from webdav4.client import ForbiddenOperation, InsufficientStorage, ResourceNotFound
+from webdav4.client import InsufficientStorage
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.problems import Call, HttpFailure, explain
@@ -72,17 +70,11 @@ GOOGLE: Any = google_errors
 
 CASES: list[tuple[BaseException, str, bool]] = [
     (s3_error("NoSuchKey", 404), "not-found", False),
-    (s3_error("404", 404), "not-found", False),
     (s3_error("404", None), "not-found", False),
     (s3_error("NoSuchBucket", 404), "other", False),
-    (s3_error("AccessDenied", 403), "permission", False),
     (s3_error("403", 403), "permission", False),
     (s3_error("ExpiredToken", 400), "credentials", True),
-    (s3_error("SignatureDoesNotMatch", 403), "credentials", False),
-    (s3_error("SlowDown", 503), "throttled", True),
     (s3_error("Unheard", 503), "throttled", True),
-    (s3_error("Unheard", 429), "throttled", True),
-    (s3_error("Unheard", 500), "other", True),
     (s3_error("Unheard", 599), "other", True),
     (s3_error("Unheard", 400), "other", False),
     (s3_error("InternalError", 200), "other", True),
@@ -92,63 +84,39 @@ CASES: list[tuple[BaseException, str, bool]] = [
     (s3_error("NotImplemented", 501), "unsupported", False),
     (boto_errors.NoCredentialsError(), "credentials", False),
     (boto_errors.EndpointConnectionError(endpoint_url="http://x"), "connection", True),
-    (boto_errors.ConnectTimeoutError(endpoint_url="http://x"), "timeout", True),
     (boto_errors.ReadTimeoutError(endpoint_url="http://x"), "timeout", True),
-    (boto_errors.ProfileNotFound(profile="x"), "other", False),
     (azure_error(404, "BlobNotFound"), "not-found", False),
     (azure_error(404, "ContainerNotFound"), "other", False),
     (azure_error(409, "BlobAlreadyExists"), "exists", False),
     (azure_error(412, "ConditionNotMet"), "precondition", False),
-    (azure_error(503, "ServerBusy"), "throttled", True),
     (azure_error(403, "AuthenticationFailed"), "credentials", False),
-    (azure_errors.ServiceRequestError("no route"), "connection", True),
     (azure_errors.ServiceResponseTimeoutError("slow"), "timeout", True),
     (azure_errors.IncompleteReadError("short"), "connection", True),
     (HttpFailure(status=404, code="notFound"), "not-found", False),
-    (HttpFailure(status=401, code="authError"), "credentials", True),
     (HttpFailure(status=403, code="rateLimitExceeded"), "throttled", True),
-    (HttpFailure(status=403, code="forbidden"), "permission", False),
     (HttpFailure(status=412, code="conditionNotMet"), "precondition", False),
-    (HttpFailure(status=None, code="AccessDenied"), "permission", False),
     (HttpError({"code": 401, "message": "Invalid Credentials"}), "credentials", True),
-    (GOOGLE.DefaultCredentialsError("none"), "credentials", False),
     (GOOGLE.RefreshError("expired"), "credentials", True),
-    (aiohttp.ServerDisconnectedError(), "connection", True),
     (aiohttp.ClientPayloadError("cut"), "connection", True),
     (aiohttp.ServerTimeoutError("slow"), "timeout", True),
-    (aiohttp.InvalidURL("http://"), "other", False),
-    (httpx.ConnectError("no route"), "connection", True),
     (httpx.ReadTimeout("slow"), "timeout", True),
     (requests.exceptions.ConnectionError("no route"), "connection", True),
     (http.client.IncompleteRead(b""), "connection", True),
-    (ResourceNotFound("x"), "not-found", False),
-    (ForbiddenOperation("no"), "permission", False),
     (InsufficientStorage("x"), "no-space", False),
     (FSTimeoutError(), "timeout", True),
-    (TimeoutError(), "timeout", True),
-    (asyncio.IncompleteReadError(b"", 3), "connection", True),
-    (FileNotFoundError("x"), "not-found", False),
     (FileExistsError("x"), "exists", False),
     (PermissionError("x"), "permission", False),
     (ConnectionResetError("x"), "connection", True),
     (socket.gaierror(-2, "Name or service not known"), "connection", True),
-    *((OSError(number, "x"), "permission", False) for number in (errno.EPERM, errno.EROFS)),
+    (OSError(errno.EROFS, "x"), "permission", False),
     *((OSError(number, "x"), "no-space", False) for number in (errno.ENOSPC, errno.EDQUOT)),
-    *((OSError(number, "x"), "unsupported", False) for number in (errno.EXDEV, errno.ENOTSUP)),
-    (OSError(errno.ETIMEDOUT, "x"), "timeout", True),
-    (OSError(errno.ENOTCONN, "x"), "connection", True),
+    (OSError(errno.ENOTSUP, "x"), "unsupported", False),
     *((OSError(number, "x"), "other", True) for number in (errno.ESTALE, errno.EIO)),
-    *((OSError(number, "x"), "other", False) for number in (errno.ENOTDIR, 12345)),
+    (OSError(12345, "x"), "other", False),
     (OSError("no number"), "other", True),
     (ssl.SSLCertVerificationError("self-signed"), "connection", False),
     (caused(OSError("x"), s3_error("SlowDown", 503)), "throttled", True),
-    (
-        caused(aiohttp.ClientConnectionError("x"), ssl.SSLCertVerificationError("x")),
-        "connection",
-        False,
-    ),
     (TypeError("unexpected keyword"), "other", False),
-    (KeyError("x"), "other", False),
 ]
 
 
@@ -202,21 +170,10 @@ def test_an_unexpected_type_is_told_with_its_place() -> None:
     assert "ZeroDivisionError in test_store_mapping.py:" in str(mapped(caught.value))
 
 
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (ConnectionResetError, True),
-        (TimeoutError, True),
-        (lambda: s3_error("NoSuchBucket", 404), True),
-        (lambda: s3_error("NoSuchKey", 404), False),
-    ],
-)
-def test_the_endpoint_is_shown_where_it_matters(
-    error: Callable[[], BaseException],
-    shown: bool,  # noqa: FBT001  # a parameter
-) -> None:
+def test_the_endpoint_is_shown_where_it_matters() -> None:
     """Errors of the way to a server name the server."""
-    assert ("host.example:9000" in str(mapped(error()))) == shown
+    for error, shown in ((TimeoutError(), True), (s3_error("NoSuchKey", 404), False)):
+        assert ("host.example:9000" in str(mapped(error))) == shown
 
 
 def test_the_path_of_an_error_holds_no_credentials() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import subprocess
 import sys
@@ -34,7 +33,6 @@ from ckpt_storage.store import (
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.calls import CLEAN_UP_S
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import FaultBackend
 
 SLACK_S = 5.0
 """What a machine under load may add to a promised deadline."""
@@ -292,13 +290,6 @@ def test_a_folder_is_deleted_while_it_is_listed() -> None:
     store = Store(Listed(Location.of("memory://listed")), url="x://y")
     store.delete_folder("saves")
     assert deleted == [(1000, 1000), (1000, 2000), (500, 2500)]
-
-
-def test_a_wrapper_for_tests_passes_every_method_on() -> None:
-    """What a backend can do is not hidden by the faults that are played around it."""
-    methods = {name for name, value in vars(Backend).items() if inspect.isfunction(value)}
-    assert len(methods) > 15
-    assert methods <= set(vars(FaultBackend))
 
 
 class UnknownFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types

@@ -78,16 +78,10 @@ def test_upload_rules(server: S3Server, client: Any) -> None:
     [
         ("PUT", "k", {"If-None-Match": '"etag"'}),
         ("PUT", "k", {"If-Match": "*"}),
-        ("PUT", "k", {"If-Match": '"a"', "If-None-Match": "*"}),
-        ("PUT", "k", {"If-Unmodified-Since": "Mon, 01 Jan 2035 00:00:00 GMT"}),
         ("DELETE", "k", {"If-Match": "*"}),
-        ("GET", "k", {"If-Modified-Since": "Mon, 01 Jan 2001 00:00:00 GMT"}),
         ("GET", "k", {"If-Range": '"etag"'}),
         ("GET", "k?versionId=1", {}),
-        ("GET", "k?partNumber=1", {}),
-        ("PUT", "k?tagging", {}),
         ("GET", "?acl", {}),
-        ("GET", "", {}),
         ("PATCH", "k", {}),
         ("PUT", "k", {"x-amz-checksum-sha256": "AAAA"}),
     ],
@@ -187,7 +181,7 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
         assert second.endpoint_url == server.endpoint_url
 
 
-@pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("end", ["stdin", "SIGTERM"])
 def test_command_serves_until_told(end: str) -> None:
     """The command prints where it listens, serves, and ends with 0."""
     command = [sys.executable, "-W", "error", "-m", "ckpt_storage.testing.s3_server"]

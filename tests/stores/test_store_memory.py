@@ -6,30 +6,21 @@ import uuid
 
 import fsspec
 import pytest
+from servers import Running
+from suites import SuiteAt
 
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.backend import Settings
-from ckpt_storage.store.backends.memory import MemoryBackend
-from ckpt_storage.testing.store_suite import StoreSuite
+from ckpt_storage.store import open_store
 
 
-class TestMemory(StoreSuite):
+class TestMemory(SuiteAt):
     """Two backends on one root of this process."""
 
+    at = "memory_root"
+
     @pytest.fixture
-    def location(self) -> Location:
+    def memory_root(self) -> Running:
         """A root that no other test uses."""
-        return Location.of(f"memory://{uuid.uuid4().hex}/run")
-
-    @pytest.fixture
-    def backend(self, location: Location) -> MemoryBackend:
-        """One client."""
-        return MemoryBackend(location, Settings())
-
-    @pytest.fixture
-    def other(self, location: Location) -> MemoryBackend:
-        """Another one."""
-        return MemoryBackend(location, Settings())
+        return Running(url=f"memory://{uuid.uuid4().hex}/run")
 
 
 def test_users_of_fsspec_see_the_same_files() -> None:

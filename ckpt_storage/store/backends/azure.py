@@ -9,14 +9,14 @@ import base64
 import contextlib
 import io
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ckpt_storage.store.backend import Buffers, Capabilities, ObjectInfo, Part, Settings
 from ckpt_storage.store.location import Location
 
 from .clients import ForeignFs
-from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, total_of
+from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
 
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
@@ -72,28 +72,22 @@ class AzureBackend(CloudBackend):
         stream = await self._ask(fs, "download_blob", path, **asked)
         yield Body(
             pieces=stream.chunks(),
-            start=start or 0,
             total_bytes=total_of(stream.properties.content_range),
             version=stream.properties.etag,
         )
 
     async def _put(
-        self,
-        fs: ForeignFs,
-        path: str,
-        data: Buffers,
-        write_id: str | None,
-        condition: Mapping[str, Any],
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
         """Put Blob, in one request up to the SDK's limit of 64 MiB."""
         body = b"".join(data)
         given = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
-        await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **condition)
+        await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
 
-    async def _delete(self, fs: ForeignFs, path: str, condition: Mapping[str, Any]) -> None:
-        await self._ask(fs, "delete_blob", path, **condition)
+    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+        await self._ask(fs, "delete_blob", path, **terms)
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:  # noqa: ANN401  # a token
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         container = fs.service_client.get_container_client(self._place[0])
         wanted = {"name_starts_with": below, "include": ["metadata"], **self._settings}
         ask = container.list_blobs if recursive else container.walk_blobs
@@ -101,24 +95,19 @@ class AzureBackend(CloudBackend):
         objects, folders, markers = [], [], []
         async for page in pages:
             async for item in page:
-                path = self._path(item.name)
                 if item.get("prefix") is not None:
-                    folders.append(f"{path.rstrip('/')}/")
+                    folders.append(f"{item.name.rstrip('/')}/")
                 elif _is_folder(item):
-                    markers.append(path)
+                    markers.append(item.name)
                 else:
-                    modified_s = item.last_modified.timestamp()
-                    objects.append(
-                        ObjectInfo(path=path, size_bytes=item.size, modified_s=modified_s)
-                    )
+                    changed_s = item.last_modified.timestamp()
+                    objects.append((item.name, item.size, changed_s, None))
             break
         return Page(
             objects=objects, folders=folders, markers=markers, more=pages.continuation_token
         )
 
-    def _condition(
-        self, *, if_absent: bool = False, if_match: str | None = None
-    ) -> Mapping[str, Any]:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         from azure.core import MatchConditions  # noqa: PLC0415  # comes with adlfs
 
         if if_absent:
@@ -131,14 +120,12 @@ class AzureBackend(CloudBackend):
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
         """Draw a random text; nothing is sent."""
-        del path, write_id, if_absent, size_hint, copies
         return os.urandom(8).hex()
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
         """Put Block, under a name that no other upload of this path uses."""
-        del offset, last
         body = b"".join(data)
         # All names of one blob's blocks must be of one length.
         block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
@@ -152,17 +139,15 @@ class AzureBackend(CloudBackend):
         """Put Block List; the same list again changes nothing."""
         from azure.storage.blob import BlobBlock  # noqa: PLC0415  # comes with adlfs
 
-        del token
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
-        given = {"metadata": _metadata(write_id), **self._condition(if_absent=if_absent)}
+        given = {"metadata": _metadata(write_id), **self._terms(if_absent=if_absent)}
         with self.taken(path, if_absent=if_absent):
             self._client.run(self._ask, "commit_block_list", path, blocks, **given)
 
     def abort_upload(self, path: str, token: str) -> None:
         """Send nothing: blocks that are not listed cannot be removed."""
-        del path, token
 
-    async def _ask(self, fs: ForeignFs, method: str, path: str, *given: Any, **named: Any) -> Any:  # noqa: ANN401  # the SDK's
+    async def _ask(self, fs: ForeignFs, method: str, path: str, *given: Any, **named: Any) -> Any:
         """Call a method of the SDK's client of one blob, which shares the service's connections."""
         blob = fs.service_client.get_blob_client(self._place[0], self._name(path))
         return await getattr(blob, method)(*given, **named, **self._settings)
@@ -172,6 +157,6 @@ def _metadata(write_id: str | None) -> dict[str, str]:
     return {} if write_id is None else {_WRITE_ID: write_id}
 
 
-def _is_folder(item: Any) -> bool:  # noqa: ANN401  # the SDK's properties
+def _is_folder(item: Any) -> bool:
     """Return whether a blob stands for a folder of a hierarchical namespace."""
     return bool((item.get("metadata") or {}).get(_FOLDER_MARK))

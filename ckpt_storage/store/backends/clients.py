@@ -1,10 +1,8 @@
 """fsspec file systems: built in the first call, one set for all stores of equal options.
 
-An asynchronous file system has one instance, on an event loop of its own in a daemon thread. A
-synchronous one has one for each call under way, four at most, and one for each open upload: servers
-refuse clients that connect many times at once. What no open store uses is closed after a minute;
-eight such are kept at most. A child of fork builds its own and touches nothing that it
-inherited.
+An asynchronous file system has one instance, on the event loop of this module, in a daemon thread.
+A synchronous one has one for each call under way and one for each open upload. Eight sets that no
+open store uses are kept. A child of fork builds its own and touches nothing that it inherited.
 """
 
 from __future__ import annotations
@@ -12,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import difflib
-import inspect
 import os
 import selectors
 import threading
-import time
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -45,10 +40,8 @@ _ANSWER_S = 0.5
 
 _AT_ONCE = 16
 _CALLS_AT_ONCE = 4
-"""On one synchronous file system, without writes to open uploads."""
+"""On a synchronous file system, each with a connection; servers refuse clients that have many."""
 
-_OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
-_IDLE_S = 60.0
 _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
@@ -68,7 +61,8 @@ def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
     """Run something later, in a thread that nobody waits for."""
     thread = threading.Timer(delay_s, run) if delay_s else threading.Thread(target=run)
     thread.name, thread.daemon = f"ckpt-storage {name}", True
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
+        thread.start()
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -94,19 +88,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     # The list of sockets that epoll keeps would be shared with a child of fork.
     loop = asyncio.SelectorEventLoop(selectors.PollSelector())
     loop.set_default_executor(_DaemonThreads())
-
-    async def cancel_all() -> None:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    def serve() -> None:
-        loop.run_forever()
-        loop.run_until_complete(cancel_all())
-        loop.close()
-
-    _start(serve, "loop")
+    _start(loop.run_forever, "loop")
     return loop
 
 
@@ -128,54 +110,27 @@ def _end(fs: ForeignFs) -> None:
             call()
 
 
-class _Held:
+class _Shared:
     """The instances of one file system, the options that its key refers to, and its clients.
 
-    free: those that a call may take; of an asynchronous one the first serves all. taken: those
-    that a thread has for itself, by identity, with the call. since_s: when calls under way began.
-    Calls on all three are atomic; what waits for a call's end waits for `turn`.
+    free: those that a call may take; of an asynchronous one the first serves all. Calls on lists
+    and sets are atomic.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, is_async: bool) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
         self.users: weakref.WeakSet[Client] = weakref.WeakSet()
-        self.used_s = time.monotonic()
-        self.loop = _new_loop() if is_async else None
         self.free: list[ForeignFs] = []
-        self.taken: dict[int, tuple[ForeignFs, object]] = {}
-        self.since_s: dict[object, float] = {}
-        self.turn = threading.Condition()
-        self.has_ended = False
-
-    def enter(self, call: object, limit_s: float) -> None:
-        """Wait until few calls are under way. One older than `limit_s` was given up."""
-        with self.turn:
-            while True:
-                now_s = time.monotonic()
-                younger = [at_s for at_s in self.since_s.values() if now_s - at_s < limit_s]
-                if len(younger) < _CALLS_AT_ONCE:
-                    break
-                self.turn.wait(min(younger) + limit_s - now_s)
-            self.since_s[call] = now_s
-
-    def leave_turn(self, call: object) -> None:
-        """Let another call in."""
-        with self.turn:
-            self.since_s.pop(call, None)
-            self.turn.notify()
+        self.turns = threading.BoundedSemaphore(_CALLS_AT_ONCE)
 
     def end(self) -> None:
-        """Close what no thread has, and stop the loop, in a thread that nobody waits for."""
-        self.has_ended = True
+        """Close what no call has, in a thread that nobody waits for."""
 
         def end() -> None:
             while self.free:
                 _end(self.free.pop())
-            if self.loop is not None:
-                self.loop.call_soon_threadsafe(self.loop.stop)
 
-        with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
-            _start(end, "closing")
+        _start(end, "closing")
 
     def leave(self) -> None:
         """Have nothing closed, by anyone."""
@@ -184,10 +139,10 @@ class _Held:
 
 
 class _Process:
-    """What this process has built."""
+    """What this process has built, the longest unused first."""
 
     def __init__(self) -> None:
-        self._inherited: list[Mapping[Hashable, _Held]] = []
+        self._inherited: list[object] = []
         self._begin()
         os.register_at_fork(after_in_child=self._after_fork)
         # A first finalizer has all called at exit; what is registered after that comes before.
@@ -196,44 +151,51 @@ class _Process:
 
     def _begin(self) -> None:
         # A lock that came by fork may be held by a thread that is gone.
-        self.lock = threading.Lock()
-        self.held: dict[Hashable, _Held] = {}
-        self._is_timed = False
+        self._lock = threading.Lock()
+        self.shared: dict[Hashable, _Shared] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of all asynchronous file systems."""
+        with self._lock:
+            self._loop = self._loop or _new_loop()
+            return self._loop
 
     def _after_fork(self) -> None:
-        for held in self.held.values():
-            held.leave()
+        for shared in self.shared.values():
+            shared.leave()
         # They are kept: dropping one would close sockets that the parent uses.
-        self._inherited.append(self.held)
+        self._inherited += [self.shared, self._loop]
         self._begin()
 
     def _before_exit(self) -> None:
         """Have no library wait for a loop that is held up."""
-        for held in list(self.held.values()):
-            answered = threading.Event()
-            if held.loop is not None:
-                held.loop.call_soon_threadsafe(answered.set)
-                if not answered.wait(_ANSWER_S):
-                    held.leave()
+        answered = threading.Event()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(_ANSWER_S):
+                for shared in list(self.shared.values()):
+                    shared.leave()
 
-    def end_idle(self) -> None:
-        """End what no client has used for long; what stays idle is looked at again."""
-        with self.lock:
-            now_s = time.monotonic()
-            idle = [(one.used_s, key) for key, one in self.held.items() if not one.users]
-            idle.sort(key=lambda one: one[0])
-            late = [*idle[:-_IDLE_COUNT], *(one for one in idle if now_s - one[0] >= _IDLE_S)]
-            unused = [self.held.pop(key) for _, key in late if key in self.held]
-            if len(unused) < len(idle) and not self._is_timed:
-                with contextlib.suppress(RuntimeError):  # as above
-                    _start(self._look_again, "closing", idle[len(unused)][0] + _IDLE_S - now_s)
-                    self._is_timed = True
-        for held in unused:
-            held.end()
+    def join(self, key: Hashable, client: Client, options: Mapping[str, Any]) -> _Shared:
+        """Return what serves a key, which the client uses from now on."""
+        with self._lock:
+            shared = self.shared.setdefault(key, _Shared(options))
+            shared.users.add(client)
+        return shared
 
-    def _look_again(self) -> None:
-        self._is_timed = False
-        self.end_idle()
+    def leave(self, key: Hashable, client: Client) -> None:
+        """Let a client use nothing any more; end what has been unused for longest."""
+        with self._lock:
+            shared = self.shared.pop(key, None)
+            if shared is not None:
+                shared.users.discard(client)
+                self.shared[key] = shared
+            idle = [key for key, one in self.shared.items() if not one.users]
+            count = max(0, len(idle) - _IDLE_COUNT)
+            ended = [self.shared.pop(key) for key in idle[:count]]
+        for one in ended:
+            one.end()
 
 
 _process = _Process()
@@ -241,7 +203,7 @@ _process = _Process()
 
 def known_client_count() -> int:
     """Return how many file systems this process keeps."""
-    return len(_process.held)
+    return len(_process.shared)
 
 
 class Client:
@@ -258,111 +220,102 @@ class Client:
         self._options = dict(options)
         self._timeout_s = request_timeout_s
         self.scrub = Scrubber(location.storage_options, location.target)
+        self.endpoint = endpoint_of(location, options)
+
+        def find() -> type:
+            import fsspec  # noqa: PLC0415  # costs time that a local checkpoint need not spend
+
+            found: type = fsspec.get_filesystem_class(location.protocol)
+            return found
+
+        self.family: Any = self._checked(find)
+        """The class of the file system, as it is registered with fsspec."""
+        self.is_async = bool(getattr(self.family, "async_impl", False))
         authority = location.target.partition("://")[2].partition("/")[0]
         if location.protocol == "az":
             # container@account; the file system depends on the account only.
             authority = authority.partition("@")[2]
         place = "" if location.protocol in _ONE_FOR_ALL else authority
         # With the class: another may be registered for the protocol meanwhile.
-        self._key = (location.protocol, self.family, place, frozen(self._options))
-        self.endpoint = endpoint_of(location, options)
-        self.is_async = bool(getattr(self.family, "async_impl", False))
+        self._key = (location.protocol, self.family, place, _frozen(self._options))
 
     def __repr__(self) -> str:
         return f"Client({self._location.url!r})"
 
     @property
-    def family(self) -> type:
-        """The class of the file system, as it is registered with fsspec. Builds nothing."""
-        import fsspec  # noqa: PLC0415  # costs time that a local checkpoint need not spend
-
-        found: type = self._checked(lambda: fsspec.get_filesystem_class(self._location.protocol))
-        return found
-
-    @property
     def root(self) -> str:
         """The location's path as its file system spells it, without a slash at the end."""
-        import fsspec.core  # noqa: PLC0415  # costs time that a local checkpoint need not spend
-
-        return str(fsspec.core.strip_protocol(self._location.target)).rstrip("/")
+        return str(self.family._strip_protocol(self._location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
 
     @property
     def fs(self) -> ForeignFs:
-        """The asynchronous file system that all threads share.
+        """The asynchronous file system that all threads share, built on first use.
 
-        Built on first use. Raises `InvalidInputError` if the backend is missing or refuses the
-        options.
+        Raises `InvalidInputError` if it refuses the options.
         """
-        held = self._held()
-        found = held.free[:1]
+        shared = self._shared()
+        found = shared.free[:1]
         if not found:
-            made = self._build(held.loop)
-            with _process.lock:
-                found = held.free[:1]
-                held.free = found or [made]
-            if found:  # two threads built one at the same time
-                _end(made)
-        return (found or [made])[0]
+            made = self._build()
+            # Of two threads that build it at once, both go on with one.
+            shared.free.append(made)
+            found = [*shared.free[:1], made]
+        return found[0]
 
-    def take(self) -> tuple[ForeignFs, Callable[[], None]]:
-        """Return an instance, of a synchronous file system for this thread alone, and its return.
+    @contextlib.contextmanager
+    def turn(self, *, sound: tuple[type[BaseException], ...]) -> Iterator[ForeignFs]:
+        """Give an instance, a synchronous one for this call alone, when few calls are under way.
 
-        One that is not returned is kept from others for good; see `refresh`.
+        It is kept for later calls unless the block raises something other than `sound`.
+        A call that hangs keeps its turn; others wait at most half of a call's time for one.
         """
-        if self.is_async:
-            return self.fs, lambda: None
-        held, call = self._held(), object()
-        held.enter(call, self._timeout_s)
+        turns = self._shared().turns
+        has_turn = not self.is_async and turns.acquire(timeout=self._timeout_s / 2)
         try:
+            fs = self.take()
             try:
-                fs = held.free.pop()
-            except IndexError:
-                fs = self._build(None)
-        except BaseException:
-            held.leave_turn(call)
-            raise
-        held.taken[id(fs)] = fs, call
+                yield fs
+            except BaseException as error:
+                self.give_back(fs, is_sound=isinstance(error, sound))
+                raise
+            self.give_back(fs)
+        finally:
+            if has_turn:
+                turns.release()
 
-        def give_back() -> None:
-            if held.taken.pop(id(fs), None) is not None:
-                held.free.append(fs)
-            held.leave_turn(call)
-            if held.has_ended:
-                held.end()
+    def take(self) -> ForeignFs:
+        """Return an instance that is the caller's until it is given back, if it is synchronous."""
+        if self.is_async:
+            return self.fs
+        try:
+            return self._shared().free.pop()
+        except IndexError:
+            return self._build()
 
-        return fs, give_back
+    def give_back(self, fs: ForeignFs, *, is_sound: bool = True) -> None:
+        """Let others have an instance; one that is not sound is closed."""
+        shared = _process.shared.get(self._key)
+        if self.is_async:
+            if not is_sound and shared is not None and any(fs is one for one in shared.free):
+                self.refresh()
+        elif is_sound and shared is not None:
+            shared.free.append(fs)
+        else:
+            _start(partial(_end, fs), "closing")
 
-    def keep(self, fs: ForeignFs) -> None:
-        """Let other calls in while `fs`, which an open upload needs, is not given back."""
-        held = self._held()
-        if id(fs) in held.taken:
-            held.leave_turn(held.taken[id(fs)][1])
-
-    def refresh(self, only: ForeignFs = None) -> None:
-        """Build the file system, or just that instance, anew at its next use.
-
-        Credentials are looked up again then, and connections made.
-        """
-        held = _process.held.get(self._key)
-        dropped: list[ForeignFs] = []
-        if held is not None:
-            dropped = [fs for fs in held.free if only is None or fs is only]
-            held.free = [fs for fs in held.free if fs not in dropped]
-            taken = held.taken.pop(id(only), None)
-            if taken is not None:
-                dropped.append(only)
-                held.leave_turn(taken[1])
-        # Others may still have calls under way on one that is shared.
-        wait_s = self._timeout_s + _GRACE_S if self.is_async else 0.0
-        for fs in dropped:
-            _start(partial(_end, fs), "closing", wait_s)
+    def refresh(self) -> None:
+        """Build the file system anew at its next use: credentials are looked up again then."""
+        shared = _process.shared.get(self._key)
+        if shared is not None:
+            dropped, shared.free = shared.free, []
+            # Others may still have calls under way on one that is shared.
+            wait_s = self._timeout_s + _GRACE_S if self.is_async else 0.0
+            for fs in dropped:
+                _start(partial(_end, fs), "closing", wait_s)
 
     def close(self) -> None:
         """Use the file system no more, until it is asked for again."""
-        held = _process.held.get(self._key)
-        if held is not None:
-            held.users.discard(self)
-        _process.end_idle()
+        _process.leave(self._key, self)
 
     def run(
         self,
@@ -398,48 +351,26 @@ class Client:
             self.run(run_some, items[start : start + _AT_ONCE])
             moved()
 
-    def _held(self) -> _Held:
-        held = _process.held.get(self._key)
-        if held is None or self not in held.users:
-            with _process.lock:
-                held = _process.held.get(self._key)
-                if held is None:
-                    held = _Held(self._options, is_async=self.is_async)
-                    _process.held[self._key] = held
-                held.users.add(self)
-            _process.end_idle()
-        held.used_s = time.monotonic()
-        return held
+    def _shared(self) -> _Shared:
+        shared = _process.shared.get(self._key)
+        if shared is None or self not in shared.users:
+            shared = _process.join(self._key, self, self._options)
+        return shared
 
-    def _build(self, loop: asyncio.AbstractEventLoop | None) -> ForeignFs:
-        self._check_names()
+    def _build(self) -> ForeignFs:
         family, target = self.family, self._location.target
-        if loop is not None:
+        if self.is_async:
+            loop = _process.loop()
             # Not every class takes a loop, or passes it on.
             family = type(family)(family.__name__, (family,), {"loop": property(lambda _: loop)})
 
         def build() -> ForeignFs:
-            told: Mapping[str, Any] = family._get_kwargs_from_urls(target)  # type: ignore[attr-defined]  # noqa: SLF001  # of every class of fsspec
+            told: Mapping[str, Any] = family._get_kwargs_from_urls(target)  # noqa: SLF001  # of every class of fsspec
             # What is told twice must be the same.
             told = {name: told[name] for name in told if told[name] != self._options.get(name)}
             return family(**told, **self._options, skip_instance_cache=True)
 
         return self._checked(build)
-
-    def _check_names(self) -> None:
-        """Refuse an option that looks like a misspelt one: many classes swallow what is unknown."""
-        known = set(_OF_FSSPEC)
-        for kind in self.family.__mro__:
-            known.update(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]  # of a class
-        for name in self._options.keys() - known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-            if near:
-                raise InvalidInputError(
-                    f"storage_options for {self._location.url} has {name!r}, which is no option "
-                    f"of {self.family.__name__}.",
-                    path=self._location.url,
-                    next_step=f"Did you mean {near[0]!r}?",
-                )
 
     def _checked(self, call: Callable[[], T]) -> T:
         """Return what fsspec returns; raise `InvalidInputError` for what it raises."""
@@ -484,12 +415,12 @@ def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
     return location.path.partition("/")[0]
 
 
-def frozen(value: object) -> Hashable:
+def _frozen(value: object) -> Hashable:
     """Return a key that is equal for equal options; objects count by identity."""
     if isinstance(value, Mapping):
-        return tuple(sorted((str(key), frozen(item)) for key, item in value.items()))
+        return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        return tuple(frozen(item) for item in value)
+        return tuple(_frozen(item) for item in value)
     if isinstance(value, str | bytes | int | float | bool | None):
         return type(value).__name__, repr(value)
     return type(value).__name__, f"{id(value):x}"

@@ -10,10 +10,9 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
-from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -32,31 +31,32 @@ from .clients import Client, ForeignFs
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
 
-_WASTE_FACTOR = 4
-"""A server that ignores ranges is put up with while it sends at most this many times the range."""
+Terms: TypeAlias = Mapping[str, Any]
+"""How a request says that nothing, or a version, is to be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """An object's bytes on their way, from `start` on.
+    """An object's bytes on their way; is_whole: not only the range that was asked for.
 
     total_bytes: length of the whole object, None if it is not told.
     """
 
     pieces: AsyncIterator[bytes]
-    start: int = 0
+    is_whole: bool = False
     total_bytes: int | None = None
     version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One answer to a listing, with paths below the root; `more` asks for the next, if any.
+    """One answer to a listing, by names of objects; `more` asks for the next, if any.
 
-    markers: paths of folders that are objects themselves, and cannot go before what is in them.
+    objects: name, size, time and version. markers: folders that are objects themselves, and cannot
+    go before what is in them.
     """
 
-    objects: Sequence[ObjectInfo]
+    objects: Sequence[tuple[str, int, float | None, str | None]]
     folders: Sequence[str] = ()
     markers: Sequence[str] = ()
     more: Any = None
@@ -91,46 +91,29 @@ class CloudBackend(Backend):
 
     @abc.abstractmethod
     async def _put(
-        self,
-        fs: ForeignFs,
-        path: str,
-        data: Buffers,
-        write_id: str | None,
-        condition: Mapping[str, Any],
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
         """Put a whole object."""
 
     @abc.abstractmethod
-    async def _delete(self, fs: ForeignFs, path: str, condition: Mapping[str, Any]) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
         """Delete an object; one that is not there may be an error."""
 
     @abc.abstractmethod
-    async def _page(
-        self,
-        fs: ForeignFs,
-        below: str,
-        more: Any,  # noqa: ANN401  # the cloud's own
-        *,
-        recursive: bool,
-    ) -> Page:
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         """List names that begin with `below`; not recursively, up to the next slash."""
 
     @abc.abstractmethod
-    def _condition(
-        self, *, if_absent: bool = False, if_match: str | None = None
-    ) -> Mapping[str, Any]:
-        """Return how a request says that nothing, or a version, is to be there."""
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+        """Return the condition of a request."""
 
     def close(self) -> None:
-        """Use the client no more; the last that does ends its connections."""
         self._client.close()
 
     def refresh(self) -> None:
-        """Build the client anew, so that credentials are looked up again."""
         self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
-        """Ask for size, time and version."""
         return self._client.run(self._head, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
@@ -148,7 +131,6 @@ class CloudBackend(Backend):
         return self._client.run(get)
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
-        """Send a request for each range; its bytes are copied once, to where they belong."""
         total_bytes = None
         for start, view in ranges:
             try:
@@ -164,14 +146,9 @@ class CloudBackend(Backend):
     async def _fill(
         self, fs: ForeignFs, path: str, start: int, view: memoryview
     ) -> tuple[int, int | None]:
-        """Return how many bytes came, and how long the object is.
-
-        Where the answer is the whole object its first bytes are skipped, unless that would be many
-        times what was asked for.
-        """
+        """Return how many bytes came, and how long the object is."""
         async with self._body(fs, path, start, len(view)) as body:
-            skip, count = start - body.start, 0
-            if skip and start + len(view) > _WASTE_FACTOR * len(view) + MIB:
+            if start and body.is_whole:
                 raise UnsupportedByStoreError(
                     f"The server answers a read of {len(view)} bytes with the whole object of "
                     f"{body.total_bytes} bytes.",
@@ -179,9 +156,9 @@ class CloudBackend(Backend):
                     next_step="Use a server that honours the Range header, and store the object "
                     "without Content-Encoding.",
                 )
+            count = 0
             async for piece in body.pieces:
-                taken = memoryview(piece)[skip : skip + len(view) - count]
-                skip = max(0, skip - len(piece))
+                taken = memoryview(piece)[: len(view) - count]
                 view[count : count + len(taken)] = taken
                 count += len(taken)
                 if count == len(view):
@@ -198,54 +175,46 @@ class CloudBackend(Backend):
         if_match: str | None = None,
     ) -> None:
         """Send the object in one request, of any size: some ignore a condition on parts."""
-        condition = self._condition(if_absent=if_absent, if_match=if_match)
+        terms = self._terms(if_absent=if_absent, if_match=if_match)
         with self.taken(path, if_absent=if_absent):
-            self._client.run(self._put, path, data, write_id, condition)
+            self._client.run(self._put, path, data, write_id, terms)
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """List names, up to the next slash for direct children only."""
         for page in self._pages(prefix, recursive=recursive):
-            # Consoles make folders as empty objects with a slash at the end.
-            yield from (info for info in page.objects if not info.path.endswith("/"))
-            for folder in page.folders:
-                yield ObjectInfo(path=folder, size_bytes=0)
+            for name, size_bytes, modified_s, version in page.objects:
+                # Consoles make folders as empty objects with a slash at the end.
+                if not name.endswith("/"):
+                    yield ObjectInfo(
+                        path=self._path(name),
+                        size_bytes=size_bytes,
+                        modified_s=modified_s,
+                        version=version,
+                    )
+            for name in page.folders:
+                yield ObjectInfo(path=self._path(name), size_bytes=0)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Send a request for each, several at a time."""
-
         async def delete(fs: ForeignFs, path: str) -> None:
-            try:
+            with self.unless_absent():
                 await self._delete(fs, path, {})
-            except Exception as error:
-                if self.kind_of(error) != "not-found":
-                    raise
 
         self._client.run_all(delete, paths)
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""
-        try:
-            self._client.run(self._delete, path, self._condition(if_match=version))
-        except Exception as error:
-            kind = self.kind_of(error)
-            if kind != "not-found" and (kind != "precondition" or self._is_there(path)):
+        with self.unless_absent():
+            try:
+                self._client.run(self._delete, path, self._terms(if_match=version))
+            except Exception as error:
+                if self.kind_of(error) == "precondition":
+                    self.stat(path)
                 raise
-
-    def _is_there(self, path: str) -> bool:
-        try:
-            self.stat(path)
-        except Exception as error:
-            if self.kind_of(error) != "not-found":
-                raise
-            return False
-        return True
 
     def delete_folder(self, path: str) -> bool:
-        """Delete what is below, page by page, then folders, deepest first."""
         folders: list[str] = []
         for page in self._pages(path, recursive=True):
-            self.delete([info.path for info in page.objects])
-            folders += page.markers
+            self.delete([self._path(name) for name, *_ in page.objects])
+            folders += map(self._path, page.markers)
         for folder in sorted([*folders, path] if folders else (), key=len, reverse=True):
             self.delete([folder])
         return True
@@ -280,6 +249,15 @@ class CloudBackend(Backend):
         if isinstance(error, CheckpointError):
             return str(getattr(error, "kind", ""))
         return explain(error, Call(name="request", path="")).kind
+
+    @contextlib.contextmanager
+    def unless_absent(self) -> Iterator[None]:
+        """Do nothing about an error that says that something is not there."""
+        try:
+            yield
+        except Exception as error:
+            if self.kind_of(error) != "not-found":
+                raise
 
     @contextlib.contextmanager
     def taken(self, path: str, *, if_absent: bool) -> Iterator[None]:

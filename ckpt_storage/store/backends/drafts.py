@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -24,7 +24,6 @@ _WRITE_BACK_BYTES = 1 << 20
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
 # which leaves room for the dots and the random part.
 _KEPT_NAME_CHARS = 50
-_UNTOLD = "~"
 
 _NO_LINKS = NO_CALL | {errno.EPERM, errno.EMLINK}
 
@@ -35,15 +34,15 @@ def is_draft_name(name: str) -> bool:
 
 
 def draft_name(target_name: str) -> str:
-    """Return a new name for the temporary file of `target_name`; of "" it tells nothing."""
-    return f".{target_name[:_KEPT_NAME_CHARS] or _UNTOLD}.tmp-{os.urandom(8).hex()}"
+    """Return a new name for the temporary file of `target_name`."""
+    return f".{target_name[:_KEPT_NAME_CHARS]}.tmp-{os.urandom(8).hex()}"
 
 
 def target_path(path: str) -> str | None:
     """Return what path the temporary file at `path` is to get; None where its name was cut."""
     folder, name = os.path.split(path)
     found = _DRAFT_NAME.fullmatch(name)
-    if found is None or len(found[1]) >= _KEPT_NAME_CHARS or found[1] == _UNTOLD:
+    if found is None or len(found[1]) >= _KEPT_NAME_CHARS:
         return None
     return f"{folder}/{found[1]}" if folder else found[1]
 
@@ -206,50 +205,48 @@ class Draft:
             if self._state == "complete":
                 return
             self._check_state("sealed")
-            if if_absent:
-                self._create()
+            if not if_absent:
+                self._name_by(self._posix.rename)
             else:
-                self._rename()
+                self._create()
             self._state = "failed"
-            self._sync_name()
+            if self._sync:
+                self._sync_name()
             self._state = "complete"
 
     def _create(self) -> None:
         try:
-            self._posix.link(self._path, self._target)
+            self._name_by(self._posix.link)
         except OSError as error:
-            # Only the inode under the target name proves that the link was made: a second
-            # link of the temporary file may be a backup program's.
-            if not self._bears_target():
-                if error.errno not in _NO_LINKS:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                self._name_by(self._posix.rename_new)
+            except OSError as refusal:
+                if refusal.errno not in NO_CALL:
                     raise
-                self._rename_new()
+                raise UnsupportedByStoreError(
+                    f"{self._target} cannot be created exclusively: this file system has neither "
+                    "hard links nor renameat2 with RENAME_NOREPLACE.",
+                    kind="unsupported",
+                    next_step="Let only one job save here at a time; of a mounted bucket use its "
+                    "own URL.",
+                ) from refusal
         # The name exists now, so a temporary name that stays is a leftover, not a failure.
         with contextlib.suppress(OSError):
             self._posix.unlink(self._path)
 
-    def _rename(self, *, is_new: bool = False) -> None:
+    def _name_by(self, call: Callable[[str, str], None]) -> None:
+        """Rename or link; an answer may be lost, and a retransmitted call finds it done.
+
+        Only the inode under the target name proves that: a second link of the temporary file may
+        be a backup program's.
+        """
         try:
-            (self._posix.rename_new if is_new else self._posix.rename)(self._path, self._target)
+            call(self._path, self._target)
         except OSError:
-            # A network file system may have renamed and lost the answer; a retransmitted
-            # call then finds no source.
             if not self._bears_target():
                 raise
-
-    def _rename_new(self) -> None:
-        try:
-            self._rename(is_new=True)
-        except OSError as error:
-            if error.errno not in NO_CALL:
-                raise
-            raise UnsupportedByStoreError(
-                f"{self._target} cannot be created exclusively: this file system has neither "
-                "hard links nor renameat2 with RENAME_NOREPLACE.",
-                kind="unsupported",
-                next_step="Let only one job save here at a time; of a mounted bucket use its own "
-                "URL.",
-            ) from error
 
     def _bears_target(self) -> bool:
         """Return whether the target name provably leads to this very file."""
@@ -261,8 +258,6 @@ class Draft:
         return (found.st_dev, found.st_ino) == self._identity
 
     def _sync_name(self) -> None:
-        if not self._sync:
-            return
         try:
             sync_folder(self._posix, self._folder)
         except OSError as error:

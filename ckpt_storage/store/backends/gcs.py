@@ -19,7 +19,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
 
 from .clients import ForeignFs
-from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, total_of
+from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
 from .refusals import stuck
 
 _WRITE_ID = "ckpt-write-id"
@@ -56,8 +56,7 @@ class GcsBackend(CloudBackend):
         self._sessions: dict[str, tuple[int, bool]] = {}
 
     async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
-        async with self._ask(fs, "GET", self._address(path)) as answer:
-            found = await _document(answer)
+        found = await self._document(fs, "GET", self._address(path))
         return ObjectInfo(
             path=path,
             size_bytes=int(found["size"]),
@@ -80,18 +79,13 @@ class GcsBackend(CloudBackend):
             told = total_of(answer.headers.get("Content-Range"))
             yield Body(
                 pieces=answer.content.iter_any(),
-                start=0 if is_whole or start is None else start,
+                is_whole=is_whole,
                 total_bytes=answer.content_length if is_whole else told,
                 version=version,
             )
 
     async def _put(
-        self,
-        fs: ForeignFs,
-        path: str,
-        data: Buffers,
-        write_id: str | None,
-        condition: Mapping[str, Any],
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
         described = json.dumps({"name": self._name(path), **_metadata(write_id)})
@@ -99,21 +93,20 @@ class GcsBackend(CloudBackend):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
             f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        async with self._ask(
+        await self._document(
             fs,
             "POST",
             f"/upload{self._objects}",
-            query={"uploadType": "multipart", **condition},
+            query={"uploadType": "multipart", **terms},
             headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
             data=b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode())),
-        ) as answer:
-            await _document(answer)
+        )
 
-    async def _delete(self, fs: ForeignFs, path: str, condition: Mapping[str, Any]) -> None:
-        async with self._ask(fs, "DELETE", self._address(path), query=condition) as answer:
-            await answer.read()
+    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+        async with self._ask(fs, "DELETE", self._address(path), query=terms):
+            pass
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:  # noqa: ANN401  # a token
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         query = {
             "prefix": below,
             "maxResults": str(_PAGE_COUNT),
@@ -121,45 +114,32 @@ class GcsBackend(CloudBackend):
             **({} if recursive else {"delimiter": "/"}),
             **({"pageToken": more} if more else {}),
         }
-        async with self._ask(fs, "GET", self._objects, query=query) as answer:
-            page = await _document(answer, kind="objects")
+        page = await self._document(fs, "GET", self._objects, kind="objects", query=query)
         return Page(
             objects=[
-                ObjectInfo(
-                    path=self._path(item["name"]),
-                    size_bytes=int(item["size"]),
-                    modified_s=_seconds(item.get("updated")),
-                )
+                (item["name"], int(item["size"]), _seconds(item.get("updated")), None)
                 for item in page.get("items", ())
             ],
-            folders=[self._path(name) for name in page.get("prefixes", ())],
+            folders=page.get("prefixes", ()),
             more=page.get("nextPageToken"),
         )
 
-    def _condition(
-        self, *, if_absent: bool = False, if_match: str | None = None
-    ) -> Mapping[str, Any]:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
-        """Begin a resumable session and return its address."""
-        del size_hint, copies
         query = {"uploadType": "resumable", "name": self._name(path)}
+        query |= self._terms(if_absent=if_absent)
+        data = json.dumps(_metadata(write_id)).encode()
 
-        async def begin(fs: ForeignFs) -> str | None:
-            async with self._ask(
-                fs,
-                "POST",
-                f"/upload{self._objects}",
-                query={**query, **self._condition(if_absent=if_absent)},
-                headers={"Content-Type": "application/json; charset=UTF-8"},
-                data=json.dumps(_metadata(write_id)).encode(),
-            ) as answer:
-                address: str | None = answer.headers.get("Location")
-                return address
+        async def begin(fs: ForeignFs) -> str:
+            headers = {"Content-Type": "application/json; charset=UTF-8"}
+            at = f"/upload{self._objects}"
+            async with self._ask(fs, "POST", at, query=query, headers=headers, data=data) as answer:
+                return str(answer.headers.get("Location", ""))
 
         with self.taken(path, if_absent=if_absent):
             session = self._client.run(begin)
@@ -172,23 +152,19 @@ class GcsBackend(CloudBackend):
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
         """Send what the session does not hold yet; the last bytes end it and show the object."""
-        del number
         body = memoryview(b"".join(data))
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
         # The only condition that a session has.
         with self.taken(path, if_absent=True):
-            kept, is_over = known or self._client.run(self._send, token, b"", "*", total_bytes)
+            kept, is_over = known or self._send(token, total_bytes)
             while kept < end or (last and not is_over):
                 if kept < offset or is_over:
                     what = f"holds {kept} bytes, and the part at {offset} cannot follow"
                     raise stuck(path, what)
                 start = kept
-                span = f"{start}-{end - 1}" if start < end else "*"
-                kept, is_over = self._client.run(
-                    self._send, token, body[start - offset :], span, total_bytes
-                )
+                kept, is_over = self._send(token, total_bytes, start, body[start - offset :])
                 if kept <= start and not is_over:
                     raise stuck(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, is_over
@@ -198,47 +174,43 @@ class GcsBackend(CloudBackend):
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
         """Ask the session whether it is over, unless the answer to its last part told it."""
-        del write_id
         total_bytes = sum(part.size_bytes for part in parts)
         kept, is_over = self._sessions.pop(token, (0, False))
         if not is_over:
             with self.taken(path, if_absent=if_absent):
-                kept, is_over = self._client.run(self._send, token, b"", "*", total_bytes)
+                kept, is_over = self._send(token, total_bytes)
         if not is_over or kept != total_bytes:
             raise stuck(path, f"holds {kept} of {total_bytes} bytes")
 
     def abort_upload(self, path: str, token: str) -> None:
-        """Cancel the session."""
-        del path
         self._sessions.pop(token, None)
 
         async def cancel(fs: ForeignFs) -> None:
-            async with self._ask(fs, "DELETE", token, data=b"") as answer:
-                await answer.read()
+            async with self._ask(fs, "DELETE", token, data=b""):
+                pass
 
-        try:
-            self._client.run(cancel)
-        except Exception as error:
-            is_cancelled = isinstance(error, HttpFailure) and error.status == _CANCELLED
-            if not is_cancelled and self.kind_of(error) != "not-found":
-                raise
+        with self.unless_absent():
+            try:
+                self._client.run(cancel)
+            except HttpFailure as error:
+                if error.status != _CANCELLED:
+                    raise
 
-    async def _send(
-        self,
-        fs: ForeignFs,
-        session: str,
-        data: memoryview | bytes,
-        span: str,
-        total_bytes: int | None,
+    def _send(
+        self, session: str, total_bytes: int | None, start: int = 0, data: memoryview | bytes = b""
     ) -> tuple[int, bool]:
-        """Send bytes to a session, none with the span "*"; return how many it holds, and if all."""
-        total = "*" if total_bytes is None else total_bytes
-        headers = {"Content-Range": f"bytes {span}/{total}"}
-        async with self._ask(fs, "PUT", session, headers=headers, data=data) as answer:
-            if answer.status != _GOES_ON:
-                return int((await _document(answer))["size"]), True
-            end = answer.headers.get("Range", "").rpartition("-")[2]
-            return int(end) + 1 if end.isdigit() else 0, False  # "bytes=0-524287" is 524288
+        """Send bytes to a session, or none; return how many it holds, and whether it is over."""
+        span = f"{start}-{start + len(data) - 1}" if data else "*"
+        headers = {"Content-Range": f"bytes {span}/{'*' if total_bytes is None else total_bytes}"}
+
+        async def send(fs: ForeignFs) -> tuple[int, bool]:
+            async with self._ask(fs, "PUT", session, headers=headers, data=data) as answer:
+                if answer.status != _GOES_ON:
+                    return int(_checked(await answer.read())["size"]), True
+                end = answer.headers.get("Range", "").rpartition("-")[2]
+                return int(end) + 1 if end.isdigit() else 0, False  # "bytes=0-524287" is 524288
+
+        return self._client.run(send)
 
     @property
     def _objects(self) -> str:
@@ -247,6 +219,13 @@ class GcsBackend(CloudBackend):
     def _address(self, path: str) -> str:
         """Return the address of what is known of an object, below the server's."""
         return f"{self._objects}/{quote(self._name(path), safe='')}"
+
+    async def _document(
+        self, fs: ForeignFs, method: str, address: str, kind: str = "object", **more: Any
+    ) -> Mapping[str, Any]:
+        """Send one request that is answered with JSON of that kind, and return it."""
+        async with self._ask(fs, method, address, **more) as answer:
+            return _checked(await answer.read(), kind)
 
     @contextlib.asynccontextmanager
     async def _ask(
@@ -306,9 +285,9 @@ async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:
         yield data[start : start + _PIECE_BYTES]
 
 
-async def _document(answer: Any, *, kind: str = "object") -> Mapping[str, Any]:  # noqa: ANN401  # aiohttp's answer
+def _checked(body: bytes, kind: str = "object") -> Mapping[str, Any]:
     """Return a body decoded from JSON; raises `ForeignAnswer` if it is of another kind."""
-    found: Any = json.loads(await answer.read())
+    found: Any = json.loads(body)
     if not isinstance(found, Mapping) or found.get("kind") != f"storage#{kind}":
         raise ForeignAnswer(f"kind storage#{kind}")
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from glob import has_magic
@@ -24,7 +24,6 @@ from ckpt_storage.store.backend import (
     Capabilities,
     Content,
     ObjectInfo,
-    OpenUpload,
     Part,
     Range,
     Settings,
@@ -34,7 +33,7 @@ from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
 
 from .clients import Client, ForeignFs
-from .drafts import draft_name, is_draft_name, target_path
+from .drafts import draft_name, is_draft_name
 from .refusals import stuck
 
 _ANSWERS = (
@@ -53,25 +52,17 @@ _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", 
 
 @dataclass(slots=True, kw_only=True)
 class _Writing:
-    """An open temporary file; its file system serves nobody else until that is given back.
+    """An open temporary file, and the file system that serves nobody else meanwhile.
 
     end: the bytes that it surely has. problem: why nothing more can be written to it; "" if it
     can. using: held by the call that uses it.
     """
 
+    fs: ForeignFs
     stream: ForeignFs
-    give_back: Callable[[], None]
     end: int = 0
     problem: str = ""
-    is_closed: bool = False
     using: threading.Lock = field(default_factory=threading.Lock)
-
-    def close(self) -> None:
-        """Discard what was not sent, and let others have the file system."""
-        if not self.is_closed:
-            self.is_closed = True
-            _discard(self.stream)
-            self.give_back()
 
 
 class FsspecBackend(Backend):
@@ -88,27 +79,23 @@ class FsspecBackend(Backend):
         )
         self.endpoint = self._client.endpoint
         self._root = self._client.root
-        family: Any = self._client.family
         name = "_cat_file" if self._client.is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
-        self._takes_ranges = "start" in inspect.signature(getattr(family, name)).parameters
+        named = inspect.signature(getattr(self._client.family, name)).parameters
+        self._takes_ranges = "start" in named
         self._writings: dict[str, _Writing] = {}
 
     def close(self) -> None:
-        """Use the file system no more; the last that does ends its connections."""
         self._client.close()
 
     def refresh(self) -> None:
-        """Build the file system anew, so that credentials are looked up again."""
         self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
-        """Ask for size and time; a folder is no object."""
         with self._turn() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Read the file whole, or its begin if it is too long."""
         with self._turn() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
@@ -136,21 +123,18 @@ class FsspecBackend(Backend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Write a temporary file and move it to its name, in place of what is there."""
-        del write_id
         _check_unconditional(path, if_absent=if_absent or if_match is not None)
-        temporary, content = self._full(_temporary(path)), b"".join(data)
-        with self._turn() as fs:
-            try:
-                _write_new(fs, temporary, content)
-                self._publish(fs, temporary, path, len(content))
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    _remove(fs, temporary)
-                raise
+        part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
+        token = self.begin_upload(path, write_id="", if_absent=False, size_hint=None, copies=False)
+        try:
+            self.put_part(path, token, 0, 0, data, last=True)
+            self.complete_upload(path, token, [part], write_id="", if_absent=False)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.abort_upload(path, token)
+            raise
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """List one folder after the other, without what is temporary."""
         for page in self._pages(prefix, recursive=recursive):
             for path, info in page:
                 if path.endswith("/"):
@@ -160,7 +144,6 @@ class FsspecBackend(Backend):
                     yield _told(path, info)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove the files one by one."""
         with self._turn() as fs:
             for path in paths:
                 moved()
@@ -177,7 +160,6 @@ class FsspecBackend(Backend):
         return True
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make the root and folders below it."""
         with self._turn() as fs:
             for full in map(self._full, ("", *folders)):
                 if full.strip("/"):
@@ -186,23 +168,21 @@ class FsspecBackend(Backend):
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
-        """Open a temporary file."""
-        del write_id, size_hint, copies
         _check_unconditional(path, if_absent=if_absent)
         token = _temporary(path)
-        with contextlib.ExitStack() as turn:
-            fs = turn.enter_context(self._turn())
-            _make_parent(fs, self._full(token))
-            stream = fs.open(self._full(token), "wb")
-            self._writings[token] = _Writing(stream=stream, give_back=turn.pop_all().close)
-            self._client.keep(fs)
+        own = self._client.take()
+        try:
+            stream = own.open(self._full(token), "wb")
+        except BaseException:
+            self._client.give_back(own, is_sound=False)
+            raise
+        self._writings[token] = _Writing(fs=own, stream=stream)
         return token
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
         """Append the part. What a failed write leaves is unknown, so it is the last one."""
-        del last
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
@@ -221,19 +201,17 @@ class FsspecBackend(Backend):
                 raise
             finally:
                 if token not in self._writings:  # it was aborted meanwhile
-                    writing.close()
+                    self._end(writing)
         writing.problem = ""
         return ""
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
-        """Close the temporary file, check its length and move it to its name."""
-        del write_id
         _check_unconditional(path, if_absent=if_absent)
         total_bytes = sum(part.size_bytes for part in parts)
         writing = self._writings.get(token)
-        if writing is not None and not writing.is_closed:
+        if writing is not None:
             if not writing.problem and writing.end != total_bytes:
                 writing.problem = f"holds {writing.end} bytes instead of {total_bytes}"
             if writing.problem:
@@ -242,48 +220,32 @@ class FsspecBackend(Backend):
             writing.problem = "was cut off at its end"
             with writing.using:
                 writing.stream.close()
-                writing.close()
+                self._writings.pop(token, None)
+                self._client.give_back(writing.fs)
         with self._turn() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
-        self._writings.pop(token, None)
 
     def abort_upload(self, path: str, token: str) -> None:
-        """Close and remove the temporary file."""
         if not _is_draft(token):
             raise stuck(path, "has another token")
         writing = self._writings.pop(token, None)
         # A call that hangs keeps its file system; the file is removed all the same.
         if writing is not None and writing.using.acquire(blocking=False):
-            writing.close()
+            self._end(writing)
             writing.using.release()
         with self._turn() as fs:
             _remove(fs, self._full(token))
 
-    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Find the temporary files, as far as the file system shows them."""
-        for page in self._pages(prefix, recursive=True):
-            for path, _ in page:
-                if _is_draft(path):
-                    yield OpenUpload(path=target_path(path), token=path)
-        if prefix:
-            for path, _ in self._page(prefix.rpartition("/")[0]):
-                if target_path(path) == prefix:
-                    yield OpenUpload(path=prefix, token=path)
+    def _end(self, writing: _Writing) -> None:
+        _discard(writing.stream)
+        self._client.give_back(writing.fs)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[ForeignFs]:
-        """Have a file system for this thread, without what it remembers of listings.
-
-        It is kept for later calls unless its connection may be gone.
-        """
-        fs, give_back = self._client.take()
-        fs.invalidate_cache()
-        try:
+        """Have a file system for this call, without what it remembers of listings."""
+        with self._client.turn(sound=_ANSWERS) as fs:
+            fs.invalidate_cache()
             yield fs
-        except BaseException as error:
-            give_back() if isinstance(error, _ANSWERS) else self._client.refresh(fs)
-            raise
-        give_back()
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -316,40 +278,33 @@ class FsspecBackend(Backend):
         self, prefix: str, *, recursive: bool
     ) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
         """Yield what lies directly in each folder; of folders the paths end in "/"."""
-        with self._turn() as fs:
-            try:
-                folders = [prefix] if fs.info(self._full(prefix))["type"] == "directory" else []
-            except FileNotFoundError:
-                folders = [] if prefix else [""]  # some have no folder above all
-        while folders:
-            page = self._page(folders.pop())
-            if recursive:
-                folders += [path.rstrip("/") for path, _ in page if path.endswith("/")]
-            yield page
-
-    def _page(self, folder: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        root = self._root.strip("/")
+        folders, root = [prefix], self._root.strip("/")
         cut = len(root) + 1 if root else 0
-        with self._turn() as fs:
-            try:
-                found = fs.ls(self._full(folder), detail=True)
-            except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                return []
-        page = []
-        for info in found:
-            path = str(info["name"]).strip("/")[cut:]
-            if path != folder:
-                page.append((f"{path}/" if info["type"] == "directory" else path, info))
-        return page
+        while folders:
+            folder = folders.pop()
+            with self._turn() as fs:
+                try:
+                    found = fs.ls(self._full(folder), detail=True)
+                except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+                    continue
+            page = []
+            for info in found:
+                path = str(info["name"]).strip("/")[cut:]
+                if path != folder and info["type"] == "directory":
+                    page.append((f"{path}/", info))
+                    folders += [path] if recursive else []
+                elif path != folder:
+                    page.append((path, info))
+            yield page
 
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
         """Check a temporary file's length and move it to its name; go on where it stopped."""
-        is_moved = not _exists(fs, temporary)
-        found_bytes = (
-            self._info(fs, path).size_bytes if is_moved else int(fs.info(temporary)["size"])
-        )
-        if not is_moved and found_bytes == total_bytes:
+        found_bytes = None  # of one that was moved before
+        with contextlib.suppress(FileNotFoundError):
+            found_bytes = int(fs.info(temporary)["size"])
+        if found_bytes == total_bytes:
             _move(fs, temporary, self._full(path))
+        if found_bytes in {None, total_bytes}:
             found_bytes = self._info(fs, path).size_bytes
         if found_bytes != total_bytes:
             raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
@@ -358,8 +313,8 @@ class FsspecBackend(Backend):
 def _temporary(path: str) -> str:
     """Return a new path beside the target, of the form that listings leave out."""
     folder, slash, name = path.rpartition("/")
-    # fsspec would take some names for patterns; then the target is not told.
-    return f"{folder}{slash}{draft_name('' if has_magic(name) else name)}"
+    # fsspec would take some names for patterns.
+    return f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
 
 
 def _is_draft(path: str) -> bool:
@@ -394,29 +349,6 @@ def _make_folder(fs: ForeignFs, full: str) -> None:
             raise
 
 
-def _make_parent(fs: ForeignFs, full: str) -> bool:
-    """Make the folder of a file; return whether it was missing."""
-    folder = full.rpartition("/")[0]
-    is_missing = bool(folder) and not _exists(fs, folder)
-    if is_missing:
-        _make_folder(fs, folder)
-    return is_missing
-
-
-def _write_new(fs: ForeignFs, full: str, content: bytes) -> None:
-    """Write a file whole, under a name that nobody reads yet."""
-    try:
-        stream = fs.open(full, "wb")
-        with _discarded_on_failure(stream):
-            stream.write(content)
-            stream.close()
-    except Exception:
-        # Some notice only at the end that the folder is missing.
-        if not _make_parent(fs, full):
-            raise
-        _write_new(fs, full, content)
-
-
 def _move(fs: ForeignFs, temporary: str, full: str) -> None:
     try:
         _rename(fs, temporary, full)
@@ -431,28 +363,12 @@ def _move(fs: ForeignFs, temporary: str, full: str) -> None:
 
 
 def _rename(fs: ForeignFs, temporary: str, full: str) -> None:
-    has_own = getattr(fs.mv, "__func__", None) is not AbstractFileSystem.mv
-    if has_own and not has_magic(temporary):
-        fs.mv(temporary, full)
-        return
-    # fsspec's own mv takes a source name with brackets for a pattern.
-    try:
-        fs.cp_file(temporary, full)
-    except Exception:
-        if not has_own:
-            raise
+    if getattr(fs.mv, "__func__", None) is not AbstractFileSystem.mv:
         fs.mv(temporary, full)
     else:
+        # fsspec's own mv takes a source name with brackets for a pattern.
+        fs.cp_file(temporary, full)
         fs.rm_file(temporary)
-
-
-@contextlib.contextmanager
-def _discarded_on_failure(stream: ForeignFs) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _discard(stream)
-        raise
 
 
 def _discard(stream: ForeignFs) -> None:

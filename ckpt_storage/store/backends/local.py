@@ -88,7 +88,6 @@ class LocalBackend(Backend):
         return f"LocalBackend({self.folder!r})"
 
     def stat(self, path: str) -> ObjectInfo:
-        """Return size and time of a file; a folder is no object."""
         full = self._full(path)
         found = self._twice(full, lambda: self._posix.stat(full))
         _check_is_file(found, full)
@@ -126,7 +125,6 @@ class LocalBackend(Backend):
         if_match: str | None = None,
     ) -> None:
         """Write a temporary file beside the target, sync it, rename or link it, sync the folder."""
-        del write_id
         if if_match is not None:
             raise UnsupportedByStoreError(
                 f"{self._full(path)} cannot be replaced conditionally: POSIX has no such call.",
@@ -144,16 +142,11 @@ class LocalBackend(Backend):
         Symbolic links to files count as files; those to folders are shown but not
         followed. What vanishes during the walk is left out.
         """
-        pending = [prefix.strip("/")]
-        while pending:
-            for path, item in self._scan(pending.pop()):
-                if item.is_dir(follow_symlinks=not recursive):
-                    if recursive:
-                        pending.append(path)
-                    else:
-                        yield ObjectInfo(path=f"{path}/", size_bytes=0)
-                elif not (is_draft_name(item.name) or is_remains(item.name)):
-                    yield from self._info(path)
+        for path, item in self._walk(prefix, recursive=recursive):
+            if not recursive and item.is_dir():
+                yield ObjectInfo(path=f"{path}/", size_bytes=0)
+            elif not (is_draft_name(item.name) or is_remains(item.name)):
+                yield from self._info(path)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Unlink files and make that durable, so that a later delete cannot overtake it."""
@@ -212,22 +205,17 @@ class LocalBackend(Backend):
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
-        """Create the temporary file and take space for it; the token is its path."""
-        del write_id, if_absent, copies
         with self._begun(path, drops_cache=self._drops_cache) as draft:
             if size_hint:
                 draft.reserve(size_hint)
-        token = _below(folder_of(path), draft.name)
+        token = f"{folder_of(path)}/{draft.name}".lstrip("/")
         self._drafts[token] = draft
         return token
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
-        """Write one part straight from the caller's buffers; the receipt names this backend."""
-        del number, last
-        with self._noting_space():
-            self._draft(path, token).write(data, offset)
+        self._draft(path, token).write(data, offset)
         return self._receipt
 
     def flush_parts(self, path: str, token: str) -> None:
@@ -248,7 +236,6 @@ class LocalBackend(Backend):
 
         A failure of anything else is final.
         """
-        del write_id
         draft = self._draft(path, token)
         with self._final(path):
             draft.seal(
@@ -258,7 +245,6 @@ class LocalBackend(Backend):
         draft.publish(if_absent=if_absent)
 
     def abort_upload(self, path: str, token: str) -> None:
-        """Remove the temporary file, whoever made it."""
         full = self._draft_path(path, token)
         draft = self._drafts.pop(token, None)
         if draft is not None:
@@ -268,45 +254,30 @@ class LocalBackend(Backend):
                 self._posix.unlink(full)
 
     def leave_upload(self, path: str, token: str) -> None:
-        """Close the temporary file of another process."""
-        del path
         draft = self._drafts.get(token)
         if draft is not None and not draft.is_own:
             self._drafts.pop(token, None)
             draft.leave()
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield the temporary files below a folder, and those of a file, whoever made them."""
         prefix = prefix.strip("/")
-        if prefix:
-            for path, item in self._scan(folder_of(prefix)):
-                if _is_draft(item) and target_path(path) == prefix:
-                    yield OpenUpload(path=prefix, token=path)
-        pending = [prefix]
-        while pending:
-            for path, item in self._scan(pending.pop()):
-                if item.is_dir(follow_symlinks=False):
-                    pending.append(path)
-                elif _is_draft(item):
-                    yield OpenUpload(path=target_path(path), token=path)
+        beside = self._scan(folder_of(prefix)) if prefix else ()
+        for path, item in (
+            *(one for one in beside if target_path(one[0]) == prefix),
+            *self._walk(prefix, recursive=True),
+        ):
+            if is_draft_name(item.name) and item.is_file(follow_symlinks=False):
+                yield OpenUpload(path=target_path(path), token=path)
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make the root, its parents and these folders, and sync each name in the root or above.
-
-        Names that were there already are synced too: who made them may have died before
-        doing it.
-        """
+        """Make the root, its parents and these folders, and sync each name in the root or above."""
         made: set[str] = set()
-        with self._noting_space():
-            for folder in ("", *folders):
-                full = self._full(folder.strip("/"))
-                make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
+        for folder in ("", *folders):
+            full = self._full(folder.strip("/"))
+            make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
 
     def delete_folder(self, path: str) -> bool:
-        """Remove a folder and all below it durably, following no symbolic link; idempotent.
-
-        What an NFS client still holds open stays behind as a hidden file, with its folder.
-        """
+        """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
         if remove_folder(self._posix, full) and self._sync:
             sync_folder(self._posix, folder_of(full))
@@ -357,27 +328,22 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(fd)
 
-    @contextlib.contextmanager
-    def _noting_space(self) -> Iterator[None]:
+    def explain(self, error: BaseException) -> None:
         """Add to an error of a full disk how much is free there."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                with contextlib.suppress(OSError):
-                    error.add_note(f"{self._posix.free_bytes(self.folder)} bytes are free there")
-            raise
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            with contextlib.suppress(OSError):
+                error.add_note(f"{self._posix.free_bytes(self.folder)} bytes are free there")
 
     @contextlib.contextmanager
     def _final(self, path: str) -> Iterator[None]:
         """Mark what fails inside as never to be tried again: a failed fsync must not be."""
         try:
-            with self._noting_space():
-                yield
+            yield
         except StorageError as error:
             error.retryable = False
             raise
         except OSError as error:
+            self.explain(error)
             failure = explain(error, Call(name="completion", path=f"file://{self._full(path)}"))
             failure.retryable = False
             raise failure from error
@@ -385,22 +351,21 @@ class LocalBackend(Backend):
     @contextlib.contextmanager
     def _begun(self, path: str, *, drops_cache: bool = False) -> Iterator[Draft]:
         """Give a new temporary file, which is removed if the block raises."""
-        with self._noting_space():
-            try:
-                draft = self._opened_draft(path, drops_cache=drops_cache)
-            except FileNotFoundError as error:
-                raise StorageError(
-                    f"The folder {folder_of(self._full(path))} is not visible on this host; the "
-                    "coordinator makes it before any rank writes.",
-                    kind="not-found",
-                    next_step="Is the path on a file system that all hosts share?",
-                ) from error
-            try:
-                yield draft
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    draft.discard()
-                raise
+        try:
+            draft = self._opened_draft(path, drops_cache=drops_cache)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"The folder {folder_of(self._full(path))} is not visible on this host; the "
+                "coordinator makes it before any rank writes.",
+                kind="not-found",
+                next_step="Is the path on a file system that all hosts share?",
+            ) from error
+        try:
+            yield draft
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.discard()
+            raise
 
     def _opened_draft(self, path: str, *, drops_cache: bool, name: str | None = None) -> Draft:
         full = self._full(path)
@@ -436,6 +401,15 @@ class LocalBackend(Backend):
             )
         return self._full(token)
 
+    def _walk(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        pending = [folder.strip("/")]
+        while pending:
+            for path, item in self._scan(pending.pop()):
+                if recursive and item.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                else:
+                    yield path, item
+
     def _scan(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield path and entry of what is in a folder, nothing if there is no such folder."""
         try:
@@ -445,7 +419,7 @@ class LocalBackend(Backend):
                 return
             raise
         for item in items:
-            yield _below(folder, item.name), item
+            yield f"{folder}/{item.name}".lstrip("/"), item
 
     def _info(self, path: str) -> Iterator[ObjectInfo]:
         """Yield what is known of a file; nothing if it is none, or vanished."""
@@ -461,14 +435,6 @@ class LocalBackend(Backend):
 
 def _version_of(found: os.stat_result) -> str:
     return f"{found.st_ino:x}-{found.st_mtime_ns:x}"
-
-
-def _below(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
-def _is_draft(item: os.DirEntry[str]) -> bool:
-    return is_draft_name(item.name) and item.is_file(follow_symlinks=False)
 
 
 def _check_is_file(found: os.stat_result, full: str) -> None:

@@ -34,14 +34,6 @@ _LOCK = threading.RLock()
 _OPEN: dict[str, dict[int, bytes]] = {}
 
 
-def _renew_lock() -> None:
-    global _LOCK  # noqa: PLW0603  # a thread that does not exist in the child may hold it
-    _LOCK = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
 class MemoryBackend(Backend):
     """Everything that a storage can do, within one process. A version is a digest."""
 
@@ -58,17 +50,14 @@ class MemoryBackend(Backend):
     )
 
     def __init__(self, location: Location, settings: Settings | None = None) -> None:
-        del settings
         self._root = str(MemoryFileSystem._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
         self._fs: Any = MemoryFileSystem()
 
     def stat(self, path: str) -> ObjectInfo:
-        """Look at the object's buffer."""
         with _LOCK:
             return self._info(self._full(path), self._file(self._full(path)))
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Copy the object out."""
         data = self._data(self._full(path))
         told = data if max_bytes is None else data[: max_bytes + 1]
         return Content(data=told, version=_version(data))
@@ -92,7 +81,6 @@ class MemoryBackend(Backend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Store the object whole, under the lock."""
         full, content = self._full(path), b"".join(data)
         with _LOCK:
             if if_absent and full in self._fs.store:
@@ -103,7 +91,6 @@ class MemoryBackend(Backend):
             self._fs.store[full].write_id = write_id
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Look through all names."""
         below = f"{self._full(prefix)}/"
         found: dict[str, ObjectInfo] = {}
         with _LOCK:
@@ -119,13 +106,11 @@ class MemoryBackend(Backend):
         return iter(found.values())
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Drop the names."""
         with _LOCK:
             for path in paths:
                 self._fs.store.pop(self._full(path), None)
 
     def delete_version(self, path: str, version: str) -> None:
-        """Compare and drop the name, under the lock."""
         with _LOCK:
             full = self._full(path)
             if full in self._fs.store and _version(self._data(full)) != version:
@@ -135,8 +120,6 @@ class MemoryBackend(Backend):
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
-        """Begin a dict of parts, found by a random id."""
-        del path, write_id, if_absent, size_hint, copies
         token = os.urandom(16).hex()
         _OPEN[token] = {}
         return token
@@ -144,13 +127,10 @@ class MemoryBackend(Backend):
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
-        """Copy the part."""
-        del offset, last
         _pieces(path, token)[number] = b"".join(data)
         return ""
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
-        """Copy from the other object."""
         whole = self._data(copy.source.address)
         check_source(copy, len(whole))
         data = whole[copy.start : copy.start + copy.length]
@@ -162,7 +142,6 @@ class MemoryBackend(Backend):
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
-        """Join the parts and store them in one step."""
         with _LOCK:
             pieces = _pieces(path, token)
             data = [memoryview(pieces[part.number]) for part in parts]
@@ -170,24 +149,19 @@ class MemoryBackend(Backend):
             del _OPEN[token]
 
     def abort_upload(self, path: str, token: str) -> None:
-        """Forget the parts."""
-        del path
         _OPEN.pop(token, None)
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Return the object's name."""
         full = self._full(path)
         return CopySource(scope="memory", address=full, path=f"memory:/{full}")
 
     def server_time(self, probe_path: str) -> float:
-        """Return the clock of this process; nothing is written."""
-        del probe_path
         return time.time()
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
 
-    def _file(self, full: str) -> Any:  # noqa: ANN401  # of fsspec, which ships no types
+    def _file(self, full: str) -> Any:
         try:
             return self._fs.store[full]
         except KeyError:
@@ -198,7 +172,7 @@ class MemoryBackend(Backend):
             data: bytes = self._file(full).getvalue()
             return data
 
-    def _info(self, full: str, file: Any) -> ObjectInfo:  # noqa: ANN401  # of fsspec
+    def _info(self, full: str, file: Any) -> ObjectInfo:
         return ObjectInfo(
             path=full[len(self._root) + 1 :],
             size_bytes=len(file.getvalue()),

@@ -12,11 +12,14 @@ import ctypes
 import errno
 import fcntl
 import functools
+import math
 import os
 import re
 import stat as stat_modes
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -101,38 +104,37 @@ def as_bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _up_to(limit_bytes: int, pending: list[memoryview], first: int) -> list[memoryview]:
-    """Return views from `first` on, at most `limit_bytes` and `_IOV_MAX` of them in all."""
-    taken, room = [], limit_bytes
-    for view in pending[first : first + _IOV_MAX]:
-        taken.append(view[:room])
-        room -= view.nbytes
-        if room <= 0:
+def _pending(buffers: Sequence[memoryview]) -> deque[memoryview]:
+    return deque(as_bytes(view) for view in buffers if view.nbytes)
+
+
+def _first(pending: deque[memoryview], limit_bytes: float = math.inf) -> list[memoryview]:
+    """Return the first views, at most `limit_bytes` and `_IOV_MAX` of them in all."""
+    taken: list[memoryview] = []
+    for view in islice(pending, _IOV_MAX):
+        taken.append(view if view.nbytes <= limit_bytes else view[: int(limit_bytes)])
+        limit_bytes -= view.nbytes
+        if limit_bytes <= 0:
             break
     return taken
 
 
-def _drop(pending: list[memoryview], first: int, count: int) -> int:
-    """Take `count` bytes off the views from `first` on; return the first that is not done."""
+def _drop(pending: deque[memoryview], count: int) -> None:
+    """Take `count` bytes off the first views."""
     while count:
-        view = pending[first]
+        view = pending.popleft()
         if count < view.nbytes:
-            pending[first] = view[count:]
-            return first
-        count -= view.nbytes
-        first += 1
-    return first
+            pending.appendleft(view[count:])
+        count -= min(count, view.nbytes)
 
 
 class Posix:
     """The system calls, straight through; holds no state and may be shared by threads."""
 
     def open_new(self, path: str) -> int:
-        """Create a file that must not exist and return a descriptor for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_read(self, path: str) -> int:
-        """Open a file for reading and return its descriptor."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def open_write(self, path: str) -> int:
@@ -152,30 +154,27 @@ class Posix:
         return os.preadv(fd, buffers, offset)
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes."""
-        pending = [as_bytes(view) for view in buffers if view.nbytes]
-        first = 0
-        while first < len(pending):
+        pending = _pending(buffers)
+        while pending:
             room = _WRITE_BYTES - offset % _WRITE_BYTES
-            count = self.pwritev(fd, _up_to(room, pending, first), offset)
+            count = self.pwritev(fd, _first(pending, room), offset)
             if count <= 0:
                 raise OSError(errno.EIO, "the file system took no byte and gave no reason")
             offset += count
-            first = _drop(pending, first, count)
+            _drop(pending, count)
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
 
         The descriptor's own position is neither used nor moved.
         """
-        pending = [as_bytes(view) for view in buffers if view.nbytes]
-        first = total = 0
-        while first < len(pending):
-            count = self.preadv(fd, pending[first : first + _IOV_MAX], offset + total)
+        pending, total = _pending(buffers), 0
+        while pending:
+            count = self.preadv(fd, _first(pending), offset + total)
             if count <= 0:
                 break
             total += count
-            first = _drop(pending, first, count)
+            _drop(pending, count)
         return total
 
     def allocate(self, fd: int, length: int) -> None:
@@ -207,11 +206,9 @@ class Posix:
         os.ftruncate(fd, length)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Return what is known of an open file."""
         return os.fstat(fd)
 
     def fsync(self, fd: int) -> None:
-        """Make an open file's content and length durable."""
         _sync(fd)
 
     def write_out(self, fd: int) -> None:
@@ -219,7 +216,6 @@ class Posix:
         os.close(os.dup(fd))
 
     def close(self, fd: int) -> None:
-        """Release a descriptor; on Linux it is gone even after an error."""
         os.close(fd)
 
     def lock_folder(self, path: str) -> int:
@@ -236,7 +232,6 @@ class Posix:
         return fd
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file another name, in place of what bears it, in one step."""
         os.rename(source, target)
 
     def rename_new(self, source: str, target: str) -> None:
@@ -246,15 +241,12 @@ class Posix:
         _call("renameat2", here, paths[0], here, paths[1], ctypes.c_uint(_RENAME_NOREPLACE))
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name that nothing bears, in one step."""
         os.link(source, target)
 
     def unlink(self, path: str) -> None:
-        """Take a name off a file."""
         os.unlink(path)
 
     def fsync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(fd)
@@ -262,23 +254,18 @@ class Posix:
             os.close(fd)
 
     def mkdir(self, path: str) -> None:
-        """Make one folder with the default mode."""
         os.mkdir(path)
 
     def rmdir(self, path: str) -> None:
-        """Remove one empty folder."""
         os.rmdir(path)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return what is known of what a path leads to, through symbolic links."""
         return os.stat(path)
 
     def is_link(self, path: str) -> bool:
-        """Return whether a path itself is a symbolic link."""
         return os.path.islink(path)
 
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
-        """Return the entries of one folder, all at once, in no order."""
         with os.scandir(path) as entries:
             return list(entries)
 

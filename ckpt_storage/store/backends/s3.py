@@ -6,14 +6,17 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import io
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
-    DELETE_COUNT,
     Buffers,
     Capabilities,
     CopySource,
@@ -26,10 +29,9 @@ from ckpt_storage.store.backend import (
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
 
-from .clients import ForeignFs
-from .clouds import Body, CloudBackend, Page, total_of
+from .clients import ForeignFs, address_of
+from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
 from .refusals import check_source
-from .s3_client import TELLING, ViewsBody, client_options
 
 CAPABILITIES = Capabilities(
     kind="s3",
@@ -56,7 +58,8 @@ _ALGORITHM = "CRC32C"
 _CHECKSUMS = {"ChecksumAlgorithm": _ALGORITHM, "ChecksumType": "FULL_OBJECT"}
 _EARLIER = 0.9
 _OK = 200
-_RECEIVED_BYTES = MIB
+_POOL_CONNECTIONS = 64
+_PIECE_BYTES = MIB
 
 # What servers answer, as codes of S3; digits are the status of an answer without a body.
 _UNKNOWN_HEADER = frozenset(
@@ -64,6 +67,18 @@ _UNKNOWN_HEADER = frozenset(
 )
 _NO_BULK = _UNKNOWN_HEADER | {"MalformedXML", "MissingContentMD5", "MissingRequestBodyError"}
 """Refusals of DeleteObjects as such: OpenStack Swift wants a header that clients no longer send."""
+
+_TELLING = {
+    "complete_multipart_upload": {"ETag"},
+    "create_multipart_upload": {"UploadId"},
+    "get_object": {"ETag"},
+    "head_object": {"ETag"},
+    "list_multipart_uploads": {"Bucket", "IsTruncated"},
+    "list_objects_v2": {"IsTruncated", "KeyCount", "Name"},
+    "put_object": {"ETag"},
+    "upload_part": {"ETag"},
+}
+"""Fields of which every answer of S3 has one; a page in its place, answered with 200, has none."""
 
 
 class S3Backend(CloudBackend):
@@ -80,7 +95,7 @@ class S3Backend(CloudBackend):
         super().__init__(
             location,
             dataclasses.replace(settings, request_timeout_s=timeout_s),
-            options=client_options(location, timeout_s),
+            options=_client_options(location, timeout_s),
         )
         self._url = location.url
         self._takes_bulk = True
@@ -124,69 +139,54 @@ class S3Backend(CloudBackend):
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
                 # Asyncio takes a quarter of it at a time, and each time wakes the reader.
-                connection.transport.max_size = _RECEIVED_BYTES
+                connection.transport.max_size = _PIECE_BYTES
             yield Body(
                 # As it came: asking for a length joins what came.
                 pieces=body.raw_stream.content.iter_any(),
-                start=0 if is_whole or start is None else start,
+                is_whole=is_whole,
                 total_bytes=told,
                 version=answer.get("ETag"),
             )
 
     async def _put(
-        self,
-        fs: ForeignFs,
-        path: str,
-        data: Buffers,
-        write_id: str | None,
-        condition: Mapping[str, Any],
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
         named = {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
-        body = ViewsBody(data)
-        await self._ask(fs, "put_object", Key=self._name(path), Body=body, **named, **condition)
+        body = _ViewsBody(data)
+        await self._ask(fs, "put_object", Key=self._name(path), Body=body, **named, **terms)
 
-    async def _delete(self, fs: ForeignFs, path: str, condition: Mapping[str, Any]) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
         try:
-            await self._ask(fs, "delete_object", Key=self._name(path), **condition)
+            await self._ask(fs, "delete_object", Key=self._name(path), **terms)
         except Exception as error:
             # Clients and servers know the condition since September 2025.
-            if not condition or _code_of(error) not in _UNKNOWN_HEADER:
+            if not terms or _code_of(error) not in _UNKNOWN_HEADER:
                 raise
             raise UnsupportedByStoreError(
                 f"{path}: this server deletes without conditions only.", kind="unsupported"
             ) from error
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:  # noqa: ANN401  # a token
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         asked = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
         asked |= {"ContinuationToken": more} if more else {}
         answer = await self._ask(fs, "list_objects_v2", **asked)
         return Page(
             objects=[
-                ObjectInfo(
-                    path=self._path(item["Key"]),
-                    size_bytes=item["Size"],
-                    modified_s=item["LastModified"].timestamp(),
-                    version=item.get("ETag"),
-                )
+                (item["Key"], item["Size"], item["LastModified"].timestamp(), item.get("ETag"))
                 for item in answer.get("Contents", ())
             ],
-            folders=[self._path(item["Prefix"]) for item in answer.get("CommonPrefixes", ())],
+            folders=[item["Prefix"] for item in answer.get("CommonPrefixes", ())],
             more=answer["IsTruncated"] and answer.get("NextContinuationToken"),
         )
 
-    def _condition(
-        self, *, if_absent: bool = False, if_match: str | None = None
-    ) -> Mapping[str, Any]:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         if if_absent:
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
 
     def delete(self, paths: Sequence[str]) -> None:
-        """DeleteObject, or DeleteObjects where the server takes it."""
-        for start in range(0, len(paths), DELETE_COUNT):
-            some = paths[start : start + DELETE_COUNT]
-            if len(some) == 1 or not self._takes_bulk or not self._delete_bulk(some):
-                super().delete(some)
+        if len(paths) < 2 or not self._takes_bulk or not self._delete_bulk(paths):  # noqa: PLR2004
+            super().delete(paths)
 
     def _delete_bulk(self, paths: Sequence[str]) -> bool:
         """Delete in one request; return whether the server takes such requests."""
@@ -211,7 +211,6 @@ class S3Backend(CloudBackend):
 
         A server that does not say that it will is sent none, and its copies tell none.
         """
-        del if_absent, size_hint
         begin = functools.partial(
             self._send,
             "create_multipart_upload",
@@ -219,28 +218,24 @@ class S3Backend(CloudBackend):
             Metadata={_WRITE_ID: write_id},
         )
         if copies and self._takes_checksums:
+            answer: Mapping[str, Any] = {}
             try:
                 answer = begin(**_CHECKSUMS)
             except Exception as error:
                 is_old_client = isinstance(error, UnsupportedByStoreError)
                 if not is_old_client and _code_of(error) not in _UNKNOWN_HEADER:
                     raise
-                answer = {}
             if answer.items() >= _CHECKSUMS.items():
                 return f"{_ALGORITHM}:{answer['UploadId']}"
             self._takes_checksums = False
-            if answer.get("ChecksumAlgorithm"):
-                # It wants a checksum with each part, and knows none of whole objects.
+            if answer:
+                # It may want a checksum with each part, and knows none of whole objects.
                 self.abort_upload(path, f":{answer['UploadId']}")
-            elif answer:
-                return f":{answer['UploadId']}"
         return f":{begin()['UploadId']}"
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
-        """UploadPart."""
-        del offset, last
         checksum = {}
         if token.startswith(_ALGORITHM):
             crc32c = functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
@@ -249,13 +244,12 @@ class S3Backend(CloudBackend):
             "upload_part",
             **self._upload(path, token),
             PartNumber=number + 1,
-            Body=ViewsBody(data),
+            Body=_ViewsBody(data),
             **checksum,
         )
         return " ".join([str(answer["ETag"]), *checksum.values()])
 
     def copy_source(self, path: str) -> CopySource:
-        """Return the bucket at its endpoint, and the key."""
         return CopySource(
             scope=f"s3 {self.endpoint} {self._place[0]}",
             address=self._name(path),
@@ -289,8 +283,6 @@ class S3Backend(CloudBackend):
         )
 
     def flush_parts(self, path: str, token: str) -> None:
-        """S3 has the parts; this process copies no more."""
-        del path
         self._sources.pop(token, None)
 
     leave_upload = flush_parts
@@ -298,14 +290,12 @@ class S3Backend(CloudBackend):
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
-        """CompleteMultipartUpload, on condition that nothing is there if that is asked for."""
-        del write_id
         receipts = [part.receipt.split(" ") for part in parts]
         named = [
             {"PartNumber": part.number + 1, "ETag": receipt[0]}
             for part, receipt in zip(parts, receipts, strict=True)
         ]
-        extra = dict(self._condition(if_absent=if_absent))
+        extra = dict(self._terms(if_absent=if_absent))
         crcs = [_decoded(text) for receipt in receipts for text in receipt[1:]]
         if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
             whole = combine_many(crcs, [part.size_bytes for part in parts])
@@ -320,16 +310,11 @@ class S3Backend(CloudBackend):
         self._sources.pop(token, None)
 
     def abort_upload(self, path: str, token: str) -> None:
-        """AbortMultipartUpload; one that is gone is no error."""
         self._sources.pop(token, None)
-        try:
+        with self.unless_absent():
             self._send("abort_multipart_upload", **self._upload(path, token))
-        except Exception as error:
-            if self.kind_of(error) != "not-found":
-                raise
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """ListMultipartUploads."""
         key, below = self._name(prefix), self._name(f"{prefix}/" if prefix else "")
         # Rights to a bucket may end at the root's slash.
         asked = {"Prefix": key}
@@ -346,11 +331,11 @@ class S3Backend(CloudBackend):
     def _upload(self, path: str, token: str) -> dict[str, str]:
         return {"Key": self._name(path), "UploadId": token.partition(":")[2]}
 
-    def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:  # noqa: ANN401  # botocore's
+    def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request by the client's method and return the answer."""
         return self._client.run(self._ask, method, **arguments)
 
-    async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:  # noqa: ANN401  # botocore's
+    async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request on the loop, with the options that s3fs was given.
 
         Raises `UnsupportedByStoreError` if the installed botocore does not know an
@@ -373,10 +358,90 @@ class S3Backend(CloudBackend):
         answer: Mapping[str, Any] = await getattr(client, method)(
             Bucket=bucket, **{**accepted, **arguments}
         )
-        telling = TELLING.get(method)
+        telling = _TELLING.get(method)
         if telling and telling.isdisjoint(answer):
             raise ForeignAnswer(" or ".join(sorted(telling)))
         return answer
+
+
+class _ViewsBody:
+    """Consecutive views as the body of one request; to botocore a file, to aiohttp a stream.
+
+    What is handed to a connection are copies of a piece, made in the processor's cache: one that
+    is being closed may still send what it was given, when the views have other content.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view for view in views if view.nbytes]
+        self._ends = list(accumulate(view.nbytes for view in self._views))
+        self._size = self._ends[-1] if self._ends else 0
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._at
+        self._at = self._size if size < 0 else min(self._size, start + size)
+        return self._between(start, self._at)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, (0, self._at, self._size)[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, self._size, _PIECE_BYTES):
+            yield self._between(start, min(self._size, start + _PIECE_BYTES))
+
+    def _between(self, start: int, stop: int) -> bytes:
+        first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1) + 1
+        pieces = []
+        for view, end in zip(self._views[first:last], self._ends[first:last], strict=True):
+            begin = end - len(view)
+            pieces.append(view[max(0, start - begin) : stop - begin])
+        return b"".join(pieces)
+
+
+def _client_options(location: Location, request_timeout_s: float) -> dict[str, Any]:
+    """Return s3fs's options with timeouts, one attempt and room for parallel requests.
+
+    What the user set stays. Checksums are computed and checked only where S3 requires it:
+    other servers refuse the headers, and every byte is verified by our own CRCs. Bodies are
+    signed where somebody could change them on the way.
+    """
+    options = location.storage_options
+    ours = {
+        "connect_timeout": min(CONNECT_TIMEOUT_S, request_timeout_s),
+        "max_pool_connections": _POOL_CONNECTIONS,
+        "read_timeout": min(READ_TIMEOUT_S, request_timeout_s),
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+    }
+    theirs = options.get("config_kwargs") or {}
+    signing = {"payload_signing_enabled": not _is_private(location)}
+    return {
+        **options,
+        "config_kwargs": {**ours, **theirs, "s3": {**signing, **(theirs.get("s3") or {})}},
+        "use_listings_cache": False,
+    }
+
+
+def _is_private(location: Location) -> bool:
+    """Return whether nobody can change bytes on their way: by TLS, or within this machine.
+
+    There the SHA-256 of a body in the signature costs more time than all the rest of sending.
+    """
+    address = address_of(location, location.storage_options)
+    if not address:  # AWS itself
+        inner = location.storage_options.get("client_kwargs") or {}
+        return all(place.get("use_ssl", True) for place in (location.storage_options, inner))
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    return parts.scheme == "https" or host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _encoded(crc32c: int) -> str:
