@@ -358,16 +358,12 @@ def _into(place: ChunkPlace, memory: memoryview, start: int) -> RangeRead:
         file_bytes=place.file_bytes,
         into=memory,
         check=partial(_check, place, start),
-        edge_before=partial(_whole_blocks, place.block_bytes),
+        block_bytes=place.block_bytes,
     )
 
 
 def _check(place: ChunkPlace, first_byte: int, view: memoryview, offset: int) -> None:
     place.check(view, first_byte + offset)
-
-
-def _whole_blocks(block_bytes: int, count: int) -> int:
-    return count - count % block_bytes
 
 
 def _put_windows(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:

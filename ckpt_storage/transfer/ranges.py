@@ -33,12 +33,6 @@ memory already, and nobody may hold some and wait for more."""
 os.register_at_fork(after_in_child=_BUDGET.reset)
 
 
-def whole_only(count: int) -> int:
-    """Return that nothing can be judged before all has arrived."""
-    del count
-    return 0
-
-
 def ignore(_: object) -> None:
     """Do nothing."""
 
@@ -52,8 +46,7 @@ class RangeRead:
     in a thread of the reader. `file_bytes` is the length that the file must have.
 
     `check` gets the bytes as they arrive, with their distance from `start`, each once an attempt.
-    What it gets ends where `edge_before` says that the first so many bytes can be judged without
-    the rest, or with the range.
+    What it gets ends at a multiple of `block_bytes`, or with the range.
     """
 
     path: str
@@ -62,12 +55,8 @@ class RangeRead:
     file_bytes: int | None = None
     into: memoryview | None = None
     check: Callable[[memoryview, int], None] | None = None
-    edge_before: Callable[[int], int] = whole_only
+    block_bytes: int = 1
     done: Callable[[memoryview], None] = ignore
-
-    def judged(self, count: int) -> int:
-        """Return how many of the first `count` bytes can be judged without the rest."""
-        return count if count == self.stop - self.start else self.edge_before(count)
 
 
 class RangeReader:
@@ -267,7 +256,7 @@ class _Ranges:
             self._run.taken(time.monotonic() - begin_s, stop - start)
             if self._run.given_up.is_set():
                 raise CheckpointError(f"The read of {read.path} was given up.")
-            judged = read.judged(stop)
+            judged = stop if stop == length else stop - stop % read.block_bytes
             if check is not None and checked < judged:
                 check(view[checked:judged], checked)
                 checked = judged
