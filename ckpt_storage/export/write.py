@@ -27,6 +27,7 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
+from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
@@ -324,13 +325,15 @@ class _Job:
         begin_s = time.monotonic()
         try:
             told = self._upload.copy_part(
-                part.start // self._unit,
-                part.start,
-                source,
-                place.start + first,
-                length,
-                source_bytes=place.file_bytes,
-                last=part.stop == self._region.file_bytes,
+                PartCopy(
+                    number=part.start // self._unit,
+                    offset=part.start,
+                    source=source,
+                    start=place.start + first,
+                    length=length,
+                    source_bytes=place.file_bytes,
+                    last=part.stop == self._region.file_bytes,
+                )
             )
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:

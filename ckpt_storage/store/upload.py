@@ -16,7 +16,7 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 
-from .backend import Backend, CopySource, Part, PartCopy
+from .backend import Backend, Part, PartCopy
 from .calls import AbandonedError, moved
 
 if TYPE_CHECKING:
@@ -124,37 +124,18 @@ class Upload:
         most_bytes = self._capabilities.max_put_bytes
         return most_bytes is None or part.size_bytes <= most_bytes
 
-    def copy_part(
-        self,
-        number: int,
-        offset: int,
-        source: CopySource,
-        source_start: int,
-        length: int,
-        *,
-        source_bytes: int | None = None,
-        last: bool,
-    ) -> int | None:
-        """Have the storage copy `length` bytes of `source` from `source_start` on as one part.
+    def copy_part(self, copy: PartCopy) -> int | None:
+        """Have the storage copy bytes of another object as one part.
 
         Return the CRC-32C that the storage tells of what it copied; None if it tells none: the
-        caller must then check the source's bytes by reading them. `source_bytes` is the length
-        the source must have. Raises `IntegrityError` if it differs or the range leaves it, and
-        `UnsupportedByStoreError` where the storage cannot copy.
+        caller must then check the source's bytes by reading them. Raises `IntegrityError` if the
+        source has another length or the range leaves it, and `UnsupportedByStoreError` where the
+        storage cannot copy.
         """
         self._check_open()
-        wanted = PartCopy(
-            number=number,
-            offset=offset,
-            source=source,
-            start=source_start,
-            length=length,
-            last=last,
-            source_bytes=source_bytes,
-        )
-        what = f"copy of part {number} from {source.path}"
+        what = f"copy of part {copy.number} from {copy.source.path}"
         return self._send(
-            number, what, lambda backend, token: backend.copy_part(self._path, token, wanted)
+            copy.number, what, lambda backend, token: backend.copy_part(self._path, token, copy)
         ).crc32c
 
     def receipts(self) -> list[Part]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from crc32c import crc32c
@@ -21,7 +21,7 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
-from ckpt_storage.store.backend import Backend, Capabilities, CopySource, Part
+from ckpt_storage.store.backend import Backend, Capabilities, CopySource, Part, PartCopy
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 
@@ -247,9 +247,8 @@ class UploadFacts:
         if store.capabilities.copy_min_bytes is None:
             assert not store.can_copy_from(second)
             upload = store.upload(_PATH)
-            source = CopySource(scope="", address=_SOURCE, path=_SOURCE)
             with pytest.raises(UnsupportedByStoreError):
-                upload.copy_part(0, 0, source, 0, size, last=True)
+                upload.copy_part(_copied(CopySource(scope="", address="", path=""), 0, size))
             upload.abort()
         assert paths_of(store) == []
 
@@ -344,16 +343,14 @@ class UploadFacts:
         assert (paths_of(second), second.abort_uploads("")) == ([_SOURCE], 0)
 
 
-def _copy(
-    upload: Upload,
-    store: Store,
-    start: int,
-    length: int,
-    *,
-    source_bytes: int | None = None,
-    last: bool = True,
-) -> int | None:
+def _copied(source: CopySource, start: int, length: int, **more: Any) -> PartCopy:  # noqa: ANN401  # fields
+    """Return the first part as a copy, the last one unless told otherwise."""
+    part: dict[str, Any] = {"number": 0, "offset": 0, "last": True, **more}
+    return PartCopy(source=source, start=start, length=length, **part)
+
+
+def _copy(upload: Upload, store: Store, start: int, length: int, **more: Any) -> int | None:  # noqa: ANN401  # fields
     """Copy from the object that these facts copy."""
     source = store.copy_source(_SOURCE)
     assert source is not None
-    return upload.copy_part(0, 0, source, start, length, source_bytes=source_bytes, last=last)
+    return upload.copy_part(_copied(source, start, length, **more))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import errno
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from remote_tools import plain
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.backend import Part
+from ckpt_storage.store.backend import Part, PartCopy
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
@@ -172,11 +173,12 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)
-    told = upload.copy_part(0, 0, source, 0, PART_BYTES, last=False)
+    first = PartCopy(number=0, offset=0, source=source, start=0, length=PART_BYTES, last=False)
+    told = upload.copy_part(first)
     assert told == crc32c(part(0))
     store.replace("source", part(2) + part(3))
     with pytest.raises(StorageError) as caught:
-        upload.copy_part(1, PART_BYTES, source, PART_BYTES, PART_BYTES, last=True)
+        upload.copy_part(dataclasses.replace(first, number=1, offset=PART_BYTES, start=PART_BYTES))
     assert caught.value.kind == "precondition"
     upload.abort()
     assert store.abort_uploads("") == 0
