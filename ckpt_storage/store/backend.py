@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
@@ -112,18 +112,11 @@ class Part:
     @classmethod
     def from_json(cls, values: Sequence[int | str | None]) -> Part:
         """Return the part that `to_json` spelt. Raises `ValueError` for anything else."""
-        number, offset, size_bytes, receipt, crc32c = values
-        whole = [value for value in (number, offset, size_bytes) if isinstance(value, int)]
-        is_crc = crc32c is None or isinstance(crc32c, int)
-        if len(whole) != 3 or not isinstance(receipt, str) or not is_crc:  # noqa: PLR2004
+        kinds = (int, int, int, str, int | None)
+        if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
             raise ValueError(f"{values!r} is no part")
-        return cls(
-            number=whole[0],
-            offset=whole[1],
-            size_bytes=whole[2],
-            receipt=receipt,
-            crc32c=crc32c if isinstance(crc32c, int) else None,
-        )
+        told: dict[str, Any] = dict(zip(cls.__slots__, values, strict=True))
+        return cls(**told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

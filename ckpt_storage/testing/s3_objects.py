@@ -132,8 +132,7 @@ class _Stored:
         return sum(map(len, self.body))
 
     def headers(self) -> dict[str, str]:
-        kind = "COMPOSITE" if "-" in "".join(self.checksum.values()) else "FULL_OBJECT"
-        told = {**self.checksum, f"{_CHECKSUM}type": kind} if self.checksum else {}
+        told = {**self.checksum, f"{_CHECKSUM}type": "FULL_OBJECT"} if self.checksum else {}
         return {"ETag": self.etag, **told}
 
     def fields(self) -> dict[str, object]:
@@ -412,9 +411,6 @@ class S3Objects:
         if algorithm := begun.headers.get(f"{_CHECKSUM}algorithm", "").lower():
             name = _CHECKSUM + algorithm
             checksum = {name: _digest(name, body)}
-            if begun.headers.get(f"{_CHECKSUM}type") != "FULL_OBJECT":
-                raw = b"".join(base64.b64decode(part.checksum[name]) for part in parts)
-                checksum = {name: f"{_digest(name, [memoryview(raw)])}-{len(parts)}"}
         if claim and claim != (checksum or {name: _digest(name, body) for name in claim}):
             raise S3Error(400, "BadDigest", "The object's checksum differs")
         etag = f'"{secrets.token_hex(16)}-{len(parts)}"'
