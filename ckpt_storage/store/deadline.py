@@ -148,10 +148,7 @@ def _timeout(phase: Phase, timeout_s: float, what: str) -> PhaseTimeoutError:
 
 
 class Stalling(Watch):
-    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds.
-
-    `on_bytes` hears of all that moves.
-    """
+    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds."""
 
     def __init__(
         self,
@@ -168,7 +165,6 @@ class Stalling(Watch):
         self._lock = threading.Lock()
         self._moved_s = clock()
         self._failure: PhaseTimeoutError | None = None
-        self.on_bytes: Callable[[int], None] = lambda _: None
 
     def failure(self) -> CheckpointError | None:
         """Return the error of work that stands still, the same one from then on."""
@@ -180,8 +176,8 @@ class Stalling(Watch):
 
     def advanced(self, byte_count: int) -> None:
         """Note that `byte_count` more bytes are done."""
+        del byte_count
         self.ended_file()
-        self.on_bytes(byte_count)
 
     def ended_file(self) -> None:
         """Note that one more file is complete."""
