@@ -19,7 +19,7 @@ from ckpt_storage.options import KIB, MIB
 
 log = logging.getLogger("ckpt_storage")
 
-MAX_MEMBERS = 1_000_000
+_MOST_MEMBERS = 1_000_000
 """Above this many pairs of a unit and a rank that wants it nobody shares.
 
 The coordinator plans them alone while all others wait: about a second for so many."""
@@ -92,7 +92,6 @@ def plan_shares(
     *,
     world_size: int,
     policy: SharePolicy,
-    max_members: int = MAX_MEMBERS,
 ) -> list[ShareOrder] | None:
     """Return each rank's order, None if sharing would not pay or take too long to plan.
 
@@ -101,7 +100,7 @@ def plan_shares(
     whole or not at all.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
-    if not can_plan(sum(map(len, common.values())), max_members=max_members):
+    if not can_plan(sum(map(len, common.values()))):
         return None
     drafts: list[_Draft] = []
     saved_bytes = member_count = 0
@@ -115,7 +114,7 @@ def plan_shares(
             drafts.append(((key, start, stop), ranks))
             saved_bytes += (len(ranks) - 1) * (stop - start)
             member_count += len(ranks)
-        if not can_plan(member_count, max_members=max_members):
+        if not can_plan(member_count):
             return None
     if saved_bytes < policy.min_saved_bytes:
         return None
@@ -133,14 +132,14 @@ def plan_shares(
     ]
 
 
-def can_plan(member_count: int, *, max_members: int = MAX_MEMBERS) -> bool:
+def can_plan(member_count: int) -> bool:
     """Return whether so many pairs of a unit and a rank may be planned; say so where not."""
-    if member_count <= max_members:
+    if member_count <= _MOST_MEMBERS:
         return True
     log.info(
         "Each rank reads for itself: to share what ranks have in common, one rank would have to "
         "plan more than %d reads.",
-        max_members,
+        _MOST_MEMBERS,
     )
     return False
 
