@@ -207,7 +207,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                 continue
             chunks = getattr(saved, "chunks", None)
             if own is None and isinstance(chunks, ChunkList) and isinstance(value, torch.Tensor):
-                items += _reads_of(fqn, chunks, value, cuts)
+                items += _items(fqn, cuts.parts(chunks, value))
             else:
                 items += _create_read_items(fqn, saved, value)
         return LoadPlan(items)
@@ -232,12 +232,8 @@ class _Cuts:
 
     def __init__(self) -> None:
         self._own: dict[_Cut, list[ChunkStorageMetadata]] = {}
-        self._shapes: dict[torch.Size, torch.Size] = {}
+        self._wholes: dict[torch.Size, list[_Part]] = {}
         self._parts: dict[tuple[int, tuple[int, ...], int], list[_Part]] = {}
-
-    def shape(self, shape: torch.Size) -> torch.Size:
-        """Return one object for equal shapes."""
-        return self._shapes.setdefault(shape, shape)
 
     def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
         """Return the chunks of a tensor that this rank holds, and whether others share the list.
@@ -255,6 +251,8 @@ class _Cuts:
 
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
         """Return what this rank has to read of a tensor."""
+        if type(value) in _PLAIN and len(chunks) == 1:
+            return self._whole(value.shape)
         own, is_shared = self.own(value)
         boxes = chunks.info.boxes
         if not is_shared or not isinstance(boxes, GridBoxes):
@@ -266,11 +264,13 @@ class _Cuts:
             found = self._parts[key] = list(_parts(chunks, own))
         return found
 
-
-def _reads_of(fqn: str, chunks: ChunkList, value: torch.Tensor, cuts: _Cuts) -> Iterable[ReadItem]:
-    if type(value) in _PLAIN and len(chunks) == 1:
-        return () if 0 in value.shape else (_whole(fqn, cuts.shape(value.shape)),)
-    return _items(fqn, cuts.parts(chunks, value))
+    def _whole(self, shape: torch.Size) -> list[_Part]:
+        found = self._wholes.get(shape)
+        if found is None:
+            zeros = torch.Size((0,) * len(shape))
+            part = (zeros, 0, zeros, zeros, 0, zeros, shape)
+            found = self._wholes[shape] = [] if 0 in shape else [part]
+        return found
 
 
 def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
@@ -282,24 +282,6 @@ def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
         source = index if number == at and dest == saved else MetadataIndex(fqn, saved, at)
         items.append(ReadItem(kind, index, dest_offsets, source, saved_offsets, sizes))
     return items
-
-
-def _whole(fqn: str, shape: torch.Size) -> ReadItem:
-    zeros = _zeros(len(shape))
-    index = MetadataIndex(fqn, zeros, 0)
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=zeros,
-        storage_index=index,
-        storage_offsets=zeros,
-        lengths=shape,
-    )
-
-
-@functools.cache
-def _zeros(ndim: int) -> torch.Size:
-    return torch.Size((0,) * ndim)
 
 
 def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part]:
