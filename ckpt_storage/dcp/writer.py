@@ -263,14 +263,15 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         assert save.granted is not None  # noqa: S101  # DCP has called `write_data`
-        save.session.finish(save.granted, metadata, [_report_in(result) for result in results])
+        reports = [
+            next(
+                (one.storage_data for one in found if isinstance(one.storage_data, RankReport)),
+                None,
+            )
+            for found in results
+        ]
+        save.session.finish(save.granted, metadata, reports)
         self._threads.save = None
-
-
-def _report_in(results: list[WriteResult]) -> RankReport | None:
-    """Return the report in what DCP gathered of one rank, None if there is none."""
-    found = (result.storage_data for result in results)
-    return next((data for data in found if isinstance(data, RankReport)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,14 +301,23 @@ def _answers_to(
 
     `group_size` is what the number of ranks has to be, if that is known.
     """
-    hellos = _hellos_of_all(own, len(plans))
+    found, world_size = {**inbox().hellos, own.rank: own}, len(plans)
     # The items of all ranks are many: nobody keeps them.
     inbox().hellos.clear()
+    missing = sorted(set(range(world_size)) - set(found))
+    if missing:
+        raise InvalidInputError(
+            f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+            phase="plan",
+            next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
+            "keeps SavePlan objects.",
+        )
+    hellos = [found[rank] for rank in range(world_size)]
     leave: Granted | CheckpointError
     try:
-        if group_size not in {None, len(plans)}:
+        if group_size not in {None, world_size}:
             raise InvalidInputError(
-                f"The save runs on {len(plans)} ranks; the writer's process_group has "
+                f"The save runs on {world_size} ranks; the writer's process_group has "
                 f"{group_size}.",
                 phase="plan",
                 next_step="Pass the same process_group to dcp.save and to the writer.",
@@ -316,26 +326,12 @@ def _answers_to(
         refusal = unlike([hello.items for hello in hellos])
         # Plans that a planner dropped count as 0.
         item_count = sum(len(plan.items) for plan in plans)
-        leave = refusal or session.begin(len(plans), item_count)
+        leave = refusal or session.begin(world_size, item_count)
     except CheckpointError as error:
         leave = error
     answers = [_Answer(nonce=hello.nonce, leave=leave) for hello in hellos]
     inbox().answers[own.nonce] = answers[own.rank]
     return [replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)]
-
-
-def _hellos_of_all(own: Hello, world_size: int) -> list[Hello]:
-    """Return what every rank said of this save, by rank; the coordinator's `own` is not sent."""
-    hellos = {**inbox().hellos, own.rank: own}
-    missing = sorted(set(range(world_size)) - set(hellos))
-    if missing:
-        raise InvalidInputError(
-            f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
-            phase="plan",
-            next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
-            "keeps SavePlan objects.",
-        )
-    return [hellos[rank] for rank in range(world_size)]
 
 
 def _leave_for(hello: Hello) -> Granted:
