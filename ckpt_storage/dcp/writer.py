@@ -263,13 +263,8 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         assert save.granted is not None  # noqa: S101  # DCP has called `write_data`
-        reports = [
-            next(
-                (one.storage_data for one in found if isinstance(one.storage_data, RankReport)),
-                None,
-            )
-            for found in results
-        ]
+        told = [[result.storage_data for result in of_rank] for of_rank in results]
+        reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
         save.session.finish(save.granted, metadata, reports)
         self._threads.save = None
 
