@@ -232,6 +232,10 @@ class Worker:
                 error = run.death(str(gone))
                 self.close()
                 return run.ended_without_worker(error)
+            except BaseException:
+                # What it goes on to tell is of this save, and must not be taken for the next one's.
+                self.close()
+                raise
         if not outcome.is_clean:
             # A thread of it may still read the state that is given up now.
             self.close()
