@@ -47,8 +47,8 @@ from .inspect.stats import TensorStats as TensorStats
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load
-from .manager.delete import delete as delete
 from .manager.manager import CheckpointManager as CheckpointManager
+from .manager.prune import delete as delete
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored
 from .manager.retention import Candidate as Candidate

@@ -10,10 +10,10 @@ import click
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.manager.delete import delete
-from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
+from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.prune import prune as run
 from ckpt_storage.manager.retention import (
+    DEFAULT_TEMPLATE,
     Decision,
     KeepBest,
     KeepEvery,
@@ -21,6 +21,7 @@ from ckpt_storage.manager.retention import (
     KeepNewerThan,
     PruneReport,
     RetentionPolicy,
+    StepNames,
 )
 
 from . import output

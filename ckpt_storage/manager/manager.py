@@ -32,13 +32,19 @@ from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .delete import delete_step
 from .mirror import Mirror
-from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import Notices
-from .prune import Pruner
+from .prune import Pruner, delete_step
 from .resume import Check, Restored, Resumer, all_of, newest_of
-from .retention import Candidate, Keep, KeepBest, PruneReport, seconds_of
+from .retention import (
+    DEFAULT_TEMPLATE,
+    Candidate,
+    Keep,
+    KeepBest,
+    PruneReport,
+    StepNames,
+    seconds_of,
+)
 from .root import Root
 from .schedule import Schedule
 from .upkeep import Pruning, StepSave, Upkeep

@@ -1,4 +1,4 @@
-"""Deleting the checkpoints of a run that no policy keeps (invariants I7 and I18).
+"""Deleting one checkpoint, or those of a run that no policy keeps (invariants I7 and I18).
 
 Nothing here needs a lock on the storage. A plan may be old when it is carried out: each deletion
 looks again whether the newest sound checkpoint is still there, and is decided by the exclusive
@@ -17,33 +17,41 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.delete import TOMBSTONE_AGE_S, remove_tombstone
+from ckpt_storage.commit.delete import TOMBSTONE_AGE_S, attempts_there, remove_tombstone
+from ckpt_storage.commit.delete import delete as delete_commit
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.publishing import is_foreign
+from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
+    InvalidInputError,
     PhaseTimeoutError,
+    StorageError,
 )
+from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.format.names import COMMITS, probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.store import Store
 
-from .delete import delete_commit_and_exports
-from .names import DEFAULT_TEMPLATE, StepNames
 from .retention import (
+    DEFAULT_TEMPLATE,
     Decision,
     Found,
     Keep,
     PruneReport,
+    StepNames,
     by_step,
     counted_by,
     plan_retention,
@@ -324,3 +332,102 @@ def _pinned(links: Mapping[str, str | None]) -> dict[str, str]:
         for name, target in sorted(links.items())
         if target is not None
     }
+
+
+def delete(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    retry: RetryPolicy | None = None,
+    missing_ok: bool = False,
+) -> bool:
+    """Delete the checkpoint at `url` and its exports; return whether there was anything to delete.
+
+    The commit goes first, so that no reader meets a half; cut at any point, call it again. A record
+    of a few hundred bytes stays, and so does what another tool left there. Of a symbolic link the
+    link alone goes. One process calls it; a save that is under way fails with
+    `CommitConflictError`.
+
+    Raises:
+        CheckpointNotFoundError: nothing of ours is there; unless `missing_ok`.
+        InvalidInputError: another tool wrote it; unless `missing_ok`.
+        StorageError, PhaseTimeoutError: deleted in part; call it again.
+
+    """
+    location = Location.of(url, storage_options)
+    timeouts, retry = Timeouts.of(timeout), retry or RetryPolicy()
+    is_link = location.is_local and _unlinked(Path(location.path))
+    is_deleted = is_link or _deleted(location, timeouts, retry, missing_ok=missing_ok)
+    if not is_deleted and not missing_ok:
+        raise CheckpointNotFoundError(
+            f"{location.url} holds no checkpoint.",
+            path=location.url,
+            next_step="ckpt_storage.list_checkpoints(root) shows what is there.",
+        )
+    return is_deleted
+
+
+def _deleted(
+    location: Location, timeouts: Timeouts, retry: RetryPolicy, *, missing_ok: bool
+) -> bool:
+    if location.is_local and not Path(location.path).is_dir():
+        # To open a store there would make the folder.
+        return False
+    deadline = Deadline("commit", timeouts.commit)
+    store = open_store(location, timeouts=timeouts, retry=retry).bounded(deadline)
+    found = read_log(store)
+    if is_foreign(store, found):
+        if missing_ok:
+            return False
+        raise InvalidInputError(
+            f"{location.url} was written by another tool.",
+            path=location.url,
+            next_step="Delete it with that tool, or as a folder.",
+        )
+    if found.head is None and not attempts_there(store):
+        return False
+    return delete_commit_and_exports(store)
+
+
+def delete_commit_and_exports(store: Store, *, expected_save_id: str | None = None) -> bool:
+    """Delete what lies there, and then its exports; returns and raises as `commit.delete`."""
+    is_deleted = delete_commit(store, expected_save_id=expected_save_id)
+    if is_deleted and (others := remove_exports(store)):
+        log.info("%s: files of others stay, such as %s", store.url, others[0])
+    return is_deleted
+
+
+def _unlinked(path: Path) -> bool:
+    """Remove a link; return whether it was one."""
+    if not path.is_symlink():
+        return False
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"The link {path} cannot be removed: {error.strerror}.",
+            kind="permission" if isinstance(error, PermissionError) else "other",
+            path=str(path),
+            next_step="Remove it by hand; what it means is left alone.",
+        ) from error
+    log.info("%s was a link, and what it means stays", path)
+    return True
+
+
+def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:
+    """Delete a step below each root; return whether it was there. Raises if it is in use."""
+    is_deleted = False
+    for root in roots:
+        name = root.names.name_of(step)
+        place = root.location.child(name)
+        with root.uses.deleting(name) as may:
+            if not may:
+                raise CheckpointInProgressError(
+                    f"{place.url} is in use: {root.uses.now().get(name, 'it is being deleted')}.",
+                    path=place.url,
+                    next_step="Wait for that to end, then delete it.",
+                )
+            is_deleted |= _deleted(place, timeouts, root.retry, missing_ok=True)
+            root.forget(name)
+    return is_deleted

@@ -28,8 +28,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
-from .names import StepNames
-from .retention import Found, Status, by_step
+from .retention import Found, Status, StepNames, by_step
 
 _REMOTE_THREADS = 16
 _LOCAL_THREADS = 4

@@ -17,9 +17,8 @@ from prune_cases import name_of
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.manager.mirror import Mirror
-from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, probe

@@ -9,11 +9,9 @@ from manager_cases import blank, restore, saved, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.names import StepNames
-from ckpt_storage.manager.prune import Pruner, prune
-from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.prune import Pruner, delete, prune
+from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline

@@ -18,8 +18,8 @@ from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.format.exports import Holder
-from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Capabilities

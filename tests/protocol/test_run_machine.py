@@ -24,10 +24,9 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.mirror import Mirror
-from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.resume import newest_of
-from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, probe
@@ -39,7 +38,7 @@ STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
 """After how many storage operations the process dies; None: it lives."""
 
-OPENERS = ("export.output", "manager.delete", "manager.root", "saves.options")
+OPENERS = ("export.output", "manager.prune", "manager.root", "saves.options")
 
 
 class Run(RuleBasedStateMachine):

@@ -25,9 +25,8 @@ from commit_tools import (
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.format.exports import Holder, Names
-from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import Keep, PruneReport
+from ckpt_storage.manager.retention import Keep, PruneReport, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Capabilities, ObjectInfo

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.retention import StepNames
 
 TEMPLATES = ("step-{step:08d}", "{step}", "epoch_{step:02d}", "run.{step}.ckpt", "a{step:012d}-b")
 
