@@ -117,11 +117,11 @@ def test_a_mirror_cut_anywhere_loses_nothing_and_goes_on(
         with contextlib.suppress(CheckpointError, SimulatedCrash):
             one_turn(run)
         opened.close()
+        opened.script = Script()
         fast, slow = steps_in(run / "fast"), steps_in(run / "slow")
         assert 3 in fast, at
         assert {2, 3} <= fast | slow, at
         assert slow, at
-        opened.script = Script()
         one_turn(run)
         one_turn(run)
         assert (steps_in(run / "fast"), steps_in(run / "slow")) == ({3}, {2, 3}), at

@@ -136,7 +136,7 @@ def test_worker_that_is_ended_while_it_idles_costs_no_save(tmp_path: Path) -> No
         pid = saver.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_alive(pid), "the end of the worker")
+        until(lambda: saver.worker_pid is None, "the end of the worker")
         save_step(saver, tmp_path, 0, 1).result(END_S)
         assert saver.worker_pid != pid
 
