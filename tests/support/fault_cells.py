@@ -1,28 +1,33 @@
-"""The cells of the fault matrix, as data: operations, the phases that are held, faults, victims.
+"""The cells of the fault matrix, as data: operations, their phases, faults and victims.
 
-A new operation is one function in `fault_ranks.OPERATIONS` and one entry of `PHASES` here.
+A new operation is one function in `fault_ranks.OPERATIONS` and one entry of `PHASES` and `WAITS`
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from ckpt_storage import Timeouts
+from fault_ranks import Where
 
-__all__ = ["PHASES", "TIMEOUTS", "Cell", "Hold", "all_cells"]
+from ckpt_storage import RetryPolicy, Timeouts
 
-Fault = Literal["kill", "stop", "stop and go on", "oversleep", "error"]
+__all__ = ["PHASES", "TIMEOUTS", "WAITS", "Cell", "Hold", "Host", "all_cells"]
+
+Fault = Literal["kill", "stop", "stop and go on", "oversleep", "interrupt", "error", "hang"]
 Victim = Literal["member", "coordinator"]
 Host = Literal["rank 0", "launcher"]
 
 TIMEOUTS = Timeouts(
     plan=6, stage=6, write=6, commit=6, load=6, consolidate=6, request=60, silence=3
 )
+RETRY = RetryPolicy()
 REPORTED_S = 2.0
 SLACK_S = 5.0
-WORLD_SIZE = 3
 
 SLOT = r"commits/00000002\.json$"
 """The commit record of the save under test: the checkpoint that it replaces has the first."""
@@ -32,85 +37,215 @@ SLOT = r"commits/00000002\.json$"
 class Hold:
     """How a victim is kept in a phase, and what errors may call the phase.
 
-    Without `op` its planner asks. Else a request `op` for the storage object `key` gets no answer:
-    of the victim ("own"), of another rank ("other"), or of whoever makes it. `waits` is the step in
-    which members wait whose part is done. `files` says which weight file each tensor goes into.
+    `where` names the call in which it asks. `key` is the storage object, `op` the request, of
+    which the answer is withheld from `held`: the victim, another rank, or "both".
+
+    `hit_count` requests are withheld before the fault comes. `coordinator_step` and `member_step`
+    are where ranks wait whose part is done; "" is the operation's usual one. `files` says which
+    weight file each tensor goes into.
     """
 
     names: frozenset[str]
+    where: Where = ""
     op: str = ""
     key: str = ""
-    holds: Literal["own", "other", "any"] = "own"
-    waits: str = "outcome 1"
+    holds: Literal["victim", "other", "both", ""] = ""
+    hit_count: int = 1
+    coordinator_step: str = "gather 2"
+    member_step: str = ""
     files: tuple[int, int, int] = (1, 2, 3)
-    faults: tuple[Fault, ...]
+    faults: frozenset[Fault]
     victims: tuple[Victim, ...] = ("member", "coordinator")
 
 
+_SIGNALS: frozenset[Fault] = frozenset({"kill", "stop"})
 _PUT = "put|part|create_upload"
-_SHARD = r"/__{held}_0\.distcp$"
-# Who has written is committing, as far as it knows.
-_WRITING = frozenset({"write", "commit"})
-_COMMIT, _LOAD, _EXPORT = (frozenset({name}) for name in ("commit", "load", "consolidate"))
+
+
+def _asked(where: Where, *names: str, only: Victim | None = None) -> Hold:
+    return Hold(
+        names=frozenset(names),
+        where=where,
+        faults=_SIGNALS | {"error", "stop and go on"},
+        victims=("member", "coordinator") if only is None else (only,),
+    )
+
+
+_SAVE = {
+    "before meeting": _asked("call", "plan"),
+    "plan": _asked("local plan", "plan"),
+    "global plan": _asked("global plan", "plan", only="coordinator"),
+    "write": Hold(
+        # Who has written is committing, as far as it knows.
+        names=frozenset({"write", "commit"}),
+        op=_PUT,
+        key=r"/__{held}_0\.distcp$",
+        holds="victim",
+        faults=_SIGNALS | {"error", "hang", "stop and go on"},
+    ),
+    "waiting": Hold(
+        names=frozenset({"write", "commit"}),
+        op=_PUT,
+        key=r"/__{held}_0\.distcp$",
+        holds="other",
+        faults=_SIGNALS | {"interrupt"},
+    ),
+    "commit": Hold(
+        names=frozenset({"commit"}),
+        op="put",
+        key=SLOT,
+        faults=_SIGNALS | {"error", "hang", "interrupt", "stop and go on"},
+    ),
+    "publish": Hold(
+        names=frozenset({"commit"}),
+        op="put",
+        key=r"/\.metadata$",
+        faults=_SIGNALS | {"error", "hang"},
+    ),
+}
+_LOAD = {
+    "before meeting": _asked("call", "plan"),
+    "plan": _asked("local plan", "plan", "load"),
+    "global plan": _asked("global plan", "plan", "load", only="coordinator"),
+    "read": Hold(
+        names=frozenset({"load"}),
+        op="get",
+        key=r"/__{held}_0\.distcp$",
+        holds="victim",
+        faults=_SIGNALS | {"error", "hang", "stop and go on"},
+    ),
+    "waiting": Hold(
+        names=frozenset({"load"}),
+        op="get",
+        key=r"/__{held}_0\.distcp$",
+        holds="other",
+        faults=_SIGNALS | {"interrupt"},
+    ),
+}
+
+_NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
+_GO_ON: frozenset[Fault] = _SIGNALS | {"stop and go on", "oversleep"}
+
+
+def _writing(op: str, **more: Any) -> Hold:
+    """Hold a request for the weight file that a rank writes alone; it is small."""
+    return Hold(names=frozenset({"consolidate"}), op=op, key=_NAME, **{"holds": "victim", **more})
+
+
+def _sharing(op: str, victim: Victim, files: tuple[int, int, int], **more: Any) -> Hold:
+    """Hold a request for a weight file that two ranks write, and that the coordinator completes."""
+    return Hold(
+        names=frozenset({"consolidate"}),
+        op=op,
+        key=_NAME,
+        faults=_GO_ON,
+        victims=(victim,),
+        files=files,
+        **more,
+    )
+
+
+_CONSOLIDATE = {
+    "before meeting": replace(_asked("call", "plan"), faults=_SIGNALS | {"stop and go on"}),
+    "plan": _asked("local plan", "plan"),
+    "opening": Hold(
+        names=frozenset({"plan"}),
+        op="get",
+        key=r"saves/.*/manifest\.json$",
+        faults=_SIGNALS | {"error", "hang", "stop and go on"},
+        member_step="broadcast 1",
+    ),
+    "read": Hold(
+        names=frozenset({"consolidate"}),
+        op="get",
+        key=r"/__{held}_0\.distcp$",
+        holds="victim",
+        faults=_GO_ON | {"error", "hang"},
+        member_step="broadcast 3",
+    ),
+    "write": _writing("put", faults=_GO_ON | {"error", "hang"}, member_step="broadcast 3"),
+    "waiting": _writing(
+        "put", holds="other", faults=_SIGNALS | {"interrupt"}, member_step="broadcast 3"
+    ),
+    # All parts of the file are withheld, those of the victim and those of the other rank.
+    "write shared": replace(
+        _sharing("part(_copy)?", "member", (1, 1, 2), holds="both", hit_count=2),
+        victims=("member", "coordinator"),
+    ),
+    "complete shared": _sharing(
+        "complete", "coordinator", (1, 1, 2), holds="victim", member_step="broadcast 3"
+    ),
+    "index": Hold(
+        names=frozenset({"consolidate"}),
+        op="put",
+        key=r"/model\.safetensors\.index\.json$",
+        faults=_SIGNALS | {"error", "hang", "interrupt", "stop and go on", "oversleep"},
+        member_step="broadcast 3",
+    ),
+    # The index counts by now; what it supersedes is deleted.
+    "clean": Hold(
+        names=frozenset({"consolidate"}),
+        op="bulk_delete",
+        key="^$",
+        faults=_SIGNALS | {"error", "hang", "stop and go on", "oversleep"},
+        member_step="broadcast 3",
+    ),
+}
+
+# An interrupt of the trainer does not end what its threads do.
+_ASYNC = {
+    name: replace(
+        hold,
+        faults=hold.faults - {"interrupt"},
+        # What a state dict raises, it raises while the state is staged.
+        names=hold.names | ({"stage"} if name == "before meeting" else set()),
+    )
+    for name, hold in _SAVE.items()
+}
 
 PHASES: dict[str, dict[str, Hold]] = {
-    "save": {
-        "plan": Hold(names=frozenset({"plan"}), faults=("error", "kill", "stop")),
-        "write": Hold(names=_WRITING, op=_PUT, key=_SHARD, faults=("kill", "stop")),
-        "waiting": Hold(
-            names=_WRITING, op=_PUT, key=_SHARD, holds="other", faults=("kill", "stop")
-        ),
-        "commit": Hold(
-            names=_COMMIT, op="put", key=SLOT, holds="any", faults=("kill", "stop and go on")
-        ),
-        "publish": Hold(
-            names=_COMMIT, op="put", key=r"/\.metadata$", holds="any", faults=("kill", "stop")
-        ),
-    },
-    "load": {
-        "read": Hold(
-            names=_LOAD, op="get", key=_SHARD, waits="broadcast 1", faults=("kill", "stop")
-        ),
-    },
-    "consolidate": {
-        "complete shared": Hold(
-            names=_EXPORT,
-            op="complete",
-            key=r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$",
-            waits="broadcast 3",
-            files=(1, 1, 2),
-            faults=("kill", "oversleep"),
-            victims=("coordinator",),
-        ),
-        "index": Hold(
-            names=_EXPORT,
-            op="put",
-            key=r"/model\.safetensors\.index\.json$",
-            holds="any",
-            waits="broadcast 3",
-            faults=("kill", "stop", "oversleep"),
-        ),
-    },
+    "save": _SAVE,
+    "async save": _ASYNC,
+    "load": _LOAD,
+    "consolidate": _CONSOLIDATE,
 }
+WAITS = {
+    "save": "outcome 1",
+    "async save": "outcome 1",
+    "load": "broadcast 1",
+    "consolidate": "broadcast 3",
+}
+"""The step in which a member waits for the end of an operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One combination."""
+    """One combination; `world_size` ranks."""
 
     operation: str
     phase: str
     fault: Fault
     victim: Victim
     host: Host
+    world_size: int = 3
 
     def __str__(self) -> str:
-        return f"{self.operation} | {self.phase} | {self.fault} | {self.victim} | {self.host}"
+        return (
+            f"{self.operation} | {self.phase} | {self.fault} | {self.victim} | {self.host} | "
+            f"{self.world_size}"
+        )
 
     @property
     def hold(self) -> Hold:
         """How the phase is held."""
         return PHASES[self.operation][self.phase]
+
+    @property
+    def phases(self) -> frozenset[str]:
+        """The phases that errors may name."""
+        # Who goes on after a stop may be writing before it hears that the others gave up.
+        goes_on = self.fault == "stop and go on" and "plan" in self.hold.names
+        return self.hold.names | ({"write"} if goes_on else frozenset())
 
     @property
     def rank(self) -> int:
@@ -121,14 +256,15 @@ class Cell:
     def held(self) -> int:
         """The rank whose storage request gets no answer."""
         if self.hold.holds == "other":
-            return WORLD_SIZE - 1
-        return self.rank if self.hold.holds == "own" else 0
+            return self.world_size - 1 if self.world_size - 1 != self.rank else 0
+        return self.rank if self.hold.holds == "victim" else 0
 
     @property
     def key(self) -> str:
         """Which objects' requests get no answer, a regular expression; "" for none."""
-        file = self.hold.files[self.held]
-        return self.hold.key.replace("{held}", str(self.held)).replace("{file}", str(file))
+        hold, kept = self.hold, re.search(r"kept by (\d)", self.phase)
+        file = hold.files[int(kept[1]) if kept else self.held]
+        return hold.key.replace("{held}", str(self.held)).replace("{file}", str(file))
 
     @property
     def files(self) -> dict[str, int]:
@@ -138,21 +274,42 @@ class Cell:
     @property
     def limit_s(self) -> float:
         """How long after the fault the last live rank may raise."""
-        return REPORTED_S if self.fault == "error" else TIMEOUTS.silence + SLACK_S
+        if self.fault in {"error", "interrupt"}:
+            return REPORTED_S
+        phase_s = TIMEOUTS.write  # all are alike
+        if self.fault == "hang" or self.phase == "before meeting":
+            return phase_s + SLACK_S
+        return TIMEOUTS.silence + SLACK_S
 
 
-def all_cells() -> Iterator[Cell]:
+def all_cells(world_size: int, hosts: Sequence[Host] = ("rank 0", "launcher")) -> Iterator[Cell]:
     """Return the whole matrix."""
-    hosts: tuple[Host, ...] = ("rank 0", "launcher")
     for operation, phases in PHASES.items():
         for phase, hold in phases.items():
-            for fault in hold.faults:
-                for victim in hold.victims:
-                    # Only who asks the storage gets an answer late.
-                    is_late = hold.holds == "any" and fault in {"stop and go on", "oversleep"}
-                    if is_late and victim == "member":
+            for fault in (
+                "kill",
+                "stop",
+                "stop and go on",
+                "oversleep",
+                "interrupt",
+                "error",
+                "hang",
+            ):
+                for victim, host in itertools.product(hold.victims, hosts):
+                    is_of_storage = fault in {"error", "hang"} and hold.key
+                    if fault not in hold.faults or (
+                        # Only who asks the storage sees it fail, or gets an answer late.
+                        hold.holds == ""
+                        and hold.key
+                        and victim == "member"
+                        and (is_of_storage or fault in {"stop and go on", "oversleep"})
+                    ):
                         continue
-                    for host in hosts:
-                        yield Cell(
-                            operation=operation, phase=phase, fault=fault, victim=victim, host=host
-                        )
+                    yield Cell(
+                        operation=operation,
+                        phase=phase,
+                        fault=fault,
+                        victim=victim,
+                        host=host,
+                        world_size=world_size,
+                    )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
-import time
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,8 +21,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_cells import TIMEOUTS, WORLD_SIZE
-from fault_ranks import Job
+from fault_cells import RETRY, TIMEOUTS
+from fault_ranks import Job, Where
 from servers import free_port
 
 from ckpt_storage.testing.s3_server import S3Server
@@ -34,6 +32,7 @@ __all__ = [
     "EXIT_S",
     "SETTLE_S",
     "Event",
+    "Hub",
     "Ranks",
     "export_leftovers",
     "export_version",
@@ -44,16 +43,6 @@ SETTLE_S = 60.0
 """How long the driver waits for what must come; longer than any limit under test."""
 EXIT_S = 30.0
 
-_PRELOADED = [
-    "torch.distributed.checkpoint",
-    "s3fs",
-    "safetensors.torch",
-    "ckpt_storage.loads.load",
-    "ckpt_storage.saves.save",
-    "ckpt_storage.export.consolidate",
-    "ckpt_storage.testing.s3_server",
-]
-
 BUCKET = "bucket"
 URL = f"s3://{BUCKET}/run/step-1"
 EXPORT = "run/step-1/hf"
@@ -62,23 +51,107 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What a rank told."""
+    """What a rank or the nursery told; `connection` waits for an answer if it asked."""
 
     rank: int
     what: str
     at_s: float
     details: dict[str, Any]
+    connection: Connection
+
+
+class Hub:
+    """Where all processes tell the driver what happens; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "hub")
+        self.events: list[Event] = []
+        self._number = 0
+        self._changed = threading.Condition()
+        self._listener = Listener(self.address, "AF_UNIX", backlog=64)
+        threading.Thread(target=self._accept, name="hub", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._listener.close()
+
+    def clear(self) -> int:
+        """Forget all events, also those that earlier ranks send yet; return the next number."""
+        with self._changed:
+            self._number += 1
+            for event in self.events:
+                if event.rank >= 0:
+                    event.connection.close()
+            self.events = []
+            return self._number
+
+    def wait_for(self, *wanted: tuple[int, str], timeout_s: float = SETTLE_S) -> list[Event]:
+        """Return the first event of each (rank, what) once all are there; raise `TimeoutError`."""
+        found: list[Event] = []
+
+        def are_there() -> bool:
+            found[:] = [
+                event
+                for one in wanted
+                for event in [e for e in self.events if (e.rank, e.what) == one][:1]
+            ]
+            return len(found) == len(wanted)
+
+        with self._changed:
+            if not self._changed.wait_for(are_there, timeout_s):
+                missing = set(wanted) - {(event.rank, event.what) for event in found}
+                raise TimeoutError(f"Not heard in {timeout_s:g} s: {sorted(missing)}")
+        return list(found)
+
+    def wait_dead(self, pids: Iterable[int], timeout_s: float) -> dict[int, tuple[int, float]]:
+        """Return exit code and time of death of those `pids` that ended in time."""
+        wanted = set(pids)
+        found: dict[int, tuple[int, float]] = {}
+
+        def are_dead() -> bool:
+            for event in self.events:
+                if event.what == "died" and event.details["pid"] in wanted:
+                    found[event.details["pid"]] = event.details["code"], event.at_s
+            return wanted == set(found)
+
+        with self._changed:
+            self._changed.wait_for(are_dead, timeout_s)
+        return found
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                rank, what, at_s, details = connection.recv()
+                event = Event(
+                    rank=rank, what=what, at_s=at_s, details=details, connection=connection
+                )
+                with self._changed:
+                    if details.get("number", self._number) != self._number:
+                        return
+                    self.events.append(event)
+                    self._changed.notify_all()
 
 
 class Ranks:
     """The processes of one operation; a context manager that leaves none behind."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="faults-")
+    def __init__(self, hub: Hub, nursery: Connection, folder: Path) -> None:
+        self._hub = hub
+        self._nursery = nursery
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
         self._store: dist.TCPStore | None = None
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-        self._events: list[Event] = []
+        self.pids: dict[int, int] = {}
+        self._number = hub.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +160,8 @@ class Ranks:
         for pid in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.wait_dead(range(len(self._processes)))
-        for pipe in self._pipes:
-            pipe.close()
+        self._hub.wait_dead(self.pids.values(), EXIT_S)
         self._store = None
-        self._folder.cleanup()
 
     def start(
         self,
@@ -101,10 +171,10 @@ class Ranks:
         world_size: int,
         launcher_hosts: bool,
         version: int,
-        holds: int | None = None,
+        holds: Mapping[int, Where] | None = None,
         files: Mapping[str, int] | None = None,
     ) -> None:
-        """Start the processes, and let them call. `holds` is the rank whose planner asks."""
+        """Start the processes; they wait for `go`. `holds` tells in which call a rank asks."""
         port = free_port()
         if launcher_hosts:
             self._store = dist.TCPStore(
@@ -115,84 +185,48 @@ class Ranks:
                 timeout=timedelta(seconds=SETTLE_S),
             )
             port = self._store.port
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         for rank in range(world_size):
-            job = Job(
-                operation=operation,
-                rank=rank,
-                world_size=world_size,
-                url=URL,
-                storage_options=server.storage_options,
-                timeouts=TIMEOUTS,
-                port=port,
-                launcher_hosts=launcher_hosts,
-                is_held=rank == holds,
-                version=version,
-                files=files,
-                log_path=f"{self._folder.name}/rank-{rank}.log",
+            self._nursery.send(
+                Job(
+                    address=self._hub.address,
+                    number=self._number,
+                    operation=operation,
+                    rank=rank,
+                    world_size=world_size,
+                    url=URL,
+                    storage_options=server.storage_options,
+                    timeouts=TIMEOUTS,
+                    retry=RETRY,
+                    port=port,
+                    launcher_hosts=launcher_hosts,
+                    hold=(holds or {}).get(rank, ""),
+                    version=version,
+                    files=files,
+                    log_path=str(self._folder / f"rank-{rank}.log"),
+                )
             )
-            ours, theirs = context.Pipe()
-            process = context.Process(target=fault_ranks.rank_main, args=(job, theirs))
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        self.wait_for(*((rank, "ready") for rank in range(world_size)))
-        for rank in range(world_size):
-            self.answer(rank, "go")
+        self._ready = self._hub.wait_for(*((rank, "ready") for rank in range(world_size)))
+        self.pids = {event.rank: event.details["pid"] for event in self._ready}
 
-    def wait_for(self, *wanted: tuple[int, str]) -> list[Event]:
-        """Return the first event of each (rank, what) once all are there; raise `TimeoutError`."""
-        end_s = time.monotonic() + SETTLE_S
-        while True:
-            found = {(event.rank, event.what): event for event in reversed(self._events)}
-            if found.keys() >= set(wanted):
-                return [found[one] for one in wanted]
-            open_pipes = [pipe for pipe in self._pipes if not pipe.closed]
-            ready = wait(open_pipes, max(0.0, end_s - time.monotonic()))
-            if not ready:
-                missing = sorted(set(wanted) - found.keys())
-                raise TimeoutError(f"Not heard in {SETTLE_S:g} s: {missing}")
-            for rank, pipe in enumerate(self._pipes):
-                if pipe in ready:
-                    try:
-                        what, at_s, details = pipe.recv()
-                    except (EOFError, OSError):
-                        pipe.close()
-                        continue
-                    event = Event(rank=rank, what=what, at_s=at_s, details=details)
-                    self._events.append(event)
-
-    def answer(self, rank: int, how: str) -> None:
-        """Tell a rank that asks how to go on."""
-        self._pipes[rank].send(how)
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank."""
-        os.kill(self._processes[rank].pid or 0, number)
-
-    def wait_dead(self, ranks: Iterable[int]) -> dict[int, int | None]:
-        """Return the exit codes of ranks; None for one that did not end in time."""
-        end_s = time.monotonic() + EXIT_S
-        for rank in ranks:
-            self._processes[rank].join(max(0.0, end_s - time.monotonic()))
-        return {rank: self._processes[rank].exitcode for rank in ranks}
+    def go(self) -> None:
+        """Let all ranks call the operation."""
+        for event in self._ready:
+            event.connection.send("go")
 
     def left(self) -> list[int]:
         """Return what lives of the ranks and all that they started."""
-        sessions = {process.pid for process in self._processes}
+        sessions = set(self.pids.values())
         return [pid for pid, session in _sessions() if session in sessions]
 
     def logs(self) -> list[str]:
         """Return what the ranks logged."""
         return [
             f"--- {path.name}\n{path.read_text(errors='replace')}"
-            for path in sorted(Path(self._folder.name).iterdir())
+            for path in sorted(self._folder.iterdir())
         ]
 
 
-def stock_version(server: S3Server) -> int:
+def stock_version(server: S3Server, world_size: int) -> int:
     """Return which version stock torch loads completely from what lies on the server."""
     with tempfile.TemporaryDirectory() as folder:
         for key, data in server.dump().items():
@@ -202,7 +236,7 @@ def stock_version(server: S3Server) -> int:
         target = {
             "model": {
                 name: torch.zeros_like(value)
-                for name, value in fault_ranks.state_of(0, range(WORLD_SIZE)).items()
+                for name, value in fault_ranks.state_of(0, range(world_size)).items()
             }
         }
         with contextlib.redirect_stderr(io.StringIO()):
@@ -212,7 +246,7 @@ def stock_version(server: S3Server) -> int:
                 no_dist=True,
             )
     for version in range(1, 9):
-        expected = fault_ranks.state_of(version, range(WORLD_SIZE))
+        expected = fault_ranks.state_of(version, range(world_size))
         if all(torch.equal(target["model"][name], expected[name]) for name in expected):
             return version
     return -1
@@ -227,7 +261,7 @@ def export_version(server: S3Server) -> int:
         loaded = safetensors.torch.load(objects[f"{EXPORT}/{name}"])
         found |= {key: value for key, value in loaded.items() if index["weight_map"][key] == name}
     for version in range(1, 9):
-        expected = fault_ranks.weights_of(version, range(WORLD_SIZE))
+        expected = fault_ranks.weights_of(version, range(3))
         if found.keys() == {f"model.{name}" for name in expected} and all(
             torch.equal(found[f"model.{name}"], value) for name, value in expected.items()
         ):

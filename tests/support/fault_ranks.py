@@ -1,47 +1,61 @@
-"""The ranks of the fault matrix: real processes that tell where they are."""
+"""The ranks of the fault matrix: real processes, made fast, that tell where they are.
+
+The nursery is one process that has imported torch and forks each rank from there; a rank ends like
+any script, so that all that may keep an interpreter from ending does so here too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import itertools
+import importlib
 import os
 import resource
 import signal
-import threading
+import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
+from multiprocessing.connection import Client, Connection, wait
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage.coordination.operation import Operation
 
-__all__ = ["OPERATIONS", "Job", "rank_main", "state_of"]
+__all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
 
 ELEMENT_COUNT = 50_000
 WEIGHT_COUNT = 800_000
 """Elements of a tensor to consolidate: more than the 5 MiB that S3 wants of a part."""
 
 _PR_SET_PDEATHSIG = 1
+_OURS = [
+    f"ckpt_storage.{name}"
+    for name in ("loads.load", "background.saver", "saves.save", "export.consolidate")
+]
+
+Where = Literal["call", "local plan", "global plan", ""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one rank is to do.
 
-    With `is_held` its planner asks the driver how to go on. `version` is the content that a save
-    saves. `files` says which weight file each tensor goes into.
+    `number` is new for every group of ranks. `hold` names the call in which this rank stops and
+    asks the driver how to go on. `version` is the content that a save saves. `files` says which
+    weight file each tensor goes into.
     """
 
+    address: str
+    number: int
     operation: str
     rank: int
     world_size: int
@@ -50,10 +64,11 @@ class Job:
     timeouts: ckpt_storage.Timeouts
     port: int
     launcher_hosts: bool
-    is_held: bool = False
+    hold: Where = ""
     version: int = 0
     files: Mapping[str, int] | None = None
     log_path: str = os.devnull
+    retry: ckpt_storage.RetryPolicy = field(default_factory=ckpt_storage.RetryPolicy)
 
 
 def tensor_of(version: int, rank: int) -> torch.Tensor:
@@ -79,65 +94,128 @@ def weights_of(version: int, ranks: range) -> dict[str, Any]:
 
 
 class _Line:
-    """How a rank talks to the driver."""
+    """How a rank, or a process that it started, talks to the driver; pickles."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
+    def __init__(self, address: str, rank: int, number: int) -> None:
+        self.address = address
+        self.rank = rank
+        self.number = number
 
     def tell(self, what: str, **details: Any) -> None:
         """Tell the driver something, and when."""
-        with self._lock:
-            self._connection.send((what, time.monotonic(), details))
+        with Client(self.address, "AF_UNIX") as connection:
+            connection.send(self._event(what, **details))
 
     def ask(self, where: str) -> None:
         """Tell the driver where this process is, and stay there until it answers; maybe fail."""
-        self.tell(where)
-        if self._connection.recv() == "raise":
-            raise OSError(errno.ENOSPC, "No space left on device, says the test")
+        with Client(self.address, "AF_UNIX") as connection:
+            connection.send(self._event(where))
+            if connection.recv() == "raise":
+                raise OSError(errno.ENOSPC, "No space left on device, says the test")
+
+    def _event(self, what: str, **details: Any) -> tuple[Any, ...]:
+        mine = {"pid": os.getpid(), "number": self.number, **details}
+        return self.rank, what, time.monotonic(), mine
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        tell_of_waits(self)
 
 
-def _tell_of(line: _Line, name: str) -> None:
+def tell_of_waits(line: _Line) -> None:
     """Let this process tell the driver when its operation enters a step in which ranks wait."""
-    inner, count = getattr(Operation, name), itertools.count(1)
+    for name in ("gather", "scatter", "broadcast", "outcome"):
+        _wrap(line, name)
+
+
+def _wrap(line: _Line, name: str) -> None:
+    inner = getattr(Operation, name)
+    if hasattr(inner, "inner"):
+        return
+    count = 0
 
     def step(self: Operation, *args: Any) -> Any:
-        line.tell(f"{name} {next(count)}")
+        nonlocal count
+        count += 1
+        line.tell(f"{name} {count}")
         return inner(self, *args)
 
+    step.inner = inner  # type: ignore[attr-defined]  # the mark of a wrapped one
     setattr(Operation, name, step)
 
 
-class HeldPlanner(DefaultSavePlanner):
-    """A planner that asks the driver before it plans."""
+class _Held:
+    """A planner that stops where it was told to; pickles, for savers with a worker process."""
 
-    line: _Line | None = None
+    def __init__(self, line: _Line, where: Where) -> None:
+        super().__init__()
+        self._line = line
+        self._where = where
+
+    def _inner(self, where: Where) -> Any:
+        """Return the planner itself, once the driver says so."""
+        if self._where == where:
+            self._line.ask(where)
+        return super()
 
     def create_local_plan(self) -> Any:
-        """Plan, once the driver says so."""
-        if self.line is not None:
-            self.line.ask("local plan")
-        return super().create_local_plan()
+        """Plan."""
+        return self._inner("local plan").create_local_plan()
+
+    def create_global_plan(self, plans: Any) -> Any:
+        """Plan for all."""
+        return self._inner("global plan").create_global_plan(plans)
 
 
-def save(job: Job, line: _Line) -> str:
-    """Save; return what was committed."""
-    planner = HeldPlanner()
-    planner.line = line if job.is_held else None
-    info = ckpt_storage.save(
-        {"model": _own(job, job.version)},
+class HeldSavePlanner(_Held, DefaultSavePlanner):
+    """A planner of saves."""
+
+
+class HeldLoadPlanner(_Held, DefaultLoadPlanner):
+    """A planner of loads."""
+
+
+class HeldModel:
+    """A `Stateful` whose state is asked for in the call, before the ranks meet."""
+
+    def __init__(self, line: _Line, where: Where, state: dict[str, Any]) -> None:
+        self._line = line
+        self._where = where
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, once the driver says so."""
+        if self._where == "call":
+            self._line.ask(self._where)
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state."""
+        self._state = state
+
+
+def save(job: Job, line: _Line, *, is_async: bool = False) -> str:
+    """Save, or do it in a background thread; return what was committed."""
+    call: Callable[..., Any] = ckpt_storage.save_async if is_async else ckpt_storage.save
+    ended = call(
+        {"model": HeldModel(line, job.hold, _own(job, job.version))},
         job.url,
         overwrite=True,
-        planner=planner,
+        planner=HeldSavePlanner(line, job.hold),
         **_common(job),
     )
-    return f"committed in slot {info.slot}"
+    return f"committed in slot {(ended.result() if is_async else ended).slot}"
 
 
-def load(job: Job, _line: _Line) -> str:
+def load(job: Job, line: _Line) -> str:
     """Load this rank's part; return which version it is."""
     target = {name: torch.zeros_like(value) for name, value in _own(job, 0).items()}
-    ckpt_storage.load({"model": target}, job.url, **_common(job))
+    ckpt_storage.load(
+        {"model": HeldModel(line, job.hold, target)},
+        job.url,
+        planner=HeldLoadPlanner(line, job.hold),
+        **_common(job),
+    )
     for version in range(9):
         if all(torch.equal(value, target[name]) for name, value in _own(job, version).items()):
             return f"version {version}"
@@ -154,24 +232,35 @@ def check_and_save(job: Job, line: _Line) -> str:
     return found
 
 
-def save_weights(job: Job, _line: _Line) -> str:
+def save_weights(job: Job, line: _Line) -> str:
     """Save the model to consolidate, which three ranks hold; return what was committed."""
     state = weights_of(job.version, range(job.rank, 3, job.world_size))
-    info = ckpt_storage.save({"model": state}, job.url, overwrite=True, **_common(job))
+    info = ckpt_storage.save(
+        {"model": HeldModel(line, "", state)}, job.url, overwrite=True, **_common(job)
+    )
     return f"committed in slot {info.slot}"
 
 
-def consolidate(job: Job, _line: _Line) -> str:
+def consolidate(job: Job, line: _Line) -> str:
     """Consolidate; return which files came out."""
-    # A function: names keep their "model.".
+    if job.hold == "call":
+        line.ask(job.hold)
+    asks = [job.hold] if job.hold == "local plan" else []
+
+    def rename(fqn: str) -> str:
+        if asks:
+            line.ask(asks.pop())
+        return fqn
+
     report = ckpt_storage.consolidate(
-        job.url, fqn_to_index_mapping=job.files, rename=str, **_common(job)
+        job.url, fqn_to_index_mapping=job.files, rename=rename, **_common(job)
     )
     return f"published {', '.join(file.name for file in report.files)}"
 
 
 OPERATIONS: dict[str, Callable[[Job, _Line], str]] = {
     "save": save,
+    "async save": partial(save, is_async=True),
     "load": load,
     "check and save": check_and_save,
     "save weights": save_weights,
@@ -184,13 +273,17 @@ def _own(job: Job, version: int) -> dict[str, Any]:
 
 
 def _common(job: Job) -> dict[str, Any]:
-    return {"storage_options": dict(job.storage_options), "timeout": job.timeouts}
+    return {
+        "storage_options": dict(job.storage_options),
+        "timeout": job.timeouts,
+        "retry": job.retry,
+    }
 
 
-def rank_main(job: Job, connection: Connection) -> None:
+def rank_main(job: Job) -> None:
     """Be one rank: join, wait for the word, run the operation, tell how it ended."""
     _settle(job)
-    line = _Line(connection)
+    line = _Line(job.address, job.rank, job.number)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
@@ -202,8 +295,7 @@ def rank_main(job: Job, connection: Connection) -> None:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    for name in ("gather", "scatter", "broadcast", "outcome"):
-        _tell_of(line, name)
+    tell_of_waits(line)
     line.ask("ready")
     try:
         value = OPERATIONS[job.operation](job, line)
@@ -224,7 +316,7 @@ def rank_main(job: Job, connection: Connection) -> None:
 
 
 def _settle(job: Job) -> None:
-    """Take a session of its own, a log, and the wish to die with who forked it."""
+    """Take a session of its own, a log, and the wish to die with the nursery."""
     os.setsid()
     # A shell that runs something in the background lets it ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -235,3 +327,47 @@ def _settle(job: Job) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def nursery(address: str) -> Job | None:
+    """Fork a rank for each job of the driver; return the job in the rank, None in the nursery."""
+    torch.set_num_threads(1)
+    for name in ("s3fs", "safetensors.torch", *_OURS):
+        importlib.import_module(name)  # once, before the forks
+    connection = Client(address, "AF_UNIX")
+    connection.send((-1, "nursery", time.monotonic(), {}))
+    woken, waker = socket.socketpair()
+    woken.settimeout(0)
+    waker.settimeout(0)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    while True:
+        for ready in wait([connection, woken]):
+            if ready is connection:
+                try:
+                    job: Job = connection.recv()
+                except EOFError:
+                    return None
+                if (pid := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for inherited in (connection, woken, waker):
+                        inherited.close()
+                    return job
+                connection.send((-1, "born", time.monotonic(), {"pid": pid, "rank": job.rank}))
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(1024)
+        _reap(connection)
+
+
+def _reap(connection: Connection) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        connection.send((-1, "died", time.monotonic(), {"pid": pid, "code": code}))
