@@ -111,7 +111,7 @@ class _Work:
         for upload in [*self._open, *self._shared.values()]:
             try:
                 upload.abort()
-            except CheckpointError as failure:
+            except Exception as failure:  # noqa: BLE001  # the first failure is the one to raise
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
     def write(self, source: Readable, taken: Taken) -> _Result:
