@@ -268,6 +268,17 @@ def test_options_are_not_given_twice() -> None:
         open_store(Location.of("memory://x"), storage_options={})
 
 
+@pytest.mark.parametrize(
+    ("url", "given", "meant"),
+    [("s3://bucket/run", "endpoint_ulr", "endpoint_url"), ("gs://b/run", "tokens", "token")],
+)
+def test_a_misspelt_option_names_the_nearest_one(url: str, given: str, meant: str) -> None:
+    """Classes of fsspec swallow options that they do not know; this package does not."""
+    with pytest.raises(InvalidInputError, match=f"'{given}'.*Did you mean '{meant}'") as caught:
+        open_store(url, storage_options={given: SECRET}).get("x")
+    assert SECRET not in str(caught.value)
+
+
 def test_unusable_options_are_an_error_without_their_values() -> None:
     """An option that the backend does not take is told by name, its value is not shown."""
     with pytest.raises(CheckpointError, match=r"bad_option.*storage_options") as caught:

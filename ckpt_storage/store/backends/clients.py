@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import difflib
+import inspect
 import os
 import selectors
 import threading
@@ -42,6 +44,7 @@ _AT_ONCE = 16
 _CALLS_AT_ONCE = 4
 """On a synchronous file system, each with a connection; servers refuse clients that have many."""
 
+_OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
 _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
@@ -357,7 +360,23 @@ class Client:
             shared = _process.join(self._key, self, self._options)
         return shared
 
+    def _check_names(self) -> None:
+        """Refuse an option that looks like a misspelt one: many classes swallow what is unknown."""
+        known = set(_OF_FSSPEC)
+        for kind in self.family.__mro__:
+            known.update(inspect.signature(kind.__init__).parameters)
+        for name in self._options.keys() - known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+            if near:
+                raise InvalidInputError(
+                    f"storage_options for {self._location.url} has {name!r}, which is no option "
+                    f"of {self.family.__name__}.",
+                    path=self._location.url,
+                    next_step=f"Did you mean {near[0]!r}?",
+                )
+
     def _build(self) -> ForeignFs:
+        self._check_names()
         family, target = self.family, self._location.target
         if self.is_async:
             loop = _process.loop()
