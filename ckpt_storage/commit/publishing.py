@@ -11,10 +11,7 @@ import logging
 from ckpt_storage.errors import FormatError, IntegrityError, NotPublishedError, StorageError
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
 from ckpt_storage.format.documents import DAMAGED
-from ckpt_storage.format.names import (
-    STOCK_METADATA,
-    slot_path,
-)
+from ckpt_storage.format.names import STOCK_METADATA, slot_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store

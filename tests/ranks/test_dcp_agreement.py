@@ -113,6 +113,22 @@ def test_unlike_values_by_one_name_are_refused(ranks: RankPool, tmp_path: Path) 
     assert list_checkpoints(str(tmp_path)) == []
 
 
+def save_with_other_version(rank: int, path: Path) -> None:
+    """Save while rank 1 has another release of the package."""
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr("ckpt_storage.saves.options.__version__", "9.9")
+        dcp_cases.save(state_of(0), path)
+
+
+def test_ranks_with_different_releases_all_raise(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that runs another release of the package is named."""
+    for outcome in ranks.outcomes(save_with_other_version, tmp_path / "run", world_size=2):
+        for error in failures_of(outcome.error).values():
+            assert isinstance(error, RankMismatchError)
+            assert error.values == {ckpt_storage.__version__: [0], "9.9": [1]}
+
+
 def save_with_stock_writer_on(rank: int, path: Path, stock_rank: int) -> None:
     """Save with torch's own writer, to a folder of its own, on one rank."""
     writer: Any = CheckpointStorageWriter(path / "ours")

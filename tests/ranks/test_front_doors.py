@@ -36,8 +36,10 @@ def test_torchs_reader_loads_what_save_wrote(
     cases.assert_state(alone, 7)
 
 
-def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
-    """Without a process group one process does both, and gets what was committed."""
+def test_one_process_without_a_group_saves_and_loads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a process group one process does both, gets what was committed, prints nothing."""
     path = tmp_path / "run"
     info = ckpt_storage.save(cases.state_of(3), path, sync_files=False)
     assert info.url == str(path) or info.url.endswith(str(path))
@@ -48,6 +50,7 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
     with pytest.raises(ckpt_storage.CheckpointExistsError):
         ckpt_storage.save(cases.state_of(4), path)
     assert ckpt_storage.save(cases.state_of(4), path, overwrite=True, sync_files=False).slot == 2
+    assert capfd.readouterr() == ("", "")
     target = cases.state_of(4, zeros=True)
     dcp_cases.load_stock(target, path)
     cases.assert_state(target, 4)
