@@ -97,11 +97,14 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
 
 
 def _is_written_after(store: Store, head: SlotRecord) -> bool:
-    """Return whether a `.metadata` that is not ours is newer than `head`."""
+    """Return whether a `.metadata` that is not ours is newer than `head`; in doubt it is.
+
+    Some storages tell whole seconds.
+    """
     stock_s, slot_s = (
         store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
     )
-    return stock_s is not None and slot_s is not None and stock_s > slot_s
+    return stock_s is not None and slot_s is not None and stock_s >= slot_s
 
 
 def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:
