@@ -235,7 +235,9 @@ class CommittedSource:
     def _fetch_all(self, ranks: Iterable[int]) -> None:
         needed = set(ranks).difference(self._ranks)
         count = min(self.options.thread_count, len(needed))
-        if count:
+        if len(needed) == 1:
+            self._fetch(needed.pop())  # a thread for it would take longer than a read from a disk
+        elif count:
             with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
                 for rank in sorted(needed):
                     workers.submit(partial(self._fetch, rank))
