@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -64,7 +64,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .attempt import CopiedCheckpoint
 from .folder import PlainFolder, Shown, listed
-from .layout import Layout, Stored, out_file
+from .layout import Layout, lay_out_copies
 from .output import Made, Output, Setting, Site
 from .places import is_within, location_beside, place_within
 from .plan import Plan
@@ -289,12 +289,12 @@ class _Copy(Task[CopyReport]):
         found, manifest = self.found, self._manifest
         if manifest is not None:
             own_id, save_id = manifest.save_id, found.save_id or ""
-            return _laid_out(
+            return lay_out_copies(
                 (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
                 for file, _ in (() if found.was_there else manifest.files)
             )
         last = self._shown()[1]
-        return _laid_out(
+        return lay_out_copies(
             (path, path, size_bytes, crc32c)
             for path, (size_bytes, _, crc32c) in sorted(found.files.items())
             # Nothing tells one content of a file that people put beside an export from another.
@@ -466,16 +466,6 @@ class _Files:
             moved = gone(site.source, self.save_id, place.path)
         what = f"{site.setting.source.url}: {place.path} is missing."
         return moved or IntegrityError(what, path=place.path, offset=0, next_step=_RESTORE)
-
-
-def _laid_out(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
-    """Return files that are those of the source: path, name here, length, CRC-32C if known."""
-    return Layout(
-        files=tuple(
-            out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
-            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
-        )
-    )
 
 
 def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ Pure values. A layout says nothing of ranks, of storages, or of which file a sto
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,3 +167,13 @@ class Layout:
     def ties(self) -> Mapping[str, str]:
         """The FQN of every alias that was left out, and that of the tensor that stands for it."""
         return {skip.fqn: skip.target for skip in self.skipped if skip.target is not None}
+
+
+def lay_out_copies(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
+    """Return files that are those of the source: path, name here, length, CRC-32C if known."""
+    return Layout(
+        files=tuple(
+            out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
+            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
+        )
+    )
