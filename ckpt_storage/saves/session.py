@@ -163,9 +163,7 @@ class SaveSession:
             try:
                 return self._write(granted, plan, source, ties, deadline)
             except StorageError as error:
-                self.discard(grant.save_id, is_whole=False)
-                store = self._store.bounded(deadline)
-                if error.kind != "no-space" or not free_dead(store, besides=grant.save_id):
+                if error.kind != "no-space" or not self._has_freed(grant, deadline):
                     raise
             return self._write(granted, plan, source, ties, deadline)
         except CheckpointError as error:
@@ -173,6 +171,11 @@ class SaveSession:
             if not isinstance(error, PhaseTimeoutError):
                 self.discard(grant.save_id, is_whole=False)
             raise
+
+    def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
+        """Make room on a full storage; return whether there was anything of dead attempts."""
+        self.discard(grant.save_id, is_whole=False)
+        return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
 
     def _write(
         self,
