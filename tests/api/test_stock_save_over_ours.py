@@ -114,6 +114,16 @@ def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None
     assert torch.equal(stock_values(tmp_path), NEW)
 
 
+def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
+    """Where a storage tells whole seconds, both have one time; nothing older is read in silence."""
+    ckpt_storage.save({"w": OLD}, tmp_path)
+    dcp.save({"w": NEW}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    for path in (tmp_path / ".metadata", tmp_path / "commits" / "00000001.json"):
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+    with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
+        load(str(tmp_path))
+
+
 def _put_back(path: Path, data: bytes, *, older_than: Path) -> None:
     path.write_bytes(data)
     time_s = older_than.stat().st_mtime - 60
