@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeVar
 
 from ckpt_storage.commit.delete import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
 from ckpt_storage.errors import (
-    CheckpointError,
     CheckpointExistsError,
     ConsolidationError,
     FormatError,
@@ -120,9 +119,22 @@ class FolderOutput(Output):
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        identity = self.plan.identity
-        found = self.read_records(one.path for one in listed(self.store, records_folder(identity)))
-        return [sealed for fingerprint, sealed in found if fingerprint == identity]
+        found: list[Sealed] = []
+
+        def decode(path: str, data: bytes) -> None:
+            one = WeightFileRecord.decode(data, path=path)
+            if one.fingerprint == self.plan.identity:
+                parts = tuple(Part.from_json(part) for part in one.parts)
+                found.append(
+                    Sealed(file=one.file, token=one.token, write_id=one.write_id, parts=parts)
+                )
+
+        def read(path: str) -> None:
+            trusted(self.store, path, partial(decode, path))
+
+        paths = [one.path for one in listed(self.store, records_folder(self.plan.identity))]
+        self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
+        return found
 
     def _found(self) -> Taken:
         """Return what is sealed: of records, those with their file or an upload still open."""
@@ -141,7 +153,6 @@ class FolderOutput(Output):
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", self.store.url, error)
-                self.end_uploads(recorded.values())
         done: dict[int, FileRef] = {}
         sealed: dict[int, Sealed] = {}
 
@@ -153,35 +164,6 @@ class FolderOutput(Output):
 
         self.site.at_once("look for files", [partial(look, *one) for one in recorded.items()])
         return Taken(done=dict(sorted(done.items())), sealed=dict(sorted(sealed.items())))
-
-    def read_records(self, paths: Iterable[str]) -> list[tuple[str, Sealed]]:
-        """Return what those of some paths that are records say, with their fingerprints."""
-        found: list[tuple[str, Sealed]] = []
-
-        def decode(path: str, data: bytes) -> None:
-            one = WeightFileRecord.decode(data, path=path)
-            parts = tuple(Part.from_json(part) for part in one.parts)
-            sealed = Sealed(file=one.file, token=one.token, write_id=one.write_id, parts=parts)
-            found.append((one.fingerprint, sealed))
-
-        def read(path: str) -> None:
-            trusted(self.store, path, partial(decode, path))
-
-        self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
-        return found
-
-    def end_uploads(self, files: Iterable[Sealed]) -> None:
-        """Abort the uploads of sealed files that nobody goes on with; one that is over is none."""
-
-        def end(one: Sealed) -> None:
-            path, store = one.file.path, self.store
-            try:
-                store.take_over(path, one.token, one.write_id, one.parts).abort()
-            except CheckpointError as error:
-                # It takes room, but no part in this run.
-                log.warning("%s: an upload of an earlier run stays: %s", store.shown(path), error)
-
-        self.site.at_once("end uploads", [partial(end, one) for one in files if one.token])
 
 
 class PlainFolder(FolderOutput):
@@ -259,8 +241,6 @@ class PlainFolder(FolderOutput):
                 # Shards of work that died: without its `.metadata` nobody can tell what is in them.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
-            # Only their records lead to sealed files that lack their names.
-            self.end_uploads(sealed for _, sealed in self.read_records(here))
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))

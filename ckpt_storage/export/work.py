@@ -205,7 +205,6 @@ class _Work:
                 token, write_id, parts = upload.token(), upload.write_id, upload.receipts()
                 sealed = Sealed(file=reference, token=token, write_id=write_id, parts=parts)
                 self._seal(at, sealed)
-                upload.hand_over()
             else:
                 upload.complete(region.file_bytes)
                 self._seal(at, Sealed(file=reference))
@@ -219,31 +218,31 @@ class _Work:
         spans: dict[int, list[Span]] = {}
         for portion in (portion for one in results for portion in one.portions):
             spans.setdefault(portion.file, []).extend(portion.spans)
-        references = {at: self._reference(at, joined(spans[at])[2]) for at in self._shared}
         sealed = {at: one for result in results for at, one in result.sealed.items()}
-        waiting = {at: one for at, one in sealed.items() if one.token} | dict(taken.sealed)
+        sealed |= taken.sealed
+        for at in self._shared:
+            parts = [part for one in results for part in one.receipts.get(at, ())]
+            sealed[at] = Sealed(file=self._reference(at, joined(spans[at])[2]), parts=parts)
         before_names()
 
-        def complete(at: int, upload: Upload) -> None:
-            receipts = [part for one in results for part in one.receipts.get(at, ())]
-            upload.complete(self._plan.files[at].size_bytes, receipts=receipts)
-            self._seal(at, Sealed(file=references[at]))
-
         def name(at: int, one: Sealed) -> None:
-            upload = self._site.target.take_over(one.file.path, one.token, one.write_id, one.parts)
-            upload.complete(one.file.size_bytes)
-            if at in taken.sealed and not self._is_sound(one.file):
+            file, own = one.file, self._shared.get(at)
+            upload = own or self._site.target.join(file.path, one.token, write_id=one.write_id)
+            upload.complete(file.size_bytes, receipts=one.parts)
+            if own:
+                self._seal(at, Sealed(file=file))
+            elif at in taken.sealed and not self._is_sound(file):
                 raise IntegrityError(
-                    f"{one.file.path}, which an earlier run had written, is damaged.",
-                    path=one.file.path,
+                    f"{file.path}, which an earlier run had written, is damaged.",
+                    path=file.path,
                     offset=0,
                     next_step="Call it again: the file is made anew then.",
                 )
 
-        jobs = [partial(complete, *one) for one in self._shared.items()]
-        jobs += [partial(name, *one) for one in waiting.items()]
+        nameless = {at: one for at, one in sealed.items() if one.token or at in self._shared}
+        jobs = [partial(name, *one) for one in nameless.items()]
         self._site.at_once("complete files", jobs)
-        return {at: one.file for at, one in {**sealed, **waiting, **self._result.sealed}.items()}
+        return {at: one.file for at, one in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
         """Return what a file is; raise if it has to have another checksum."""

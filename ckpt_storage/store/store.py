@@ -24,7 +24,6 @@ from .backend import (
     Content,
     CopySource,
     ObjectInfo,
-    Part,
     Range,
 )
 from .calls import Caller, Repeat, moved, system_random
@@ -326,20 +325,13 @@ class Store:
         """
         return Upload(self, path, size_hint=size_hint, if_absent=if_absent, copies=copies)
 
-    def join(self, path: str, token: str) -> Upload:
-        """Join another process's upload of the same path; one that is over refuses the first part.
+    def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
+        """Join another process's upload of the same path; one that is over refuses what is asked.
 
-        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
+        Whoever completes it gives the `write_id` of the owner. Raises `UnsupportedByStoreError`
+        unless `capabilities.tokens_travel`.
         """
-        return Upload(self, path, joined=token)
-
-    def take_over(self, path: str, token: str, write_id: str, parts: Sequence[Part]) -> Upload:
-        """Own an upload that another process handed over, perhaps before it died. Raises as `join`.
-
-        `write_id` is what it was begun with, and `parts` are all that was sent. The storage refuses
-        to complete one that is gone.
-        """
-        return Upload(self, path, joined=token, handed_over=parts, write_id=write_id)
+        return Upload(self, path, joined=token, write_id=write_id)
 
     def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
         """Return path and token of each open upload below a folder, where the storage tells both.

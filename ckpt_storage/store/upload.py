@@ -38,9 +38,9 @@ class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
     One owner begins it. Where `capabilities.tokens_travel`, others join with its `token`, write
-    or copy parts, and send their `receipts` to the owner. Part numbers ascend with the offsets;
-    none is used by two members, and some may be left out. After a part was given up the upload can
-    only be aborted: its memory may still be sent. May be used by several threads.
+    or copy parts, and tell their `receipts` to one of them, who completes it. Part numbers ascend
+    with the offsets; none is used by two members, and some may be left out. After a part was given
+    up the upload can only be aborted: its memory may still be sent. May be used by several threads.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Upload:
         if_absent: bool = False,
         copies: bool = False,
         joined: str | None = None,
-        handed_over: Sequence[Part] | None = None,
         write_id: str = "",
     ) -> None:
         self._store = store
@@ -61,13 +60,13 @@ class Upload:
         self._capabilities = store.capabilities
         self._if_absent = if_absent
         self._copies = copies
-        self._is_owner = joined is None or handed_over is not None
+        self._is_owner = joined is None
         self._token = joined
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
         self._size_hint = size_hint
-        self._parts: dict[int, Part] = {part.number: part for part in handed_over or ()}
+        self._parts: dict[int, Part] = {}
         # A last part that the storage would show too early, or that may be the whole object.
         self._held: tuple[Part, bytes] | None = None
         self._lock = threading.Lock()
@@ -87,15 +86,6 @@ class Upload:
         """
         self._check_shared()
         return self._begun()
-
-    def hand_over(self) -> None:
-        """Leave the object to whoever has the token and the receipts: `Store.take_over`.
-
-        What was sent outlives the process where the storage lists uploads.
-        """
-        path, token = self._path, self._begun()
-        self._store.run("handing over", path, lambda backend: backend.leave_upload(path, token))
-        self._state = "complete"
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
@@ -141,6 +131,7 @@ class Upload:
     def receipts(self) -> list[Part]:
         """End this member's writing and return what it wrote, durable; idempotent.
 
+        Where the storage lists uploads, that outlives this process, unless it aborts the upload.
         Raises `StorageError` if any of it may not be: the upload can then only be aborted.
         """
         self._check_alive()
@@ -160,17 +151,13 @@ class Upload:
         return parts
 
     def complete(self, total_bytes: int, *, receipts: Sequence[Part] = ()) -> None:
-        """Make the object of the owner's and these members' parts visible and durable; idempotent.
+        """Make the object of this and other members' parts visible and durable; idempotent.
 
         Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
         nothing becomes visible; of kind "exists" if something else bears the name and it was begun
-        with `if_absent`. A lost answer is settled by looking at the object. Owner only.
+        with `if_absent`. A lost answer is settled by looking at the object, for which a member must
+        know the owner's `write_id`.
         """
-        if not self._is_owner:
-            raise InvalidInputError(
-                f"Only the process that started the upload of {self._shown} completes it.",
-                next_step="Send this member's receipts to the owner.",
-            )
         if self._state == "complete":
             return
         self._check_alive()
