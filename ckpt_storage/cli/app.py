@@ -113,7 +113,7 @@ class App(click.Group):
         command: click.Command = getattr(import_module(f"{__package__}.{module}"), cmd_name)
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  # click's
+    def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what it returns is the exit code."""
         try:
             code = super().invoke(ctx)
@@ -127,9 +127,9 @@ class App(click.Group):
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
-        standalone_mode: bool = True,  # noqa: FBT001, FBT002  # click's signature
-        **extra: Any,  # noqa: ANN401  # click's
-    ) -> Any:  # noqa: ANN401  # click's
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run and exit; the code says how it ended (`docs/cli.md`)."""
         given = list(sys.argv[1:] if args is None else args)
         log, handler = logging.getLogger("ckpt_storage"), _Warnings(given)

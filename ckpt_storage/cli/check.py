@@ -31,7 +31,7 @@ from .output import FOUND, SOUND
 @threads_option
 @memory_option
 @reads()
-def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
+def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:
     """Check the checkpoint at URL: every byte of every file against its checksum.
 
     Exits with 0 if it is sound and with 1 if it is not; names each file, rank, tensor and offset
@@ -87,7 +87,7 @@ def diff(  # one parameter for each option
     other_storage_options: dict[str, Any] | None,
     timeout: float | None,
     memory_limit_bytes: int | None,
-    **how: Any,  # noqa: ANN401  # as the library takes them
+    **how: Any,
 ) -> int:
     """Compare the checkpoints LEFT and RIGHT: names, shapes, types and values.
 
@@ -111,13 +111,7 @@ def diff(  # one parameter for each option
 @url_argument()
 @bytes_option("--size", "large_bytes", default="16MiB", help_text="Bytes of a large object.")
 @reads()
-def doctor(
-    url: str,
-    *,
-    as_json: bool,
-    timeout: float | None,
-    **options: Any,  # noqa: ANN401  # as the library takes them
-) -> int:
+def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) -> int:
     """Try out the storage at URL: abilities, rights, latency, throughput, clock.
 
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be

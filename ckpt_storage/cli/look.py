@@ -22,7 +22,7 @@ _MOST_CHUNKS = 40
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")
 @reads("ROOT")
-def ls(root: str, *, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
+def ls(root: str, *, as_json: bool, **options: Any) -> int:
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
@@ -62,7 +62,7 @@ def show(
     with_files: bool,
     with_history: bool,
     as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    **options: Any,
 ) -> int:
     """Show what the checkpoint at URL is; with FQN, how one tensor is stored.
 
@@ -148,13 +148,7 @@ def _show_tensor(tensor: LazyTensor, *, as_json: bool) -> None:
 @url_argument()
 @click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
 @reads()
-def tree(
-    url: str,
-    *,
-    depth: int | None,
-    as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
-) -> int:
+def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     """Show the names in the checkpoint at URL with their types, shapes and sizes.
 
     Layers that are alike are shown once. Reads documents only. --json lists every value; one

@@ -48,7 +48,7 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 @page_cache_option
 @reads("SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
-def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
+def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
 
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
@@ -111,12 +111,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: AN
 @reads("SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
 def convert(
-    src: str,
-    dst: str,
-    *,
-    as_json: bool,
-    memory_limit_bytes: int | None,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    src: str, dst: str, *, as_json: bool, memory_limit_bytes: int | None, **options: Any
 ) -> int:
     """Write the checkpoint at SRC to DST in another format, in bounded memory.
 
@@ -185,12 +180,7 @@ def _renames(
 @reads("URL, and of OUT where that is of the same kind")
 @storage_options("output_storage", of="OUT")
 def consolidate(
-    url: str,
-    out: str | None,
-    *,
-    meet_timeout: float,
-    as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    url: str, out: str | None, *, meet_timeout: float, as_json: bool, **options: Any
 ) -> int:
     r"""Write the model in the checkpoint at URL as Hugging Face safetensors to OUT.
 

@@ -22,7 +22,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 
 
-def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatever was saved
+def value_of(checkpoint: Checkpoint, fqn: str) -> Any:
     """Return a lazy tensor, or the object. Raises `InvalidInputError` for an unknown name."""
     try:
         return checkpoint[fqn]
@@ -98,7 +98,7 @@ def document(kind: str, report: object = None, /, **values: object) -> str:
     return f"{json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2)}\n"
 
 
-def _plain(value: object) -> Any:  # noqa: ANN401  # what JSON has
+def _plain(value: object) -> Any:
     """Return a value as JSON has it; what is no finite number is named, other objects shown."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -36,13 +36,7 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 @url_argument()
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is shown.")
 @reads()
-def rm(
-    url: str,
-    *,
-    yes: bool,
-    as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
-) -> int:
+def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     """Show, or with --yes delete, the checkpoint at URL and its exports.
 
     Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
@@ -98,7 +92,7 @@ def prune(  # one parameter for each option
     names: str,
     yes: bool,
     as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    **options: Any,
 ) -> int:
     """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
 

@@ -67,7 +67,7 @@ def cat(
     form: Literal["text", "npy", "raw"],
     file: str | None,
     as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
+    **options: Any,
 ) -> int:
     """Print the tensor FQN of the checkpoint at URL, or a part of it; or an object.
 
@@ -154,7 +154,7 @@ def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json:
     _put(file, [told.encode(errors="backslashreplace")])
 
 
-def _pairs(values: Any) -> Any:  # noqa: ANN401  # nested lists
+def _pairs(values: Any) -> Any:
     """Return nested lists of numbers with complex ones as pairs."""
     if isinstance(values, list):
         return [_pairs(one) for one in values]
@@ -233,14 +233,7 @@ def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:
 @click.option("--bins", type=click.IntRange(1, 4096), default=64, show_default=True)
 @memory_option
 @reads()
-def stats(
-    url: str,
-    fqns: tuple[str, ...],
-    *,
-    bins: int,
-    as_json: bool,
-    **options: Any,  # noqa: ANN401  # as the library takes them
-) -> int:
+def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **options: Any) -> int:
     """Show mean, spread, extremes, NaN and Inf counts and a histogram of tensors.
 
     Reads each tensor in pieces, verified.

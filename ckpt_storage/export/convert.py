@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -22,7 +22,8 @@ from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, 
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
 from ckpt_storage.source.model import Source, value_keys
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.deadline import Deadline
 
 from .attempt import NewCheckpoint
 from .folder import PlainFolder
@@ -44,8 +45,6 @@ from .weights import index_document, lay_out_sharded, lay_out_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from .torchfile import TorchFileSource
 
 TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 """ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
@@ -155,7 +154,7 @@ def convert(  # the public surface, all keyword-only
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
-    what = f"the conversion of {place_of(src)}"
+    what, timeouts = f"the conversion of {place_of(src)}", Timeouts.of(timeout)
 
     def job() -> tuple[Setting, Mapping[str, str], Callable[[Site], _Conversion]]:
         if to not in FORMATS:
@@ -168,8 +167,20 @@ def convert(  # the public surface, all keyword-only
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) and is_within(target, source):
             raise _onto_itself(source)
+        setting = Setting(
+            source=source,
+            target=split_file(target)[0] if to == "torch_save" else target,
+            timeouts=timeouts,
+            retry=retry or RetryPolicy(),
+            page_cache=page_cache,
+            memory_limit_bytes=memory_limit_bytes,
+            progress=progress,
+        )
+        folder, name = split_file(source)
+        is_file = name.endswith(_TORCH_SUFFIXES) and _is_there(folder, name, setting)
         wanted = _Wanted(
             source=source,
+            file=name if is_file else "",
             target=target,
             to=to,
             include=include,
@@ -179,15 +190,6 @@ def convert(  # the public surface, all keyword-only
             max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
             unsafe_pickle=unsafe_pickle,
         )
-        setting = Setting(
-            source=source,
-            target=split_file(target)[0] if to == "torch_save" else target,
-            timeouts=Timeouts.of(timeout),
-            retry=retry or RetryPolicy(),
-            page_cache=page_cache,
-            memory_limit_bytes=memory_limit_bytes,
-            progress=progress,
-        )
         terms = {
             "the file": target.url,
             "to": to,
@@ -195,9 +197,18 @@ def convert(  # the public surface, all keyword-only
             "include": digest(include),
             "exclude": digest(exclude),
         }
+        setting = replace(setting, source=folder) if is_file else setting
         return setting, setting.terms() | terms, partial(_Conversion, wanted=wanted)
 
-    return run_together(process_group, "convert", what, Timeouts.of(timeout), job)
+    return run_together(process_group, "convert", what, timeouts, job)
+
+
+def _is_there(folder: Location, name: str, setting: Setting) -> bool:
+    store = open_store(folder, timeouts=setting.timeouts, retry=setting.retry)
+    try:
+        return is_there(store.bounded(Deadline("plan", setting.timeouts.plan)), name)
+    finally:
+        store.close()
 
 
 def _onto_itself(source: Location) -> InvalidInputError:
@@ -209,9 +220,10 @@ def _onto_itself(source: Location) -> InvalidInputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """The arguments of one call."""
+    """The arguments of one call; `file` is the name of a source that is a file of `torch.save`."""
 
     source: Location
+    file: str
     target: Location
     to: TargetFormat
     include: Selection | None
@@ -225,7 +237,7 @@ class _Wanted:
 class _Conversion(Task[ConvertReport]):
     """One conversion on one rank."""
 
-    source: Source | TorchFileSource
+    source: Source
 
     def __init__(self, site: Site, *, wanted: _Wanted) -> None:
         super().__init__(site)
@@ -234,18 +246,13 @@ class _Conversion(Task[ConvertReport]):
         self._shards: Shards | None = None
 
     def find(self) -> Found:
-        """Open a checkpoint, or a file, which its name tells; nothing may be missing of it."""
+        """Open a checkpoint, or a file; nothing may be missing of it."""
         site, wanted = self.site, self._wanted
-        folder, name = split_file(wanted.source)
-        is_file = name.endswith(_TORCH_SUFFIXES) and is_there(
-            site.opened(folder).bounded(site.deadline), name
-        )
-        if is_file:
-            site.read_from(folder)
-            self._watch = watch_file(site.source, name)
-            at = site.source.stat(name)
+        if wanted.file:
+            self._watch = watch_file(site.source, wanted.file)
+            at = site.source.stat(wanted.file)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            self.open(Found(file=(folder, name), state=state or new_write_id()))
+            self.open(Found(state=state or new_write_id()))
         else:
             super().find()
         if self.source.format == wanted.to:
@@ -253,27 +260,25 @@ class _Conversion(Task[ConvertReport]):
                 f"{wanted.source.url} is of the format {wanted.to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
-        kept = self._select().names
+        chosen = self._select()
         self._check_elsewhere()
         with told_from_damage(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
-            keys = (
-                key for key in value_keys(self.source.tensors, self.source.blobs) if key[0] in kept
-            )
+            keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.places(part)
         return self.found
 
     def open(self, found: Found) -> None:
         """Open the same."""
-        if found.file is None:
+        if not self._wanted.file:
             super().open(found)
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
         self.found = found
         self.source = open_torch_file(
-            self.site.source, found.file[1], unsafe_pickle=self._wanted.unsafe_pickle
+            self.site.source, self._wanted.file, unsafe_pickle=self._wanted.unsafe_pickle
         )
 
     def check_unchanged(self) -> None:
@@ -287,7 +292,7 @@ class _Conversion(Task[ConvertReport]):
         site, wanted = self.site, self._wanted
         name = split_file(wanted.target)[1] if wanted.to == "torch_save" else ""
         # A file of torch is none that a folder of another format gets.
-        if self.found.file or (name and not is_there(site.target, name)):
+        if wanted.file or (name and not is_there(site.target, name)):
             return
         within = place_within(site.source, site.target)
         if within is None:
@@ -317,13 +322,8 @@ class _Conversion(Task[ConvertReport]):
 
     def lay_out(self) -> Layout:
         """Return the files; none for a file of torch, which is one stream."""
-        self._chosen = self._select()
-        source, kept, wanted = self.source, self._chosen.names, self._wanted
-        self._tensors = {fqn: info for fqn, info in source.tensors.items() if fqn in kept}
-        self._blobs = sorted(source.blobs & kept)
-        ties: Mapping[str, str] = getattr(source, "ties", {})
-        self._ties = {a: t for a, t in ties.items() if a in kept and t in kept}
-        tensors = self._tensors.values()
+        wanted, self._chosen = self._wanted, self._select()
+        tensors = self._chosen.tensors.values()
         if wanted.to == "torch_save":
             return Layout(files=())
         if wanted.to == "safetensors":
@@ -342,22 +342,22 @@ class _Conversion(Task[ConvertReport]):
     def _blob_segments(self) -> dict[str, Segment]:
         """Return each value that is no tensor as DCP stores it: by `torch.save`."""
         held: Mapping[str, object] = getattr(self.source, "values", {})
-        found: dict[str, Segment] = {}
-        self.source.places([(fqn, None) for fqn in self._blobs if fqn not in held])
-        for fqn in self._blobs:
-            if fqn in held:
-                import torch  # noqa: PLC0415  # only what torch read is held
+        blobs = self._chosen.blobs
+        places = self.source.places([(fqn, None) for fqn in blobs if fqn not in held])
+        found: dict[str, Segment] = {
+            one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places
+        }
+        for fqn in held.keys() & set(blobs):
+            import torch  # noqa: PLC0415  # only what torch read is held
 
-                buffer = io.BytesIO()
-                torch.save(held[fqn], buffer)
-                found[fqn] = Fixed(buffer.getvalue())
-            else:
-                found[fqn] = Stored(fqn=fqn, size_bytes=self.source.place(fqn, None).size_bytes)
+            buffer = io.BytesIO()
+            torch.save(held[fqn], buffer)
+            found[fqn] = Fixed(buffer.getvalue())
         return found
 
     def output(self, plan: Plan) -> Output:
         """Return where the files go."""
-        wanted, site, shards = self._wanted, self.site, self._shards
+        wanted, site, shards, chosen = self._wanted, self.site, self._shards, self._chosen
         if wanted.to == "torch_save":
             from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
 
@@ -366,9 +366,7 @@ class _Conversion(Task[ConvertReport]):
                 plan,
                 name=split_file(wanted.target)[1],
                 source=self.source,
-                tensors=self._tensors,
-                blobs=self._blobs,
-                ties=self._ties,
+                chosen=chosen,
                 overwrite=wanted.overwrite,
                 unsafe_pickle=wanted.unsafe_pickle,
                 check_unchanged=self.check_unchanged,
@@ -381,7 +379,7 @@ class _Conversion(Task[ConvertReport]):
             return folder(shown="index", last=INDEX_NAME, document=index)
         assert shards is not None  # noqa: S101  # `lay_out` was called
         paths = self.source.planner_data or {}
-        metadata = partial(metadata_of, self._tensors.values(), self._blobs, paths)
+        metadata = partial(metadata_of, chosen.tensors.values(), chosen.blobs, paths)
         if wanted.to == "dcp":
 
             def stock() -> bytes:
@@ -394,7 +392,7 @@ class _Conversion(Task[ConvertReport]):
             shards=shards,
             block_bytes=TransferOptions().block_bytes,
             metadata=metadata,
-            ties=self._ties,
+            ties=chosen.ties,
             overwrite=wanted.overwrite,
         )
 
@@ -408,9 +406,9 @@ class _Conversion(Task[ConvertReport]):
             format=self._wanted.to,
             save_id=grant.save_id if grant else None,
             kept_count=len(made.kept),
-            tensor_count=len(self._tensors),
-            blob_count=len(self._blobs),
-            total_bytes=sum(map(payload_bytes, self._tensors.values())),
+            tensor_count=len(self._chosen.tensors),
+            blob_count=len(self._chosen.blobs),
+            total_bytes=sum(map(payload_bytes, self._chosen.tensors.values())),
             dropped=tuple(sorted(self._chosen.dropped)),
             excluded=tuple(sorted(self._chosen.excluded)),
             seconds=seconds,

@@ -58,9 +58,6 @@ class Site:
         self._stores = ExitStack()
         self._plain_source = self.opened(setting.source)
         self._plain_target = self.opened(setting.target, page_cache=setting.page_cache)
-        self._suit()
-
-    def _suit(self) -> None:
         self.options = transfer_options(
             self._plain_source,
             self._plain_target,
@@ -79,12 +76,6 @@ class Site:
         )
         self._stores.callback(store.close)
         return store
-
-    def read_from(self, location: Location) -> None:
-        """Take another place for the source, such as the folder of a file."""
-        self._plain_source = self.opened(location)
-        self._suit()
-        self.begin(self.deadline)
 
     def begin(self, deadline: Deadline) -> None:
         """Bound both storages by a phase."""

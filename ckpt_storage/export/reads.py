@@ -7,8 +7,7 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,9 +25,8 @@ from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .layout import Elements, Fixed, OutFile, Segment, Stored, out_file
+from .layout import Elements, OutFile, Stored
 from .pieces import Piece, PieceFinder
-from .plan import ELEMENTS_BYTES
 
 Bits = NDArray[Any]
 """Elements of a dtype as unsigned integers of its size, or as the dtype where numpy has it."""
@@ -168,56 +166,6 @@ class SegmentReader:
     ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
         return explained(error, places, self._source, phase=self._ranges.deadline.phase)
-
-
-class SegmentStream:
-    """Reads segments one after another, in bounded windows; used by one thread."""
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        *,
-        source: Readable,
-        store: Store,
-        options: TransferOptions,
-        deadline: Deadline,
-    ) -> None:
-        # Each begins where an element of any dtype may, so that no window cuts one.
-        padding = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
-        pairs = zip(segments, padding, strict=True)
-        file = out_file(1, "", [one for pair in pairs for one in pair])
-        reader = SegmentReader(
-            [file],
-            source=source,
-            store=store,
-            options=options,
-            deadline=deadline,
-            pacer=Pacer(options.thread_count),
-        )
-        self._windows = _windows(reader, file.size_bytes, options.part_bytes)
-        self._left = memoryview(b"")
-
-    def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the `count` bytes of the next segment; each view is the taker's to keep."""
-        yield from self._next(count)
-        deque(self._next(-count % ELEMENTS_BYTES), maxlen=0)
-
-    def _next(self, count: int) -> Iterator[memoryview]:
-        while count:
-            self._left = self._left or next(self._windows)
-            view, self._left = self._left[:count], self._left[count:]
-            count -= len(view)
-            yield view
-
-
-def _windows(reader: SegmentReader, size_bytes: int, most_bytes: int) -> Iterator[memoryview]:
-    step = most_bytes - most_bytes % ELEMENTS_BYTES
-    for start in range(0, size_bytes, step):
-        stop = min(start + step, size_bytes)
-        reader.prepare(0, start, stop)
-        window = memoryview(bytearray(stop - start))
-        reader.fill(0, start, stop, window)
-        yield window
 
 
 class _Target:

@@ -22,7 +22,6 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source, told_from_damage
 from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
-from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline, Stalling
 
 from .layout import Layout
@@ -49,13 +48,12 @@ class Found:
     """What the coordinator opened: a commit record of ours and its slot, or neither.
 
     `state` (JSON) stands for the content of what has no save id; another one each time where the
-    storage does not tell when files were written. `file` is the folder and name of a single file.
+    storage does not tell when files were written.
     """
 
     record: bytes = b""
     slot: int = 0
     state: object = None
-    file: tuple[Location, str] | None = None
 
 
 class Task(abc.ABC, Generic[R]):
@@ -214,8 +212,6 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
             if operation.world_size > 1:
                 probe = put_probe(site.target)
         found, probe = share(operation, (found, probe))
-        if not is_first and found.file is not None:
-            site.read_from(found.file[0])
         sees = not probe or is_there(site.target, probe)
         if sees:
             if not is_first:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
@@ -19,9 +19,6 @@ from ckpt_storage.source.model import Source, TensorInfo
 
 from .layout import Elements, Reason, Skipped, elements_of
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
-
-if TYPE_CHECKING:
-    from .torchfile import TorchFileSource
 
 KeyPath = tuple[str | int, ...]
 
@@ -49,16 +46,18 @@ _SHOWN_COUNT = 5
 class Selected:
     """The values that a conversion takes over, and FQNs of those that it does not.
 
-    `dropped` maps what the format cannot hold to why.
+    `ties` maps alias to target. `dropped` maps what the format cannot hold to why.
     """
 
-    names: frozenset[str]
+    tensors: Mapping[str, TensorInfo]
+    blobs: Sequence[str]
+    ties: Mapping[str, str]
     dropped: Mapping[str, str]
     excluded: frozenset[str]
 
 
 def select(
-    source: Source | TorchFileSource,
+    source: Source,
     *,
     include: Selection | None,
     exclude: Selection | None,
@@ -91,12 +90,19 @@ def select(
             next_step='Pass unsupported="drop" to leave them out, or name what you want with '
             "include= and exclude=.",
         )
-    names = frozenset(chosen - lacking.keys())
+    names = chosen - lacking.keys()
     if not names:
         raise InvalidInputError(
             "Nothing is left to convert.", next_step="Leave less out with exclude=."
         )
-    return Selected(names=names, dropped=lacking, excluded=frozenset(values - chosen))
+    ties: Mapping[str, str] = getattr(source, "ties", {})
+    return Selected(
+        tensors={fqn: info for fqn, info in source.tensors.items() if fqn in names},
+        blobs=sorted(source.blobs & names),
+        ties={a: t for a, t in ties.items() if a in names and t in names},
+        dropped=lacking,
+        excluded=frozenset(values - chosen),
+    )
 
 
 def _no_safetensors(info: TensorInfo) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import _weights_only_unpickler
@@ -19,8 +18,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key, TensorInfo
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 
@@ -37,8 +36,7 @@ _RESTORE = "Restore the file from a copy."
 _AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     """Bytes of the file that have one checksum, if any: a storage, of which tensors are views."""
 
     start: int
@@ -46,92 +44,47 @@ class _Record:
     crc32: int | None
 
 
+_Storages = Mapping[str, tuple[torch.UntypedStorage, _Record]]
+"""By its key in the pickle, each storage and where it lies. They have no memory."""
+
+
 @dataclass(slots=True, kw_only=True)
-class TorchFileSource:
-    """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes."""
+class TorchFileSource(ForeignSource):
+    """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes.
 
-    store: Store
-    path: str
-    size_bytes: int
-    planner_data: Mapping[str, tuple[str | int, ...]]
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    values: dict[str, object] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
-    save_id: str | None = None
-    format: Literal["torch_save"] = "torch_save"
-    _places: dict[Key, ChunkPlace] = field(default_factory=dict)
-    _records: dict[str, _Record] = field(default_factory=dict)
+    `values` are no tensors; `records` hold the tensors that have elements.
+    """
+
+    values: Mapping[str, object]
+    ties: Mapping[str, str]
+    records: Mapping[str, _Record]
     _sound: set[_Record] = field(default_factory=set)
-    _first: dict[tuple[int, str, tuple[int, ...]], str] = field(default_factory=dict)
-
-    @property
-    def blobs(self) -> frozenset[str]:
-        """FQNs of the values that are no tensors."""
-        return frozenset(self.values)
-
-    def add(self, fqn: str, tensor: torch.Tensor, record: _Record) -> None:
-        """Take a tensor over whose storage lies in `record`. Raises `FormatError`."""
-        _check_plain(fqn, tensor, self.path)
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        start = record.start + int(tensor.storage_offset()) * tensor.element_size()
-        zeros = (0,) * len(shape)
-        place = self._places[fqn, zeros] = ChunkPlace(
-            path=self.path,
-            fqn=fqn,
-            start=start,
-            size_bytes=math.prod(shape) * DTYPES[dtype].item_bytes,
-            file_bytes=self.size_bytes,
-        )
-        self.tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[Box(zeros, shape)])
-        if place.size_bytes:
-            self._records[fqn] = record
-            target = self._first.setdefault((start, dtype, shape), fqn)
-            if target != fqn:
-                self.ties[fqn] = target
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where tensors lie. Their records are read, each once, and checked.
 
         Raises `IntegrityError` for one that does not have the checksum that torch wrote.
         """
-        for fqn, _ in keys:
-            record = self._records.get(fqn)
+        places = [self.held[key] for key in keys if key in self.held]
+        for place in places:
+            record = self.records.get(place.fqn)
             if record is not None and record not in self._sound:
-                self._check(fqn, record)
+                self._check(place, record)
                 self._sound.add(record)
-        return [self._places[key] for key in keys if key in self._places]
+        return places
 
-    def _check(self, fqn: str, record: _Record) -> None:
+    def _check(self, place: ChunkPlace, record: _Record) -> None:
         if record.crc32 is None:
             return
         crc, end = 0, record.start + record.size_bytes
         window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
         for start in range(record.start, end, _WINDOW_BYTES):
             view = window[: end - start]
-            self.store.read(self.path, [(start, view)], size_bytes=self.size_bytes)
+            self.store.read(place.path, [(start, view)], size_bytes=place.file_bytes)
             crc = zlib.crc32(view, crc)
         if crc != record.crc32:
-            what = f"the {record.size_bytes} bytes at byte {record.start}, which hold {fqn}, do"
-            raise _damaged(self.path, what, record.start, fqn)
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store of the step that begins."""
-        del deadline
-        self.store = store
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a tensor lies."""
-        return self._places[fqn, offsets]
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error for a file that is gone."""
-        return IntegrityError(
-            f"{self.store.url}/{self.path}, which holds {place.fqn}, is missing.",
-            fqn=place.fqn,
-            path=self.path,
-            offset=0,
-            next_step=_RESTORE,
-        )
+            what = f"the {record.size_bytes} bytes at byte {record.start}, which hold {place.fqn},"
+            raise _damaged(place.path, f"{what} do", record.start, place.fqn)
 
 
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
@@ -141,14 +94,13 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     cannot be named or streamed, `UnsafeContentError` for what `weights_only` refuses,
     `IntegrityError` for a damaged pickle, `StorageError`.
     """
-    size_bytes = store.stat(path).size_bytes
+    file_bytes = store.stat(path).size_bytes
     shown = f"{store.url}/{path}"
-    file = io.BufferedReader(_StoreFile(store, path, size_bytes), _READ_AHEAD_BYTES)
+    file = io.BufferedReader(_StoreFile(store, path, file_bytes), _READ_AHEAD_BYTES)
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
-        archive = _Archive(file, path)
-        state = archive.unpickled(unsafe_pickle=unsafe_pickle)
+        state, storages = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -171,15 +123,38 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
         raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
-    source = TorchFileSource(
-        store=store, path=path, size_bytes=size_bytes, planner_data=dict(paths)
-    )
+    records: dict[str, _Record] = {}
+    tensors: dict[str, TensorInfo] = {}
+    held: dict[Key, ChunkPlace] = {}
+    ties: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    at = {_address(storage): record for storage, record in storages.values()}
     for fqn, value in flat.items():
-        if isinstance(value, torch.Tensor):
-            source.add(fqn, value, archive.record_of(value))
-        else:
-            source.values[fqn] = value
-    return source
+        if not isinstance(value, torch.Tensor):
+            continue
+        dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
+        if value.numel():
+            records[fqn] = record = at[_address(value.untyped_storage())]
+            start = record.start + int(value.storage_offset()) * value.element_size()
+            target = first.setdefault((start, dtype, shape), fqn)
+            ties |= {fqn: target} if target != fqn else {}
+        whole = Box((0,) * len(shape), shape)
+        tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[whole])
+        held[fqn, whole.offsets] = ChunkPlace(
+            path=path, fqn=fqn, start=start, size_bytes=value.nbytes, file_bytes=file_bytes
+        )
+    values = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
+    return TorchFileSource(
+        store=store,
+        format="torch_save",
+        tensors=tensors,
+        blobs=frozenset(values),
+        planner_data=dict(paths),
+        held=held,
+        values=values,
+        ties=ties,
+        records=records,
+    )
 
 
 def _refused(path: str, what: str, next_step: str) -> FormatError:
@@ -225,77 +200,64 @@ class _StoreFile(io.RawIOBase):
         return count
 
 
-class _Archive:
-    """The zip that `torch.save` makes: small records, which are checked here, and storages.
+def _read_directory(
+    file: IO[bytes], path: str
+) -> tuple[dict[str, zipfile.ZipInfo], Mapping[str, bytes]]:
+    """Return the records of the zip that `torch.save` makes, and those that are no storages.
 
     Raises `FormatError` for a compressed record, which torch never makes and which may be a bomb,
     `IntegrityError` for a small one that does not have its checksum, `zipfile.BadZipFile`.
     """
-
-    def __init__(self, file: IO[bytes], path: str) -> None:
-        self._file = file
-        self._path = path
-        self._infos: dict[str, zipfile.ZipInfo] = {}
-        self._small: dict[str, bytes] = {}
-        # A storage must not be freed while its address stands for it.
-        self._storages: dict[str, torch.UntypedStorage] = {}
-        self._records: dict[int, _Record] = {}
-        with zipfile.ZipFile(file) as archive:
-            # torch can be told to write none: then it writes zeros.
-            has_crcs = any(info.CRC for info in archive.infolist())
-            for info in archive.infolist():
-                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                    what = f"holds the compressed record {info.filename:.80}, as no file of torch"
-                    raise _refused(path, f"{what}.save does", _AGAIN)
-                if not has_crcs:
-                    info.CRC = None  # type: ignore[assignment]  # zipfile then checks none
-                name = info.filename.partition("/")[2]
-                self._infos[name] = info
+    infos: dict[str, zipfile.ZipInfo] = {}
+    small: dict[str, bytes] = {}
+    with zipfile.ZipFile(file) as archive:
+        # torch can be told to write none: then it writes zeros.
+        has_crcs = any(info.CRC for info in archive.infolist())
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                what = f"holds the compressed record {info.filename:.80}, as no file of torch"
+                raise _refused(path, f"{what}.save does", _AGAIN)
+            if not has_crcs:
+                info.CRC = None  # type: ignore[assignment]  # zipfile then checks none
+            name = info.filename.partition("/")[2]
+            infos[name] = info
+            try:
                 if not name.startswith("data/"):
-                    self._small[name] = self._read(archive, info)
+                    small[name] = archive.read(info)
+            except zipfile.BadZipFile as error:
+                what = f"its record {info.filename} does"
+                raise _damaged(path, what, info.header_offset) from error
+    return infos, small
 
-    def _read(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-        try:
-            return archive.read(info)
-        except zipfile.BadZipFile as error:
-            what = f"its record {info.filename} does"
-            raise _damaged(self._path, what, info.header_offset) from error
 
-    def unpickled(self, *, unsafe_pickle: bool) -> object:
-        """Return what was saved; tensors have no bytes, but `record_of` tells where they are."""
-        if self._small.get("byteorder", b"little") != b"little":
-            raise _refused(self._path, "was written on a big-endian machine", _AGAIN)
-        data = io.BytesIO(self._small["data.pkl"])
-        kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
-        unpickler = kind(data, encoding="utf-8")
-        unpickler.persistent_load = self._storage
-        try:
-            return unpickler.load()
-        finally:
-            _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
+def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> tuple[object, _Storages]:
+    """Return what was saved, of tensors without bytes, and where their storages lie."""
+    infos, small = _read_directory(file, path)
+    if small.get("byteorder", b"little") != b"little":
+        raise _refused(path, "was written on a big-endian machine", _AGAIN)
+    storages: dict[str, tuple[torch.UntypedStorage, _Record]] = {}
 
-    def _storage(self, saved: tuple[Any, ...]) -> object:
-        """Return a storage without memory for what the pickle says of one."""
+    def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        size_bytes = count * dtype.itemsize
-        storage = self._storages.get(key)
-        if storage is None:
-            info = self._infos[f"data/{key}"]
+        if key not in storages:
+            info, size_bytes = infos[f"data/{key}"], count * dtype.itemsize
             if size_bytes > info.file_size:
                 raise EOFError(key)
-            self._file.seek(info.header_offset)
-            gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(self._file.read(_LOCAL.size)))
-            storage = self._storages[key] = _torch.UntypedStorage(size_bytes, device="meta")
+            file.seek(info.header_offset)
+            gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(file.read(_LOCAL.size)))
             record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
-            self._records[_address(storage)] = record
+            storages[key] = _torch.UntypedStorage(size_bytes, device="meta"), record
+        storage = storages[key][0]
         return _torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    def record_of(self, tensor: torch.Tensor) -> _Record:
-        """Return where the storage of a tensor lies; anywhere, if it has none or no elements."""
-        if tensor.layout != torch.strided or not tensor.numel():
-            return _Record(0, 0, None)
-        return self._records[_address(tensor.untyped_storage())]
+    kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
+    unpickler = kind(io.BytesIO(small["data.pkl"]), encoding="utf-8")
+    unpickler.persistent_load = load_storage
+    try:
+        return unpickler.load(), storages
+    finally:
+        _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
 
 
 class _Unpickler(pickle.Unpickler):
@@ -313,14 +275,15 @@ def _address(storage: torch.UntypedStorage) -> int:
     return address
 
 
-def _check_plain(fqn: str, tensor: torch.Tensor, path: str) -> None:
-    """Refuse a tensor whose bytes in the file are not its elements in C order."""
-    kind, layout = (str(one).removeprefix("torch.") for one in (tensor.dtype, tensor.layout))
+def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:
+    """Return the dtype; refuse a tensor whose bytes in the file are not its elements in C order."""
+    dtype, layout = (str(one).removeprefix("torch.") for one in (tensor.dtype, tensor.layout))
     is_strided = layout == "strided" and not tensor.is_quantized
     if is_strided and not tensor.is_contiguous():
         layout = f"stored with strides {tuple(tensor.stride())}"
     is_changed = layout != "strided" or tensor.is_conj() or tensor.is_neg()
-    if is_changed or kind not in DTYPES:
-        what = f"holds {fqn} ({kind}, {layout}), whose bytes are not its elements in C order"
+    if is_changed or dtype not in DTYPES:
+        what = f"holds {fqn} ({dtype}, {layout}), whose bytes are not its elements in C order"
         step = "Save it dense, contiguous and of a plain dtype, or leave it out with exclude=."
         raise _refused(path, what, step)
+    return dtype

@@ -11,9 +11,9 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +29,14 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .layout import Stored, elements_of
+from .layout import Fixed, Segment, Stored, elements_of, out_file
 from .output import Made, Output, Site, Taken
-from .plan import Plan
-from .reads import SegmentStream
-from .select import payload_bytes
-from .torchfile import TorchFileSource
+from .plan import ELEMENTS_BYTES, Plan
+from .reads import SegmentReader
+from .select import Selected, payload_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -47,6 +47,7 @@ _WIDE_BYTES = 1 << 30
 """Records from here on tell their length in 64 bits."""
 _ABSENT_PER_KEY = 16
 _ABSENT_COUNT = 1 << 16
+_MANY = 1 << 60
 
 _Path = tuple[str | int, ...]
 
@@ -64,21 +65,17 @@ class TorchFile(Output):
         plan: Plan,
         *,
         name: str,
-        source: Source | TorchFileSource,
-        tensors: Mapping[str, TensorInfo],
-        blobs: Sequence[str],
-        ties: Mapping[str, str],
+        source: Source,
+        chosen: Selected,
         overwrite: bool,
         unsafe_pickle: bool,
         check_unchanged: Callable[[], None],
     ) -> None:
-        """`blobs` are objects; `check_unchanged` is called before the file becomes visible."""
+        """`check_unchanged` is called before the file becomes visible."""
         super().__init__(site, plan)
         self._name = name
         self._source = source
-        self._tensors = tensors
-        self._blobs = blobs
-        self._ties = ties
+        self._chosen = chosen
         self._overwrite = overwrite
         self._unsafe_pickle = unsafe_pickle
         self._check_unchanged = check_unchanged
@@ -104,21 +101,14 @@ class TorchFile(Output):
     def publish(self, made: Made) -> None:
         """Write the file; only where nothing can be replaced in one step, delete the old before."""
         del made
-        site, store = self.site, self.store
-        stream = partial(
-            SegmentStream,
-            source=self._source,
-            store=site.source,
-            options=site.options,
-            deadline=site.deadline,
-        )
-        pickler, main = self._pickled(self._objects(stream))
+        site, store, tensors = self.site, self.store, self._chosen.tensors
+        pickler, main = self._pickled(self._objects())
         store.make_folders([])
         if self._is_taken and not store.capabilities.atomic_replace:
             store.delete([self._name])
-        total_bytes = sum(map(payload_bytes, self._tensors.values()))
-        whole = [self._tensors[fqn] for fqn in pickler.streamed]
-        data = stream([elements_of(one) for one in whole])
+        total_bytes = sum(map(payload_bytes, tensors.values()))
+        streamed = (fqn for _, fqn, data in pickler.stored if data is None)
+        take = _reading(site, self._source, [elements_of(tensors[fqn]) for fqn in streamed])
         with reporting(
             site.setting.progress,
             phase="write",
@@ -135,41 +125,52 @@ class TorchFile(Output):
                 deadline=site.deadline,
                 on_bytes=on_bytes,
             )
-            archive = _Zip(writer)
+
+            def write(data: Buffer) -> int:
+                view = memoryview(data)
+                writer.write(view)
+                return view.nbytes
+
+            # It goes forward only, so checksums follow the bytes.
+            archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
             try:
-                archive.record("data.pkl", len(main), [memoryview(main)])
+                _append(archive, "data.pkl", len(main), [main])
                 # No ".format_version": it would let torch compute where records lie, as its own zip
                 # writer places them. Without it torch looks each one up.
-                archive.record("byteorder", 6, [memoryview(b"little")])
-                for key, (length, held) in pickler.stored.items():
-                    views = data.take(length) if held is None else [memoryview(held)]
-                    archive.record(f"data/{key}", length, views, is_aligned=True)
+                _append(archive, "byteorder", 6, [b"little"])
+                for number, (length, _, data) in enumerate(pickler.stored):
+                    views = take(length) if data is None else [data]
+                    _append(archive, f"data/{number}", length, views, is_aligned=True)
                     site.deadline.check(f"Writing {self._name}")
-                archive.record("version", 2, [memoryview(b"3\n")])
-                archive.record(".data/serialization_id", 40, [memoryview(b"0" * 40)])
+                _append(archive, "version", 2, [b"3\n"])
+                _append(archive, ".data/serialization_id", 40, [b"0" * 40])
                 self._check_unchanged()
                 archive.close()
                 writer.complete()
             except BaseException as error:
-                archive.stream.is_over = True
+                # Else it writes its end when it is forgotten.
+                archive.fp = None
                 try:
                     writer.abort()
                 except StorageError as failure:
                     error.add_note(f"Discarding the upload failed too: {failure}")
                 raise
 
-    def _objects(self, stream: Callable[[Sequence[Stored]], SegmentStream]) -> dict[str, object]:
+    def _objects(self) -> dict[str, object]:
         """Return the values that are no tensors: those in memory, and those that are pickled."""
-        source, is_unsafe = self._source, self._unsafe_pickle
-        held = source.values if isinstance(source, TorchFileSource) else {}
-        pickled = [fqn for fqn in self._blobs if fqn not in held]
-        sizes = {fqn: source.place(fqn, None).size_bytes for fqn in pickled}
-        data = stream([Stored(fqn=fqn, size_bytes=size) for fqn, size in sizes.items()])
-        objects = dict(held)
-        for fqn, size_bytes in sizes.items():
-            file = io.BytesIO(b"".join(data.take(size_bytes)))
+        source = self._source
+        held: Mapping[str, object] = getattr(source, "values", {})
+        pickled = [fqn for fqn in self._chosen.blobs if fqn not in held]
+        sizes = [source.place(fqn, None).size_bytes for fqn in pickled]
+        pairs = list(zip(pickled, sizes, strict=True))
+        take = _reading(self.site, source, [Stored(fqn=f, size_bytes=size) for f, size in pairs])
+        objects = {fqn: held[fqn] for fqn in self._chosen.blobs if fqn in held}
+        for fqn, size in pairs:
+            file = io.BytesIO(b"".join(take(size)))
             try:
-                objects[fqn] = torch.load(file, map_location="cpu", weights_only=not is_unsafe)
+                objects[fqn] = torch.load(
+                    file, map_location="cpu", weights_only=not self._unsafe_pickle
+                )
             except Exception as error:
                 raise UnsafeContentError(
                     f"{fqn} is not a value that torch loads with weights_only=True.",
@@ -178,95 +179,98 @@ class TorchFile(Output):
                 ) from error
         return objects
 
-    def _pickled(self, objects: Mapping[str, object]) -> tuple[_Pickler, bytes]:
+    def _pickled(self, objects: dict[str, object]) -> tuple[_Pickler, bytes]:
         """Return the pickle of the nested state dict, and what it says of storages."""
-        storages: dict[str, _StorageStub] = {}
-        flat: dict[str, object] = {fqn: objects[fqn] for fqn in self._blobs}
-        for fqn, info in self._tensors.items():
-            target = self._ties.get(fqn, fqn)
-            if target not in storages:
-                storages[target] = _StorageStub.of(self._tensors[target])
-            flat[fqn] = _TensorStub(storages[target], info)
+        tensors, ties = self._chosen.tensors, self._chosen.ties
+        flat = {fqn: objects[fqn] for fqn in self._chosen.blobs}
+        for fqn, info in tensors.items():
+            flat[fqn] = _Tensor(info, _Storage(tensors[ties.get(fqn, fqn)]))
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(_nested(flat, self._source.planner_data or {}))
         return pickler, file.getvalue()
 
 
-class _Stream:
-    """What a zip is written to: it goes forward only, so checksums follow the bytes."""
+def _reading(
+    site: Site, source: Source, segments: Sequence[Segment]
+) -> Callable[[int], Iterator[memoryview]]:
+    """Return what yields so many bytes, those of the next segment, in views that stay as they are.
 
-    def __init__(self, writer: ObjectWriter) -> None:
-        self._writer = writer
-        self.position = 0
-        self.is_over = False
+    Segments are read one after another, in bounded windows.
+    """
+    # Each begins where an element of any dtype may, so that no window cuts one.
+    gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
+    file = out_file(1, "", [part for pair in zip(segments, gaps, strict=True) for part in pair])
+    options = site.options
+    reader = SegmentReader(
+        [file],
+        source=source,
+        store=site.source,
+        options=options,
+        deadline=site.deadline,
+        pacer=Pacer(options.thread_count),
+    )
+    step = options.part_bytes - options.part_bytes % ELEMENTS_BYTES
+    at, left = 0, memoryview(b"")
 
-    def flush(self) -> None:
-        """Do nothing: all goes out in the end."""
+    def read(count: int) -> Iterator[memoryview]:
+        nonlocal at, left
+        while count:
+            if not left:
+                left = memoryview(bytearray(min(step, file.size_bytes - at)))
+                reader.prepare(0, at, at + len(left))
+                reader.fill(0, at, at + len(left), left)
+                at += len(left)
+            view, left = left[:count], left[count:]
+            count -= len(view)
+            yield view
 
-    def write(self, data: Buffer) -> int:
-        view = memoryview(data)
-        if not self.is_over:
-            # A zip that is given up still writes its end.
-            self._writer.write(view)
-        self.position += view.nbytes
-        return view.nbytes
+    def take(count: int) -> Iterator[memoryview]:
+        yield from read(count)
+        list(read(-count % ELEMENTS_BYTES))
+
+    return take
 
 
-class _Zip:
-    """A zip of stored records, written in one pass."""
-
-    def __init__(self, writer: ObjectWriter) -> None:
-        self.stream = _Stream(writer)
-        self._file = zipfile.ZipFile(self.stream, "w")  # type: ignore[call-overload]  # it needs no more
-        self.close = self._file.close
-
-    def record(
-        self, name: str, length: int, views: Iterable[memoryview], *, is_aligned: bool = False
-    ) -> None:
-        """Append one record of `length` bytes."""
-        info = zipfile.ZipInfo(f"archive/{name}")
-        is_wide = length >= _WIDE_BYTES
-        if is_aligned:
-            wide_bytes = 20 if is_wide else 0
-            before = self.stream.position + 30 + len(info.filename.encode()) + 4 + wide_bytes
-            padding = -before % _ALIGN_BYTES
-            info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
-        with self._file.open(info, "w", force_zip64=is_wide) as file:
-            for view in views:
-                file.write(view)
+def _append(
+    archive: Any,  # noqa: ANN401  # a `ZipFile`, and what it does not tell of itself
+    name: str,
+    length: int,
+    views: Iterable[bytes | memoryview],
+    *,
+    is_aligned: bool = False,
+) -> None:
+    """Append one record of `length` bytes to a zip, as it is."""
+    info = zipfile.ZipInfo(f"archive/{name}")
+    is_wide = length >= _WIDE_BYTES
+    if is_aligned:
+        before = archive.fp.tell() + 30 + len(info.filename.encode()) + 4 + (20 if is_wide else 0)
+        padding = -before % _ALIGN_BYTES
+        info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=is_wide) as file:
+        for view in views:
+            file.write(view)
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageStub:
-    """The storage of the tensor `fqn`, still in the source."""
+class _Storage:
+    """The storage of a tensor that is still in the source."""
 
-    fqn: str
-    kind: object
-    count: int
-    length: int
-
-    @classmethod
-    def of(cls, info: TensorInfo) -> _StorageStub:
-        length, kind = payload_bytes(info), DTYPES[info.dtype]
-        if kind.storage_class is None:
-            return cls(info.fqn, torch.UntypedStorage, length, length)
-        storage = getattr(torch, kind.storage_class)
-        return cls(info.fqn, storage, length // kind.item_bytes, length)
+    info: TensorInfo
 
 
-class _TensorStub:
+@dataclass(frozen=True, slots=True)
+class _Tensor:
     """A tensor that is still in the source: it pickles as torch pickles a tensor."""
 
-    def __init__(self, storage: _StorageStub, info: TensorInfo) -> None:
-        self._storage = storage
-        self._info = info
+    info: TensorInfo
+    storage: _Storage
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shape, dtype = self._info.shape, self._info.dtype
+        shape, dtype = self.info.shape, self.info.dtype
         strides = torch.empty(shape, device="meta").stride()
         hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
-        common = (self._storage, 0, shape, strides, False, hooks)
+        common = (self.storage, 0, shape, strides, False, hooks)
         if DTYPES[dtype].storage_class is not None:
             return torch._utils._rebuild_tensor_v2, common  # noqa: SLF001  # what torch.save names
         return torch._utils._rebuild_tensor_v3, (*common, getattr(torch, dtype))  # noqa: SLF001
@@ -280,70 +284,53 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        # The length of each storage, and its bytes where they are in memory.
-        self.stored: dict[str, tuple[int, bytes | None]] = {}
-        self.streamed: list[str] = []
+        # The length of each storage, its tensor, and its bytes where they are in memory.
+        self.stored: list[tuple[int, str, bytes | None]] = []
         self._numbers: dict[int | str, str] = {}
         self._kept: list[object] = []
 
     def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
         """Return what stands for a storage."""
-        if isinstance(obj, _StorageStub):
-            if obj.fqn not in self._numbers:
-                self._number(obj.fqn, obj.length, None)
-                self.streamed.append(obj.fqn)
-            return ("storage", obj.kind, self._numbers[obj.fqn], "cpu", obj.count)
-        if not (isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj)):
+        key: int | str
+        if isinstance(obj, _Storage):
+            key, count = obj.info.fqn, payload_bytes(obj.info)
+            if key not in self._numbers:
+                self.stored.append((count, key, None))
+            name, item_bytes = (
+                DTYPES[obj.info.dtype].storage_class,
+                DTYPES[obj.info.dtype].item_bytes,
+            )
+            count //= 1 if name is None else item_bytes
+        elif isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
+            stored: Any = obj
+            untyped = getattr(stored, "_untyped_storage", stored)
+            key, count, name = untyped._cdata, untyped.nbytes(), None  # noqa: SLF001  # as torch.save
+            if key not in self._numbers:
+                flat = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())
+                self.stored.append((count, "", flat.numpy().tobytes()))
+                self._kept.append(untyped)  # its address must not come again
+            if untyped is not stored:
+                name, count = stored._pickle_storage_type(), stored._size()  # noqa: SLF001  # as above
+        else:
             return None
-        typed: Any = obj if isinstance(obj, torch.storage.TypedStorage) else None
-        untyped: Any = obj if typed is None else typed._untyped_storage  # noqa: SLF001  # as torch.save
-        address: int = untyped._cdata  # noqa: SLF001  # as above
-        if address not in self._numbers:
-            data = _bytes_of(untyped)
-            self._number(address, len(data), data)
-            self._kept.append(untyped)  # its address must not come again
-        number = self._numbers[address]
-        if typed is not None:
-            kind: object = getattr(torch, typed._pickle_storage_type())  # noqa: SLF001  # as above
-            return ("storage", kind, number, "cpu", typed._size())  # noqa: SLF001  # as above
-        return ("storage", torch.UntypedStorage, number, "cpu", untyped.nbytes())
-
-    def _number(self, key: int | str, length: int, data: bytes | None) -> None:
-        number = self._numbers[key] = str(len(self.stored))
-        self.stored[number] = length, data
-
-
-def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are half typed
-    """Return the bytes of a small storage that is in memory."""
-    if not storage.nbytes():
-        return b""
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-    data: bytes = flat.numpy().tobytes()
-    return data
-
-
-def lists_are_plausible(paths: Collection[_Path]) -> bool:
-    """Return whether the lists that paths lead through are about as long as what is in them.
-
-    Whoever nests values anew makes a list as long as its highest index, so one number could take
-    all memory. Planners may leave out some values, but not nearly all.
-    """
-    longest: dict[_Path, int] = {}
-    for path in paths:
-        for at, key in enumerate(path):
-            if isinstance(key, int):
-                if key < 0:
-                    return False
-                longest[path[:at]] = max(longest.get(path[:at], 0), key + 1)
-    key_count = sum(map(len, paths))
-    return sum(longest.values()) <= _ABSENT_PER_KEY * key_count + _ABSENT_COUNT
+        number = self._numbers.setdefault(key, str(len(self.stored) - 1))
+        return ("storage", getattr(torch, name or "UntypedStorage"), number, "cpu", count)
 
 
 def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
-    """Return the nested state dict; lists of which a part was dropped would shift, so refuse."""
+    """Return the nested state dict; lists of which a part was dropped would shift, so refuse.
+
+    A list is made as long as its highest index, so one number could take all memory. Planners may
+    leave out some values, but not nearly all.
+    """
     paths = {fqn: known.get(fqn, (fqn,)) for fqn in flat}
+    longest: dict[_Path, int] = {}
+    for path in paths.values():
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                longest[path[:at]] = max(longest.get(path[:at], 0), key + 1 if key >= 0 else _MANY)
     try:
-        if not lists_are_plausible(paths.values()):
+        if sum(longest.values()) > _ABSENT_PER_KEY * sum(map(len, paths.values())) + _ABSENT_COUNT:
             raise ValueError("its lists would be far longer than what is in them")  # noqa: TRY301
         return unflatten_state_dict(dict(flat), paths)
     except Exception as error:

@@ -49,16 +49,12 @@ class _Storage:
     options: Mapping[str, Any] | None
     timeouts: Timeouts
 
-    def with_options(self, given: Any) -> dict[str, Any] | None:  # noqa: ANN401  # Lightning's
+    def with_options(self, given: Any) -> dict[str, Any] | None:
         """Return the storage options with those of one call, which win."""
         return {**(self.options or {}), **(given or {})} or None
 
     def load(
-        self,
-        state: dict[str, Any],
-        path: _Path,
-        planner: WholePlanner,
-        weights_only: bool | None,  # noqa: FBT001  # Lightning's
+        self, state: dict[str, Any], path: _Path, planner: WholePlanner, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load `state` in place; return what was packed beside it."""
         load(
@@ -108,10 +104,7 @@ class CheckpointStorageIO(CheckpointIO):
         save_on(RankGroup.alone(), lambda: pack(checkpoint), path, options)
 
     def load_checkpoint(
-        self,
-        path: _Path,
-        map_location: object = None,
-        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+        self, path: _Path, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint at `path`, its tensors on the CPU; Lightning calls all ranks.
 
@@ -142,10 +135,10 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
 
     def __init__(
         self,
-        *args: Any,  # noqa: ANN401  # ModelParallelStrategy's
+        *args: Any,
         storage_options: Mapping[str, Any] | None = None,
         timeout: _Timeout = None,
-        **kwargs: Any,  # noqa: ANN401  # as above
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **{**kwargs, "save_distributed_checkpoint": True})
         self._storage = _Storage(options=storage_options, timeouts=Timeouts.of(timeout))
@@ -168,9 +161,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         )
 
     def load_checkpoint(
-        self,
-        checkpoint_path: _Path,
-        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+        self, checkpoint_path: _Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load model and optimizers in place and return the rest; all ranks call.
 

@@ -91,7 +91,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], outline: object) -> dict[str, An
     return values
 
 
-def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:  # noqa: ANN401  # data
+def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:
     kind, content = outline
     if kind == "tensor":
         return tensors[content]
@@ -120,7 +120,7 @@ class WholePlanner(DefaultLoadPlanner):
         self,
         state_dict: dict[str, Any],
         metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        is_coordinator: bool = False,
     ) -> None:
         """Make targets for what has none."""
         super().set_up_planner(state_dict, metadata, is_coordinator)

@@ -65,7 +65,7 @@ class CheckpointStorageManager(TitanManager):
             finally:
                 given.last_save_in_hf, given.initial_load_in_hf = asked
 
-    def __init__(self, config: Config, **kwargs: Any) -> None:  # noqa: ANN401  # torchtitan's
+    def __init__(self, config: Config, **kwargs: Any) -> None:
         keep = KeepLatest(config.keep_latest_k) if config.keep_latest_k > 0 else None
         # Its own thread that deletes would remove folders without regard to commits. The
         # configuration is a copy that `build` made.
@@ -89,9 +89,9 @@ class CheckpointStorageManager(TitanManager):
         self,
         state_dict: dict[str, Any],
         checkpoint_id: str,
-        async_mode: Any,  # noqa: ANN401, ARG002  # torchtitan's enum
-        enable_garbage_collection: bool = False,  # noqa: ARG002, FBT001, FBT002  # its signature
-        to_hf: bool = False,  # noqa: FBT001, FBT002  # as above
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
     ) -> None:
         """Save `state_dict`, as Hugging Face files too, and wait. Raises as `ckpt_storage.save`."""
         step = int(checkpoint_id.rpartition("-")[2])
@@ -119,11 +119,7 @@ class CheckpointStorageManager(TitanManager):
         return self._resumed_step is not None and step > self._resumed_step
 
     def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,  # noqa: FBT001  # torchtitan's signature
-        from_quantized: bool,  # noqa: FBT001  # as above
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load into `state_dict` and the model. Raises as `ckpt_storage.load`."""
         if from_quantized:
@@ -136,7 +132,7 @@ class CheckpointStorageManager(TitanManager):
         self.states["model"].load_state_dict(found)
 
     @torch.no_grad()
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()

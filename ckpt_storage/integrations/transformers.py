@@ -142,11 +142,7 @@ class CheckpointStorageCallback(TrainerCallback):
         self._is_fsdp = bool(args.fsdp)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: object,
-        **kwargs: Any,  # noqa: ANN401  # the Trainer's
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: Any
     ) -> None:
         """Load model, optimizer and scheduler where `resume_folder` said so.
 
@@ -182,11 +178,7 @@ class CheckpointStorageCallback(TrainerCallback):
         self._resumed_step = None
 
     def on_step_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002  # the Trainer's signature
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401  # as above
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Begin a save if the Trainer is about to make one."""
         if not control.should_save:
@@ -237,7 +229,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _bare(optimizer: Any) -> torch.optim.Optimizer:  # noqa: ANN401  # accelerate's wrapper
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 

@@ -31,7 +31,7 @@ from ckpt_storage.transfer.workers import Workers
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
 
-SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
+SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
 _RESTORE = "Restore the file from a copy, or load another checkpoint."
 
