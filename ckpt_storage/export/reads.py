@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,18 +107,11 @@ class SegmentReader:
             window[at - start : at - start + len(data)] = data
         reads = []
         for piece in self.finder.pieces_of(file, start, stop):
-            place, target = self.place_of(piece), _Target(piece, window, start)
-            if place.kind == "raw":
-                read = ChunkRead(
-                    place=place,
-                    item_bytes=piece.segment.source_item_bytes,
-                    chunk_sizes=piece.chunk_sizes,
-                    where=box_selection(piece.region),
-                    target=target,
-                )
+            read = _PieceRead.of(piece, self.place_of(piece), window, start)
+            if read.place.kind == "raw":
                 reads.append(read)
             else:
-                target.put_whole(self._loaded_of(place))
+                read.put_whole(self._loaded_of(read.place))
         return self._read(reads)
 
     def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
@@ -168,37 +162,53 @@ class SegmentReader:
         return explained(error, places, self._source, phase=self._ranges.deadline.phase)
 
 
-class _Target:
-    """Where the elements of one piece belong in a window that begins at byte `start` of a file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PieceRead(ChunkRead):
+    """A read of one piece into the part of a window where its elements belong."""
 
-    __slots__ = ("_out", "_piece", "memory")
+    piece: Piece
+    out: Bits
+    run: memoryview | None
 
-    def __init__(self, piece: Piece, window: memoryview, start: int) -> None:
-        self._piece = piece
+    @classmethod
+    def of(cls, piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> Self:
+        """Return the read for a window that begins at byte `start` of its file."""
         runs = piece.runs()
-        self.memory = None if runs is None else window[runs[1].start - start : runs[1].stop - start]
         kind = _BITS[piece.segment.item_bytes]
         out: Bits = np.ndarray(piece.dest_sizes, kind, window, piece.dest_start - start)
-        self._out: Bits = out[_index(piece.dest_offsets, piece.region.sizes)]
+        return cls(
+            place=place,
+            item_bytes=piece.segment.source_item_bytes,
+            chunk_sizes=piece.chunk_sizes,
+            where=box_selection(piece.region),
+            piece=piece,
+            out=out[_index(piece.dest_offsets, piece.region.sizes)],
+            run=None if runs is None else window[runs[1].start - start : runs[1].stop - start],
+        )
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The bytes of the piece in the window, if they are one run of the chunk's."""
+        return self.run
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy or convert elements from a window of the source."""
-        size = self._piece.segment.source_item_bytes
+        size = self.piece.segment.source_item_bytes
         for copy in copies:
             strides = [stride * size for stride in copy.source_strides]
             at = copy.source_offset_elements * size
             found: Bits = np.ndarray(copy.sizes, _BITS[size], window, at, strides)
-            self._put(found, self._out[_index(copy.dest_offsets, copy.sizes)])
+            self._put(found, self.out[_index(copy.dest_offsets, copy.sizes)])
 
     def put_whole(self, data: bytes) -> None:
         """Copy or convert elements out of those of the whole chunk."""
-        piece, region = self._piece, self._piece.region
+        piece, region = self.piece, self.piece.region
         kind = _BITS[piece.segment.source_item_bytes]
         found: Bits = np.ndarray(piece.chunk_sizes, kind, data)
-        self._put(found[_index(region.offsets, region.sizes)], self._out)
+        self._put(found[_index(region.offsets, region.sizes)], self.out)
 
     def _put(self, found: Bits, out: Bits) -> None:
-        segment = self._piece.segment
+        segment = self.piece.segment
         if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
             import torch  # noqa: PLC0415  # only to cast
 

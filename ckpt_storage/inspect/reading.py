@@ -34,9 +34,9 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """The numpy type that moves an element of so many bytes as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ArrayTarget:
-    """The view of an array that gets the elements of one chunk; a `Target`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ArrayRead(ChunkRead):
+    """A read into the view of an array."""
 
     array: Words
 
@@ -97,12 +97,12 @@ def read_tensors(
         return arrays
     with handle.reading([key for key, *_ in parts]) as (chunks, places):
         reads = [
-            ChunkRead(
+            _ArrayRead(
                 place=place,
                 item_bytes=array.itemsize,
                 chunk_sizes=chunk.sizes,
                 where=where,
-                target=_ArrayTarget(array),
+                array=array,
             )
             for (_, chunk, where, array), place in zip(parts, places, strict=True)
         ]
@@ -112,7 +112,7 @@ def read_tensors(
             from .torchload import read_opaque, words_of  # noqa: PLC0415  # only torch reads these
 
             for read, found in read_opaque(chunks, reads, on_bytes=on_bytes):
-                array = read.target.array  # type: ignore[attr-defined]  # made above
+                array = read.array  # type: ignore[attr-defined]  # made above
                 array[...] = words_of(found, array.dtype.str)
     return arrays
 

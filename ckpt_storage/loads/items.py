@@ -20,7 +20,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, byt
 
 from .resolving import dtype_name, is_freed, target_resolver
 from .sharing import Key
-from .targets import Rings, TensorTarget
+from .targets import Rings, TensorRead
 
 
 class LoadItems:
@@ -120,12 +120,14 @@ class LoadItems:
         where = None
         if lengths != sizes or any(item.storage_offsets):
             where = box_selection(Box(tuple(item.storage_offsets), tuple(lengths)))
-        return ChunkRead(
+        return TensorRead(
             place=place,
             item_bytes=item_bytes,
             chunk_sizes=sizes,
             where=where,
-            target=TensorTarget(target, dtype, self._rings.of(target.device)),
+            tensor=target,
+            dtype=dtype,
+            ring=self._rings.of(target.device),
         )
 
     def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
@@ -170,7 +172,7 @@ class LoadItems:
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""
         for read, found in read_opaque(chunks, self._opaque):
-            read.target.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorTarget
+            read.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorRead
 
     def explain(self, error: StorageError | IntegrityError) -> Exception:
         """Return `error` with what it means here: which tensor, which rank, gone or damaged."""

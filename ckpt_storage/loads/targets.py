@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ckpt_storage.format.selections import WindowCopy
+from ckpt_storage.transfer.chunks import ChunkRead
 
 log = logging.getLogger("ckpt_storage")
 
@@ -119,29 +121,25 @@ class Rings:
             ring.finish()
 
 
-class TensorTarget:
-    """A tensor, or a part of one, that gets the elements of a selection; autograd sees none of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRead(ChunkRead):
+    """A read into a tensor, or into a part of one; autograd sees none of it.
 
     `dtype` is that of the stored elements. With a `ring` they go to the tensor's device as they
     are stored, and are placed and converted there.
     """
 
-    __slots__ = ("_dtype", "_ring", "tensor")
-
-    def __init__(
-        self, tensor: torch.Tensor, dtype: torch.dtype, ring: UploadRing | None = None
-    ) -> None:
-        self.tensor = tensor
-        self._dtype = dtype
-        self._ring = ring
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    ring: UploadRing | None = None
 
     @property
     def memory(self) -> memoryview | None:
         """The memory of the tensor, if it takes the stored bytes as they are."""
         tensor = self.tensor
         if (
-            self._ring is not None
-            or tensor.dtype != self._dtype
+            self.ring is not None
+            or tensor.dtype != self.dtype
             or not tensor.is_cpu
             or not tensor.is_contiguous()
             or tensor.is_conj()
@@ -155,15 +153,15 @@ class TensorTarget:
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy elements out of a window, converted to the tensor's own type."""
         use = partial(self._copy, copies)
-        if self._ring is not None:
-            self._ring.move(window, use)
+        if self.ring is not None:
+            self.ring.move(window, use)
         else:
             use(torch.frombuffer(window, dtype=torch.uint8))
 
     def _copy(self, copies: Sequence[WindowCopy], raw: torch.Tensor) -> None:
-        if raw.data_ptr() % self._dtype.itemsize:
+        if raw.data_ptr() % self.dtype.itemsize:
             raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
-        flat = raw.view(self._dtype)
+        flat = raw.view(self.dtype)
         shape = self.tensor.shape
         # The mode is a thread's own, and an inference tensor can be written to in it alone.
         with torch.inference_mode(self.tensor.is_inference()):
@@ -175,4 +173,4 @@ class TensorTarget:
                 for dim, size in enumerate(copy.sizes):
                     if size != shape[dim]:
                         dest = dest.narrow(dim, copy.dest_offsets[dim], size)
-                dest.copy_(source, non_blocking=self._ring is not None)
+                dest.copy_(source, non_blocking=self.ring is not None)

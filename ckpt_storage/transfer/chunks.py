@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Literal, Protocol
+from typing import Literal
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
 from ckpt_storage.format.crc import first_wrong_block
@@ -94,54 +95,50 @@ class ChunkPlace:
         return dataclasses.replace(self, crcs=None, block_bytes=1)
 
 
-class Target(Protocol):
-    """Where the elements of one selection go; each is put once, by any thread."""
-
-    @property
-    def memory(self) -> memoryview | None:
-        """Writable bytes of the whole selection, if they may be filled as stored."""
-
-    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        """Copy elements out of a window of checked bytes, which is used again afterwards."""
-
-
-class BytesTarget:
-    """A target of plain bytes."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory: memoryview | None = memory
-
-    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        """Copy single bytes, which no selection of plain ones needs."""
-        raise NotImplementedError((len(window), copies))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRead:
-    """Elements of one chunk that are wanted, and where they go.
+class ChunkRead(ABC):
+    """Elements of one chunk that are wanted; a subclass says where they go.
 
     `where` has the positions in each dimension, counted from the chunk's first element; None is
-    the whole chunk.
+    the whole chunk. Each element is put once, by any thread.
     """
 
     place: ChunkPlace
     item_bytes: int
     chunk_sizes: tuple[int, ...]
     where: Selection | None
-    target: Target
+
+    @property
+    @abstractmethod
+    def memory(self) -> memoryview | None:
+        """Writable bytes of the whole selection, if they may be filled as stored."""
+
+    @abstractmethod
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements out of a window of checked bytes, which is used again afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BytesRead(ChunkRead):
+    into: memoryview
+
+    @property
+    def memory(self) -> memoryview:
+        return self.into
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        raise NotImplementedError((len(window), copies))  # no selection of plain bytes needs it
 
 
 def bytes_read(place: ChunkPlace, memory: memoryview, start: int = 0) -> ChunkRead:
     """Return the read of the bytes of `place` from `start` on that fill `memory`."""
     stop = start + len(memory)
-    return ChunkRead(
+    return _BytesRead(
         place=place,
         item_bytes=1,
         chunk_sizes=(place.size_bytes,),
         where=None if (start, stop) == (0, place.size_bytes) else (range(start, stop),),
-        target=BytesTarget(memory),
+        into=memory,
     )
 
 
@@ -201,8 +198,9 @@ class ChunkReader:
         return buffers
 
 
-# Where a window begins and ends in its file, whose it is, and where it begins in the payload.
-_Window = tuple[int, int, ChunkRead, int]
+# Where a window begins and ends in its file, where it begins in the payload, and the number of its
+# read. Numbers alone: the garbage collector need not look at thousands of them.
+_Window = tuple[int, int, int, int]
 _INTERVAL = itemgetter(0, 1)
 
 
@@ -224,6 +222,7 @@ class _Plan:
         self._copies_beat_requests = costs.request_s * costs.copy_bytes_s > self._window_bytes
         self._direct: dict[str, list[RangeRead]] = {}
         self._windows: dict[str, list[_Window]] = {}
+        self._reads: list[ChunkRead] = []
 
     def add(self, read: ChunkRead) -> None:
         """Plan one read."""
@@ -241,7 +240,8 @@ class _Plan:
         if where is None:
             if 0 < total < self._direct_min_bytes and total <= self._window_bytes:
                 # Thousands of these: nothing to work out.
-                window = (place.start, place.start + total, read, 0)
+                window = (place.start, place.start + total, 0, len(self._reads))
+                self._reads.append(read)
                 self._windows.setdefault(place.path, []).append(window)
             elif total:
                 self._add_run(read, 0, total)
@@ -266,7 +266,7 @@ class _Plan:
         inner_stop = stop if stop == total else stop - stop % block
         memory = None
         if inner_stop - inner_start >= self._direct_min_bytes:
-            memory = read.target.memory
+            memory = read.memory
         if memory is None:
             self._add_windows(read, first, last)
             return
@@ -303,9 +303,10 @@ class _Plan:
     def _add_windows(self, read: ChunkRead, start: int, stop: int) -> None:
         origin, step = read.place.start, self._step(self._window_bytes, read)
         self._windows.setdefault(read.place.path, []).extend(
-            (origin + at, origin + min(at + step, stop), read, at)
+            (origin + at, origin + min(at + step, stop), at, len(self._reads))
             for at in range(start, stop, step)
         )
+        self._reads.append(read)
 
     def ranges(self, turn: int | None) -> list[RangeRead]:
         """Return what was planned, neighbouring windows joined."""
@@ -321,8 +322,8 @@ class _Plan:
                         path=path,
                         start=extent.start,
                         stop=extent.stop,
-                        file_bytes=members[0][2].place.file_bytes,
-                        done=partial(_put_windows, members, extent.start),
+                        file_bytes=self._reads[members[0][3]].place.file_bytes,
+                        done=partial(_put_windows, self._reads, members, extent.start),
                     )
                 )
             found.sort(key=lambda read: read.start)
@@ -366,10 +367,13 @@ def _check(place: ChunkPlace, first_byte: int, view: memoryview, offset: int) ->
     place.check(view, first_byte + offset)
 
 
-def _put_windows(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:
-    for file_start, file_stop, read, start in members:
+def _put_windows(
+    reads: Sequence[ChunkRead], members: Sequence[_Window], extent_start: int, view: memoryview
+) -> None:
+    for file_start, file_stop, start, number in members:
+        read = reads[number]
         part = view[file_start - extent_start : file_stop - extent_start]
-        memory = read.target.memory
+        memory = read.memory
         if memory is None or not _is_run(read):
             read.place.check(part, start)
             put(read, start, part)
@@ -387,7 +391,7 @@ def put(read: ChunkRead, start: int, part: memoryview) -> None:
 
     `part` begins at byte `start` of the payload; both its ends lie between elements.
     """
-    memory = read.target.memory
+    memory = read.memory
     if memory is not None and _is_run(read):
         _fill(read, memory, start, part)
         return
@@ -395,7 +399,7 @@ def put(read: ChunkRead, start: int, part: memoryview) -> None:
     where = tuple(map(range, sizes)) if read.where is None else read.where
     copies = selected_copies(sizes, where, start // size, (start + len(part)) // size)
     if copies:
-        read.target.put(part, copies)
+        read.put(part, copies)
 
 
 def _is_run(read: ChunkRead) -> bool:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.loads.exchange import SharedReads
 from ckpt_storage.loads.sharing import Key, SharePolicy, plan_shares
-from ckpt_storage.loads.targets import TensorTarget
+from ckpt_storage.loads.targets import TensorRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead
@@ -82,19 +83,20 @@ class Wire:
         wait_for(lambda: arrived.get(timeout=0.05), deadline)
 
 
-class Target(TensorTarget):
-    """A target that is told of the elements it gets, piece by piece."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedRead(TensorRead):
+    """A read that tells of the elements it gets, piece by piece."""
 
-    memory = None  # none of it is filled at once
+    note: Callable[[], None]
 
-    def __init__(self, sizes: Sequence[int], note: Callable[[], None]) -> None:
-        super().__init__(torch.zeros(tuple(sizes), dtype=torch.uint8), torch.uint8)
-        self.note = note
+    @property
+    def memory(self) -> None:
+        """None of it is filled at once."""
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy."""
         self.note()
-        super().put(window, copies)
+        TensorRead.put(self, window, copies)
 
 
 class Ranks:
@@ -126,17 +128,19 @@ class Ranks:
                 size_bytes = arrays[key].numel()
                 place = ChunkPlace(path=key[0], fqn=key[0], start=0, size_bytes=size_bytes)
                 for region in (box for rank, box in wants[key] if rank == order.rank):
-                    target = Target(region.sizes, partial(note, order.rank))
+                    target = torch.zeros(tuple(region.sizes), dtype=torch.uint8)
                     where = box_selection(region)
                     cut = arrays[key][tuple(slice(r.start, r.stop) for r in where)]
-                    self.expected.append((target.tensor, cut))
+                    self.expected.append((target, cut))
                     found.append(
-                        ChunkRead(
+                        NotedRead(
                             place=place,
                             item_bytes=1,
                             chunk_sizes=shapes[key],
                             where=where,
-                            target=target,
+                            tensor=target,
+                            dtype=torch.uint8,
+                            note=partial(note, order.rank),
                         )
                     )
             deadline = Deadline("load", 20, watch=self.operation)

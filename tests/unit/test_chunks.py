@@ -90,6 +90,22 @@ class ArrayTarget:
                 self.counts[spots] += 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRead(ChunkRead):
+    """A read into an `ArrayTarget`."""
+
+    target: ArrayTarget
+
+    @property
+    def memory(self) -> memoryview | None:
+        """What the target gives."""
+        return self.target.memory
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Hand on."""
+        self.target.put(window, copies)
+
+
 def planned(
     reads: Sequence[ChunkRead],
     costs: ReadCosts,
@@ -132,7 +148,7 @@ def positions(draw: st.DrawFn, size: int) -> range:
 def cases(draw: st.DrawFn) -> tuple[dict[str, File], list[tuple[ChunkRead, ArrayTarget, Any]]]:
     """Draw files with payloads in them, and reads of selections with what they must give."""
     files: dict[str, File] = {}
-    wanted = []
+    wanted: list[tuple[ChunkRead, ArrayTarget, Any]] = []
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     for number in range(draw(st.integers(1, 8))):
         file = files.setdefault(name := f"f{draw(st.integers(0, 2))}", File(name, bytearray()))
@@ -147,7 +163,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, File], list[tuple[ChunkRead, Array
             whole = draw(st.booleans())
             cut = array if whole else array[tuple(slice(r.start, r.stop, r.step) for r in where)]
             target = ArrayTarget(cut.shape, dtype, direct=draw(st.booleans()))
-            read = ChunkRead(
+            read = ArrayRead(
                 place=place if draw(st.booleans()) else place.unchecked(),
                 item_bytes=array.itemsize,
                 chunk_sizes=shape,
@@ -196,7 +212,7 @@ def test_blocks_without_a_selected_element_are_not_read(
     array = np.arange(40 * 1024, dtype="f4").reshape(40, 1024)
     file = File("f", bytearray())
     where = (range(start, 40, step), range(columns))
-    read = ChunkRead(
+    read = ArrayRead(
         place=file.place("w", array.tobytes(), 0),
         item_bytes=4,
         chunk_sizes=array.shape,
@@ -215,7 +231,7 @@ def test_a_selection_that_leaves_its_chunk_is_refused() -> None:
     """So is a chunk whose place has another length than its sizes say."""
     place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=32)
     target = ArrayTarget((4,), np.dtype("f4"), direct=False)
-    read = ChunkRead(
+    read = ArrayRead(
         place=place, item_bytes=4, chunk_sizes=(2, 4), where=(range(1, 3), range(2)), target=target
     )
     with pytest.raises(InvalidInputError, match="leaves a chunk"):

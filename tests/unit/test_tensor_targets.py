@@ -17,10 +17,10 @@ from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import box_selection
-from ckpt_storage.loads.targets import CudaMover, Rings, TensorTarget
+from ckpt_storage.loads.targets import CudaMover, Rings, TensorRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, put
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, put
 from ckpt_storage.transfer.costs import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -67,12 +67,13 @@ def test_each_wanted_element_arrives_once(
         target = (
             strided(region.sizes, dtype) if has_gaps else torch.zeros(region.sizes, dtype=dtype)
         )
-    read = ChunkRead(
+    read = TensorRead(
         place=ChunkPlace(path="f", fqn="w", start=0, size_bytes=count * item_bytes),
         item_bytes=item_bytes,
         chunk_sizes=sizes,
         where=box_selection(region),
-        target=TensorTarget(target, dtype),
+        tensor=target,
+        dtype=dtype,
     )
     edges = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
     for low, high in itertools.pairwise(edges):
@@ -98,12 +99,14 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     targets = [torch.zeros(40, 1000, dtype=torch.float64), torch.zeros(20, 1024)]
     wheres = [(range(40), range(24, 1024)), (range(0, 40, 2), range(1024))]
     reads = [
-        ChunkRead(
+        TensorRead(
             place=place,
             item_bytes=4,
             chunk_sizes=(40, 1024),
             where=where,
-            target=TensorTarget(target, torch.float32, rings.of(device)),
+            tensor=target,
+            dtype=torch.float32,
+            ring=rings.of(device),
         )
         for where, target in zip(wheres, targets, strict=True)
     ]
