@@ -216,7 +216,9 @@ class Allowance:
 
 
 def _are_counts(value: object, least: int = 0) -> bool:
-    return isinstance(value, list) and all(type(n) is int and least <= n <= _MOST for n in value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= least and max(value) <= _MOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +330,7 @@ class Fields:
         """Return `count` integers from `least` on, less than `below`."""
         if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
             plain = self._get(key, list, lambda v: _are_counts(v, least))
+            lowest, highest = least, max(plain, default=least)
             self._take(key, len(plain) * _INTEGER_BYTES)
             column = np.array(plain, dtype=np.int64)
         else:
@@ -335,9 +338,10 @@ class Fields:
             size_bytes = packed.count("count") * _INTEGER_BYTES
             words = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
             column = np.cumsum(words, dtype=np.int64)
+            lowest, highest = int(column.min(initial=least)), int(column.max(initial=least))
         if count is not None and len(column) != count:
             self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
-        if len(column) and (int(column.min()) < least or int(column.max()) >= below):
+        if len(column) and (lowest < least or highest >= below):
             self.fail(f"has a number in {key!r} that cannot be")
         return column
 

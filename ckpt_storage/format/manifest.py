@@ -192,7 +192,7 @@ def _refs_of(get: Fields, count: int, path_of: Callable[[int], str]) -> Sequence
 
 def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[FileRef, int]]:
     ranks = get.column("rank", below=world_size)
-    if len(ranks) and int(np.diff(ranks, prepend=0).min()) < 0:
+    if bool((ranks[1:] < ranks[:-1]).any()):
         get.fail("lists files that are not in order of rank")
     index = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)
 
@@ -288,7 +288,7 @@ def _layout_of(get: Fields, world_size: int) -> Grid | Chunks:
     cuts: list[Sequence[int]] = []
     for entry in get.items("cuts"):
         starts = Fields({"cut": entry}, get.where, get.allowance).column("cut")
-        if not len(starts) or starts[0] != 0 or bool((np.diff(starts) <= 0).any()):
+        if not len(starts) or starts[0] != 0 or bool((starts[1:] <= starts[:-1]).any()):
             get.fail("has a cut that does not ascend from 0")
         cuts.append(compact(starts))
     if math.prod(map(len, cuts)) != len(ranks):
@@ -315,21 +315,25 @@ _decode = json.JSONDecoder(parse_constant=no_constant).decode
 def _planner_data_of(get: Fields) -> PlannerData | None:
     if "planner_data" not in get:
         return None
-    data: PlannerData = {}
-    for entry in get.names("planner_data"):
-        try:
-            found = _decode(entry)
-            if "\\u" in entry:
-                # Half of a surrogate pair is no text.
-                _spell(found).encode()
-        except (RecursionError, ValueError):
-            found = None
-        match found:
-            case [str(fqn), list(path)] if set(map(type, path)) <= {str, int}:
-                pass
-            case _:
-                get.fail(f"has planner_data {entry!r:.80}, which is no name and path")
-        if fqn in data:
-            get.fail(f"has two planner_data entries for {fqn!r:.80}")
-        data[fqn] = tuple(path)
+    entries = get.names("planner_data")
+    try:
+        # All at a time: one by one they take ten times as long.
+        found = _decode(f"[{','.join(entries)}]")
+        if any("\\u" in entry for entry in entries):
+            # Half of a surrogate pair is no text.
+            _spell(found).encode()
+    except (RecursionError, ValueError):
+        found = []
+    if len(found) != len(entries) or not all(map(_is_planned, found)):
+        get.fail("has planner_data with an entry that is no name and path")
+    data = {fqn: tuple(path) for fqn, path in found}
+    if len(data) != len(found):
+        get.fail("has two planner_data entries of one name")
     return data
+
+
+def _is_planned(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:  # noqa: PLR2004  # name and path
+        return False
+    fqn, path = entry
+    return isinstance(fqn, str) and isinstance(path, list) and set(map(type, path)) <= {str, int}
