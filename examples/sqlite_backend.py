@@ -177,11 +177,9 @@ class SqliteBackend(store.Backend):
                 with contextlib.suppress(FileNotFoundError):
                     _remove(db, self._find(db, path))
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """Note the name of a new content."""
-        del write_id, if_absent, size_hint, copies
+        del write_id, if_absent, copies
         token = os.urandom(16).hex()
         with self._writing() as db:
             db.execute("INSERT INTO uploads VALUES (?, ?)", [token, self._root + path])

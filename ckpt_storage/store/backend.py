@@ -249,14 +249,10 @@ class Backend(abc.ABC):
         """Delete at most 1,000 objects; one that is not there is no error."""
 
     @abc.abstractmethod
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """Begin an object in parts and return a token, which the other calls take.
 
         if_absent: as `complete_upload` will say, for storages that want to know it now.
-        size_hint: about how long the object will be. A file system takes that much space, and
-        raises `StorageError(kind="no-space")` if it is not there.
         copies: `copy_part` may be called for it, so the storage is to tell checksums of parts.
         """
 

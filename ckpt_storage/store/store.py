@@ -308,22 +308,13 @@ class Store:
             f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
         )
 
-    def upload(
-        self,
-        path: str,
-        *,
-        size_hint: int | None = None,
-        if_absent: bool = False,
-        copies: bool = False,
-    ) -> Upload:
+    def upload(self, path: str, *, if_absent: bool = False, copies: bool = False) -> Upload:
         """Begin an object in parts, at a write-once name; nothing is sent before the first part.
 
-        size_hint: about how long it will be. Where the storage can, space is taken with the first
-            part, which raises `StorageError` of kind "no-space" if that is not there.
         if_absent: completing it raises kind "exists" if something bears the name.
         copies: `copy_part` may be called.
         """
-        return Upload(self, path, size_hint=size_hint, if_absent=if_absent, copies=copies)
+        return Upload(self, path, if_absent=if_absent, copies=copies)
 
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
         """Join another process's upload of the same path; one that is over refuses what is asked.

@@ -27,9 +27,6 @@ T = TypeVar("T")
 SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
 
-_RESERVE_BYTES_PER_S = 1e9
-"""Slowest reservation that is waited for: a slower one writes zeros, and gains nothing."""
-
 _REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
 """Answers after which an object was certainly not completed."""
 
@@ -48,7 +45,6 @@ class Upload:
         store: Store,
         path: str,
         *,
-        size_hint: int | None = None,
         if_absent: bool = False,
         copies: bool = False,
         joined: str | None = None,
@@ -65,7 +61,6 @@ class Upload:
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
-        self._size_hint = size_hint
         self._parts: dict[int, Part] = {}
         # A last part that the storage would show too early, or that may be the whole object.
         self._held: tuple[Part, bytes] | None = None
@@ -199,20 +194,15 @@ class Upload:
             if self._token is None:
                 if self._state != "open":
                     raise self._ended()
-                extra_s = (self._size_hint or 0) / _RESERVE_BYTES_PER_S
-                what = "start of the upload"
-                self._token = self._store.run(what, self._path, self._begin, extra_s=extra_s)
+                self._token = self._store.run("start of the upload", self._path, self._begin)
             return self._token
 
     def _begin(self, backend: Backend) -> str:
-        # Space is asked for once; if that takes too long, it goes on without.
-        size_hint, self._size_hint = self._size_hint, None
         self._begin_count += 1
         token = backend.begin_upload(
             self._path,
             write_id=self.write_id,
             if_absent=self._if_absent,
-            size_hint=size_hint,
             copies=self._copies,
         )
         try:

@@ -61,11 +61,6 @@ class PowerCutPosix(Posix):
         self._soil(fd)
         return super().pwritev(fd, buffers, offset)
 
-    def truncate(self, fd: int, length: int) -> None:
-        """Set a length that is not durable."""
-        self._soil(fd)
-        super().truncate(fd, length)
-
     def fsync(self, fd: int) -> None:
         """Make content durable, but no name."""
         super().fsync(fd)

@@ -121,7 +121,6 @@ class ObjectWriter:
         self._part_size = 0
         self._path = path
         self._what = f"Writing {path}"
-        self._planned_bytes = planned_bytes
         self._limit_bytes = options.memory_limit_bytes
         self._cost_bytes = self.part_bytes * copies_of(capabilities)
         self._deadline = deadline
@@ -222,7 +221,7 @@ class ObjectWriter:
 
     def _begun(self) -> Upload:
         if self._upload is None:
-            self._upload = self._store.upload(self._path, size_hint=self._planned_bytes)
+            self._upload = self._store.upload(self._path)
         return self._upload
 
     def _stop(self) -> None:

@@ -61,8 +61,8 @@ def upload(store: Store) -> None:
 
 
 def long_upload(store: Store) -> None:
-    """Upload long content in three parts into more space than it needs; abort if that fails."""
-    started = store.upload(NAME, size_hint=len(LONG) + PART_BYTES)
+    """Upload long content in three parts; abort if that fails."""
+    started = store.upload(NAME)
     try:
         for number, start in enumerate(range(0, len(LONG), PART_BYTES)):
             view = memoryview(LONG)[start : start + PART_BYTES]
@@ -101,8 +101,6 @@ EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 CRASHES: tuple[Action, ...] = ("crash_before", "crash_after", "torn")
 FAILURES: tuple[Action, ...] = ("error", "lost_answer")
-AHEAD = ("allocate", "start_write_back", "truncate")
-"""What is called so that later calls are quick, and to undo that."""
 
 
 @pytest.fixture
@@ -202,14 +200,12 @@ def test_a_failure_of_any_call_leaves_old_or_new(
             way.run(local_store(str(root), posix=posix))
         except CheckpointError:
             assert content(root) in {way.before, way.after}, (n, operation)
-            if operation in {"pwritev", "fsync", "close", "fstat", *AHEAD}:
+            if operation in {"pwritev", "fsync", "close", "fstat", "start_write_back"}:
                 assert content(root) == way.before, (n, operation)
         else:
             assert content(root) == way.after, (n, operation)
             # Only these may fail without the operation failing, each for a reason.
             harmless = {"open_new", "link", "rename", "unlink"}
-            # There is room in truth, so that the lack of it is only this call's.
-            harmless.add("allocate")
             if number == errno.EPERM:
                 harmless.add("start_write_back")
             assert operation in harmless, (n, operation)
@@ -222,20 +218,17 @@ def test_a_failure_of_any_call_leaves_old_or_new(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_a_file_system_without_the_calls_for_speed_is_written_to_without_them(
+def test_a_file_system_without_the_call_for_speed_is_written_to_without_it(
     roots: Iterator[Path], number: int
 ) -> None:
-    """Neither is asked for again once it was not known."""
+    """It is not asked for again once it was not known."""
     root = next(roots)
-    rules = [
-        Rule(action="error", operation=name, errno=number, hit_count=None)
-        for name in ("allocate", "start_write_back")
-    ]
-    posix = FaultPosix(rules)
+    rule = Rule(action="error", operation="start_write_back", errno=number, hit_count=None)
+    posix = FaultPosix([rule])
     long_upload(local_store(str(root), posix=posix))
     assert content(root) == LONG
     calls = [call.operation for call in posix.script.calls]
-    assert calls.count("start_write_back") == calls.count("allocate") == 1
+    assert calls.count("start_write_back") == 1
 
 
 @EACH_WAY

@@ -154,9 +154,7 @@ def test_a_session_refuses_a_name_that_was_taken_meanwhile(
     """That nothing is there holds when the session ends, not only when it begins."""
     state, options = running
     backend = GcsBackend(Location.of("gs://bucket/run", options), Settings())
-    begin = partial(
-        backend.begin_upload, "x", write_id="mine", if_absent=True, size_hint=None, copies=False
-    )
+    begin = partial(backend.begin_upload, "x", write_id="mine", if_absent=True, copies=False)
     token = begin()
     backend.put("x", [memoryview(b"another's")])
     with pytest.raises(FileExistsError):

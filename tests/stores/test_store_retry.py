@@ -67,13 +67,9 @@ class Remote(MemoryBackend):
         super().__init__(location)
         self.open: dict[str, str] = {}
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """Begin, and remember the path."""
-        token = super().begin_upload(
-            path, write_id=write_id, if_absent=if_absent, size_hint=size_hint, copies=copies
-        )
+        token = super().begin_upload(path, write_id=write_id, if_absent=if_absent, copies=copies)
         self.open[token] = path
         return token
 
@@ -550,22 +546,6 @@ def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
     wait_until(lambda: abandoned_thread_count() == 0)
     assert bench.plain.list("saves") == []
     assert bench.inner.open == {}
-
-
-@pytest.mark.parametrize("kind", ["no-space", "connection"])
-def test_an_upload_goes_on_without_a_reservation(bench: Bench, kind: str) -> None:
-    """Only that there is no space ends it; a reservation is tried once."""
-    store = bench.store(fault("begin_upload", kind=kind, retryable=kind != "no-space"))
-    upload = store.upload("saves/u", size_hint=4)
-
-    def send() -> None:
-        upload.write_part(0, 0, [memoryview(b"ab")], last=False)
-
-    if kind == "no-space":
-        assert error_of(send).kind == kind
-    else:
-        send()
-    upload.abort()
 
 
 def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:

@@ -116,9 +116,7 @@ class AzureBackend(CloudBackend):
             return {"etag": if_match, "match_condition": MatchConditions.IfNotModified}
         return {}
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """Draw a random text; nothing is sent."""
         return os.urandom(8).hex()
 

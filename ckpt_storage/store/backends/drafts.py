@@ -84,7 +84,6 @@ class Draft:
         self._ending = threading.Lock()
         self._state: Literal["open", "failed", "sealed", "complete"] = "open"
         self._identity: tuple[int, int] | None = None
-        self._reserved_bytes = 0
         if name is not None:
             self._fd: int | None = posix.open_write(self._path)
             return
@@ -95,21 +94,6 @@ class Draft:
             with contextlib.suppress(OSError):
                 posix.unlink(self._path)
             raise
-
-    def reserve(self, total_bytes: int) -> None:
-        """Take the blocks for `total_bytes` now, where the file system can.
-
-        A file of many extents that grow is slower to write, and one that does not fit is better
-        refused before hours than after. What is not used is given back by `seal`.
-        """
-        self._reserved_bytes = total_bytes
-        try:
-            with self._using() as fd:
-                self._posix.allocate(fd, total_bytes)
-        except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                error.add_note(f"{total_bytes} bytes are to be written")
-                raise
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write buffers one after the other from `offset` (bytes) on, without copying them.
@@ -184,8 +168,6 @@ class Draft:
                     if by_several:
                         self._posix.close(self._posix.open_read(self._path))
                     self._check_length(fd, total_bytes)
-                    if self._reserved_bytes > total_bytes:
-                        self._posix.truncate(fd, total_bytes)
                     if self._sync:
                         self._sync_content(fd)
             except BaseException:

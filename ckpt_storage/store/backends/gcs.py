@@ -128,9 +128,7 @@ class GcsBackend(CloudBackend):
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         query = {"uploadType": "resumable", "name": self._name(path)}
         query |= self._terms(if_absent=if_absent)
         data = json.dumps(_metadata(write_id)).encode()

@@ -125,7 +125,7 @@ class FsspecBackend(Backend):
     ) -> None:
         _check_unconditional(path, if_absent=if_absent or if_match is not None)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
-        token = self.begin_upload(path, write_id="", if_absent=False, size_hint=None, copies=False)
+        token = self.begin_upload(path, write_id="", if_absent=False, copies=False)
         try:
             self.put_part(path, token, 0, 0, data, last=True)
             self.complete_upload(path, token, [part], write_id="", if_absent=False)
@@ -165,9 +165,7 @@ class FsspecBackend(Backend):
                 if full.strip("/"):
                     _make_folder(fs, full)
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         _check_unconditional(path, if_absent=if_absent)
         token = _temporary(path)
         own = self._client.take()

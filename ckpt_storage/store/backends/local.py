@@ -131,10 +131,15 @@ class LocalBackend(Backend):
                 kind="unsupported",
                 next_step="Replace it without a condition.",
             )
-        with self._begun(path) as draft:
+        draft = self._new_draft(path)
+        try:
             draft.write(data, 0)
             draft.seal(sum(view.nbytes for view in data))
             draft.publish(if_absent=if_absent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.discard()
+            raise
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         """Yield the files below a folder, without temporary ones.
@@ -202,12 +207,8 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(lock)
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
-        with self._begun(path, drops_cache=self._drops_cache) as draft:
-            if size_hint:
-                draft.reserve(size_hint)
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+        draft = self._new_draft(path, drops_cache=self._drops_cache)
         token = f"{folder_of(path)}/{draft.name}".lstrip("/")
         self._drafts[token] = draft
         return token
@@ -348,11 +349,9 @@ class LocalBackend(Backend):
             failure.retryable = False
             raise failure from error
 
-    @contextlib.contextmanager
-    def _begun(self, path: str, *, drops_cache: bool = False) -> Iterator[Draft]:
-        """Give a new temporary file, which is removed if the block raises."""
+    def _new_draft(self, path: str, *, drops_cache: bool = False) -> Draft:
         try:
-            draft = self._opened_draft(path, drops_cache=drops_cache)
+            return self._opened_draft(path, drops_cache=drops_cache)
         except FileNotFoundError as error:
             raise StorageError(
                 f"The folder {folder_of(self._full(path))} is not visible on this host; the "
@@ -360,12 +359,6 @@ class LocalBackend(Backend):
                 kind="not-found",
                 next_step="Is the path on a file system that all hosts share?",
             ) from error
-        try:
-            yield draft
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.discard()
-            raise
 
     def _opened_draft(self, path: str, *, drops_cache: bool, name: str | None = None) -> Draft:
         full = self._full(path)

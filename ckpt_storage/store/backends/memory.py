@@ -117,9 +117,7 @@ class MemoryBackend(Backend):
                 raise changed(path)
             self.delete([path])
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         token = os.urandom(16).hex()
         _OPEN[token] = {}
         return token

@@ -29,7 +29,6 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _WRITE_BYTES = 1 << 20
 
 _AT_FDCWD = -100
-_KEEP_SIZE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 
@@ -177,14 +176,6 @@ class Posix:
             _drop(pending, count)
         return total
 
-    def allocate(self, fd: int, length: int) -> None:
-        """Give an open file the blocks of its first `length` bytes; it gets no longer by it.
-
-        Raises ENOSPC or EDQUOT where there are not as many.
-        """
-        # Not posix_fallocate: the C library imitates it by writing, and it changes the length.
-        _call("fallocate", fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(length))
-
     def start_write_back(self, fd: int, offset: int, length: int) -> None:
         """Let the kernel begin to write a range to the disk; promises nothing.
 
@@ -200,10 +191,6 @@ class Posix:
     def read_on(self, fd: int) -> None:
         """Tell the kernel that an open file will be read on from wherever it is."""
         _advise(fd, "POSIX_FADV_SEQUENTIAL")
-
-    def truncate(self, fd: int, length: int) -> None:
-        """Set an open file's length; gives back blocks that were allocated behind it."""
-        os.ftruncate(fd, length)
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)

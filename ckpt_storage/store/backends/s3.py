@@ -204,9 +204,7 @@ class S3Backend(CloudBackend):
                 raise HttpFailure(status=None, code=code, message=refusal.get("Message", ""))
         return True
 
-    def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
-    ) -> str:
+    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """CreateMultipartUpload; for copies with the wish that S3 computes checksums.
 
         A server that does not say that it will is sent none, and its copies tell none.
