@@ -71,7 +71,7 @@ class ExportFolder(FolderOutput):
         names = trusted(store, NAMES_PATH, Names.decode)
         is_mine = names is not None and names.fingerprint == identity
         suffix = "" if is_mine else suffix_of(identity)
-        self.plan = self.plan.renamed(self.named(self.plan.layout, suffix))
+        self.rename(suffix)
         taken = self.hold(holder_of(store))
         if self._index is None:
             # Else readers would take the first files of a run that died for the whole.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
@@ -48,12 +48,11 @@ class Fixed:
 class Elements:
     """A box of a tensor, its elements in C order, each cast to `dtype` if that is another.
 
-    `name` is what the file calls it, `fqn` what the checkpoint does. `shape` is the whole tensor's.
+    `name` is what the file calls it, `fqn` what the checkpoint does.
     """
 
     name: str
     fqn: str
-    shape: tuple[int, ...]
     box: Box
     source_dtype: str
     dtype: str
@@ -81,8 +80,7 @@ def elements_of(
     return Elements(
         name=name or info.fqn,
         fqn=info.fqn,
-        shape=info.shape,
-        box=box or Box((0,) * len(info.shape), info.shape),
+        box=box or _whole(info),
         source_dtype=info.dtype,
         dtype=dtype or info.dtype,
     )
@@ -91,7 +89,11 @@ def elements_of(
 def boxes_of(info: TensorInfo) -> list[Box]:
     """Return the chunks of a tensor, each once; one for a tensor without elements."""
     boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
-    return boxes or [Box((0,) * len(info.shape), info.shape)]
+    return boxes or [_whole(info)]
+
+
+def _whole(info: TensorInfo) -> Box:
+    return Box((0,) * len(info.shape), info.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +104,8 @@ class Stored:
     fqn: str = ""
     path: str = ""
 
-    @property
-    def item_bytes(self) -> int:
-        """Any byte is an element."""
-        return 1
-
-    source_item_bytes = item_bytes
+    item_bytes: ClassVar[int] = 1
+    source_item_bytes: ClassVar[int] = 1
 
 
 Segment = Fixed | Elements | Stored
@@ -171,9 +169,8 @@ class Layout:
 
 def lay_out_copies(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
     """Return files that are those of the source: path, name here, length, CRC-32C if known."""
-    return Layout(
-        files=tuple(
-            out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
-            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
-        )
+    found = (
+        out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
+        for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
     )
+    return Layout(files=tuple(found))

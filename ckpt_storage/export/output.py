@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_storage._version import __version__
 from ckpt_storage.format.documents import FileRef
@@ -56,23 +56,20 @@ class Site:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._stores = ExitStack()
-        self._plain_source = self.opened(setting.source)
-        self._plain_target = self.opened(setting.target, page_cache=setting.page_cache)
+        self._plain_source = self._opened(setting.source)
+        self._plain_target = self._opened(setting.target, page_cache=setting.page_cache)
         self.options = transfer_options(
             self._plain_source,
             self._plain_target,
-            memory_limit_bytes=self.setting.memory_limit_bytes,
-            thread_count=self.setting.thread_count,
+            memory_limit_bytes=setting.memory_limit_bytes,
+            thread_count=setting.thread_count,
         )
         self.paces = Paces(self.options)
 
-    def opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
-        """Return a store that is closed with the others."""
+    def _opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
+        setting = self.setting
         store = open_store(
-            location,
-            page_cache=page_cache,
-            timeouts=self.setting.timeouts,
-            retry=self.setting.retry,
+            location, page_cache=page_cache, timeouts=setting.timeouts, retry=setting.retry
         )
         self._stores.callback(store.close)
         return store
@@ -150,7 +147,8 @@ class Output:
 
     def __init__(self, site: Site, plan: Plan) -> None:
         self.site = site
-        self.plan = self._first = plan
+        self.plan = plan
+        self._first = plan.layout
 
     @property
     def store(self) -> Store:
@@ -168,8 +166,12 @@ class Output:
 
     def follow(self, taken: Taken) -> None:
         """Plan what is left after what the coordinator took; all ranks."""
-        renamed = self._first.renamed(self.named(self._first.layout, taken.name))
-        self.plan = renamed.leaving(taken.done, taken.sealed)
+        self.rename(taken.name)
+        self.plan = self.plan.leaving(taken.done, taken.sealed)
+
+    def rename(self, name: str) -> None:
+        """Give the files the names that `take` chose."""
+        self.plan = replace(self.plan, layout=self.named(self._first, name))
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write down that file `number` (from 1) is sealed."""

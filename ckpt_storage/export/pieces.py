@@ -205,7 +205,7 @@ class Part:
 
     @property
     def crc32c(self) -> int | None:
-        """The checksum of whole blocks of a payload, from those of the blocks, if there are any."""
+        """The checksum of whole blocks of a payload, if those of the blocks are known."""
         place = self.place
         if place is None or place.crcs is None:
             return None

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
@@ -62,7 +62,7 @@ class Plan:
     part_bytes: int
     identity: str
     regions: tuple[Region, ...]
-    checks: Mapping[int, int]
+    checks: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[OutFile, ...]:
@@ -74,31 +74,25 @@ class Plan:
         """What is equal on two ranks if they made the same plan (sha256, hex)."""
         regions = [[r.file, r.start, r.stop, r.owner] for r in self.regions]
         names = [file.name for file in self.files]
-        return _digest(
-            [self.identity, self.world_size, names, regions, sorted(self.checks.items())]
-        )
+        return _digest([self.identity, self.world_size, names, regions])
 
-    def regions_of(self, rank: int) -> tuple[Region, ...]:
+    def regions_of(self, rank: int) -> list[Region]:
         """Return what `rank` writes, in order of file and start."""
-        return tuple(region for region in self.regions if region.owner == rank)
+        return [region for region in self.regions if region.owner == rank]
 
-    def whole_region(self, file: int, owner: int) -> Region:
-        """Return the region that is a whole file."""
-        size = self.files[file].size_bytes
-        return Region(file=file, start=0, stop=size, owner=owner, file_bytes=size)
+    def checks_of(self, rank: int) -> list[Region]:
+        """Return, as whole files, the complete files that `rank` reads back."""
+        return [
+            Region(file=at, start=0, stop=size, owner=rank, file_bytes=size)
+            for at, owner in self.checks.items()
+            if owner == rank
+            for size in [self.files[at].size_bytes]
+        ]
 
     def shared(self) -> list[int]:
         """Return the files that several ranks write."""
         counts = Counter(region.file for region in self.regions)
         return [file for file, count in counts.items() if count > 1]
-
-    def renamed(self, layout: Layout) -> Plan:
-        """Return the same plan over files of other names."""
-        return replace(self, layout=layout)
-
-    def checks_of(self, rank: int) -> list[int]:
-        """Return the complete files that `rank` reads back."""
-        return [at for at, owner in self.checks.items() if owner == rank]
 
     def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
         """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
@@ -118,33 +112,30 @@ def plan(
 
     `source` (JSON) stands for the content that they are made of.
     """
-    sizes = {at: file.size_bytes for at, file in enumerate(layout.files)}
-    return Plan(
+    identity = _digest({"version": 2, "source": source, "files": list(map(_content, layout.files))})
+    whole = Plan(
         layout=layout,
         world_size=world_size,
         able=able,
         part_bytes=part_bytes,
-        identity=_identity(layout, source),
-        regions=divide(sizes, world_size, able, part_bytes),
-        checks={},
+        identity=identity,
+        regions=(),
     )
+    return whole.leaving(())
 
 
-def _identity(layout: Layout, source: object) -> str:
+def _content(file: OutFile) -> object:
     # A header says names, dtypes, shapes and places; what it does not say is where from.
-    content = []
-    for file in layout.files:
-        fixed = hashlib.sha256()
-        sources: list[object] = []
-        for one in file.segments:
-            if isinstance(one, Fixed):
-                fixed.update(one.data)
-            elif isinstance(one, Elements):
-                sources.append([one.fqn, one.source_dtype, one.dtype, *one.box])
-            else:
-                sources.append([one.fqn, one.path, one.size_bytes])
-        content.append([file.size_bytes, fixed.hexdigest(), sources])
-    return _digest({"version": 2, "source": source, "files": content})
+    fixed = hashlib.sha256()
+    sources: list[object] = []
+    for one in file.segments:
+        if isinstance(one, Fixed):
+            fixed.update(one.data)
+        elif isinstance(one, Elements):
+            sources.append([one.fqn, one.source_dtype, one.dtype, *one.box])
+        else:
+            sources.append([one.fqn, one.path, one.size_bytes])
+    return [file.size_bytes, fixed.hexdigest(), sources]
 
 
 def _digest(value: object) -> str:

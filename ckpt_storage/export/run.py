@@ -22,7 +22,7 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source, told_from_damage
 from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
-from ckpt_storage.store.deadline import Deadline, Stalling
+from ckpt_storage.store.deadline import NEVER_S, Deadline, stalling_deadline
 
 from .layout import Layout
 from .output import Made, Output, Setting, Site, Taken
@@ -39,8 +39,6 @@ J = TypeVar("J")
 
 Begin = Callable[[Phase, int], Deadline]
 """Begins a phase of so many bytes on this rank."""
-
-_NEVER_S = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +148,8 @@ def run(
         with site.deadline.governs(operation.what):
             output, taken = _agree(operation, task)
         output.follow(taken)
-        rank, whole = operation.rank, output.plan
-        own_bytes = sum(region.size_bytes for region in whole.regions_of(rank))
-        own_bytes += sum(whole.files[at].size_bytes for at in whole.checks_of(rank))
+        regions = output.plan.regions_of(operation.rank) + output.plan.checks_of(operation.rank)
+        own_bytes = sum(region.size_bytes for region in regions)
         site.begin(begin(task.phase, own_bytes))
         task.source.renew(site.source, site.deadline)
         with site.deadline.governs(operation.what):
@@ -175,12 +172,11 @@ def _made(
         task.check_unchanged()
         output.check_held()
 
-    # What is one stream is written at the end, and shown there.
-    progress = task.site.setting.progress if own_bytes else None
     try:
         with (
             reporting(
-                progress,
+                # What is one stream is written at the end, and shown there.
+                task.site.setting.progress if own_bytes else None,
                 phase=task.phase,
                 rank=operation.rank,
                 total_bytes=own_bytes,
@@ -224,14 +220,14 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
                 source=task.content(),
             )
             output = task.output(first)
-        digest = output.plan.digest if output else ""
-        came = collect(operation, ((socket.gethostname(), sees), digest))
+        came = collect(
+            operation, ((socket.gethostname(), sees), output.plan.digest if output else "")
+        )
     finally:
         if is_first:
             remove_probe(site.target, probe)
     taken = Taken()
     if is_first:
-        source_url = site.setting.source.url
         check_seen([one for one, _ in came], site.setting.target.url)
         assert output is not None  # noqa: S101  # else it has not seen something
         digests: dict[str, list[int]] = {}
@@ -240,7 +236,7 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
         if len(digests) > 1:
             spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())
             raise RankMismatchError(
-                f"The ranks planned different exports of {source_url}: {spelt}.",
+                f"The ranks planned different exports of {site.setting.source.url}: {spelt}.",
                 values=digests,
                 phase="plan",
                 next_step="Give all ranks the same options; functions must answer alike on all.",
@@ -297,37 +293,7 @@ def run_together(
             if phase == "plan" and not is_alone:
                 return operation.phase(phase)
             # Who is alone has one deadline, that of the work.
-            operation.phase("write", _NEVER_S, total_bytes=total_bytes)
-            return Deadline("write", _NEVER_S, watch=_Moving(operation))
+            operation.phase("write", NEVER_S, total_bytes=total_bytes)
+            return stalling_deadline("write", timeouts.write, operation.what, beside=operation)
 
         return run(operation, begin, setting, task_of)
-
-
-class _Moving(Stalling):
-    """Work in an operation, which has also failed once nothing moves here."""
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__("write", operation.timeouts.write, operation.what)
-        self._operation = operation
-
-    def failure(self) -> CheckpointError | None:
-        """Return why the operation cannot go on, or that nothing moves here."""
-        return self._operation.failure() or super().failure()
-
-    def failed(self, error: CheckpointError) -> None:
-        """Tell the other ranks, of requests that were given up why they were."""
-        self._operation.failed(super().failure() or error)
-
-    def advanced(self, byte_count: int) -> None:
-        """Note bytes, and tell the other ranks."""
-        super().ended_file()
-        self._operation.advanced(byte_count)
-
-    def ended_file(self) -> None:
-        """Note a file, and tell the other ranks."""
-        super().ended_file()
-        self._operation.ended_file()
-
-    def expect(self, total_bytes: int) -> None:
-        """Tell the other ranks how much there is."""
-        self._operation.expect(total_bytes)

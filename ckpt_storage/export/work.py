@@ -43,14 +43,13 @@ def collect(operation: Operation, value: T) -> list[T]:
     return [pickle.loads(one) for one in packed]  # noqa: S301  # our own ranks
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Result:
-    """What one rank did: portions; receipts of shared files; files it sealed, named or kept."""
+    """What one rank did: portions; receipts of shared files; files it sealed or found sound."""
 
     portions: list[Portion] = field(default_factory=list)
     receipts: dict[int, Sequence[Part]] = field(default_factory=dict)
     sealed: dict[int, Sealed] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
 
 
 def make(
@@ -60,7 +59,7 @@ def make(
     taken: Taken,
     *,
     on_bytes: Callable[[int], None],
-    before_names: Callable[[], None] = lambda: None,
+    before_names: Callable[[], None],
 ) -> Made:
     """Make all files of `output.plan`; all ranks call it, and the coordinator gets what was made.
 
@@ -77,11 +76,9 @@ def make(
     except BaseException as error:
         work.abort(error)
         raise
-    return Made(
-        files=files,
-        portions=[portion for one in results for portion in one.portions],
-        kept=frozenset(at for one in results for at in one.kept).union(taken.sealed),
-    )
+    portions = [portion for one in results for portion in one.portions]
+    kept = {*taken.done, *taken.sealed}.difference(portion.file for portion in portions)
+    return Made(files=files, portions=portions, kept=frozenset(kept))
 
 
 class _Work:
@@ -117,10 +114,18 @@ class _Work:
     def write(self, source: Readable, taken: Taken) -> _Result:
         """Check and write what is this rank's."""
         plan, site, rank = self._plan, self._site, self._operation.rank
-        if plan.shared():
-            self._tokens = share(self._operation, self._share_uploads())
-        regions = list(plan.regions_of(rank))
-        regions += self._damaged({at: taken.done[at] for at in plan.checks_of(rank)})
+        shared = plan.shared()
+        if shared:
+            begin = [partial(self._share, at) for at in shared]
+            if self._operation.is_coordinator:
+                site.at_once("begin uploads", begin)
+            tokens = {at: upload.token() for at, upload in self._shared.items()}
+            self._tokens = share(self._operation, tokens)
+        regions = plan.regions_of(rank)
+        checks = [
+            partial(self._check, r, taken.done[r.file], regions) for r in plan.checks_of(rank)
+        ]
+        site.at_once("check files", checks)
         if self._operation.is_coordinator:
             for at, file in enumerate(plan.files):
                 if not file.size_bytes and at not in taken.done:
@@ -141,35 +146,21 @@ class _Work:
             raise
         return self._result
 
-    def _share_uploads(self) -> dict[int, str]:
-        """Begin the uploads that several ranks share; return their tokens."""
-        tokens: dict[int, str] = {}
+    def _share(self, at: int) -> None:
+        """Begin an upload that several ranks share."""
+        upload = self._site.target.upload(self._plan.files[at].name, copies=True)
+        self._shared[at] = upload
+        upload.token()
 
-        def begin(at: int) -> None:
-            upload = self._site.target.upload(self._plan.files[at].name, copies=True)
-            self._shared[at] = upload
-            tokens[at] = upload.token()
-
-        if self._operation.is_coordinator:
-            self._site.at_once("begin uploads", [partial(begin, at) for at in self._plan.shared()])
-        return tokens
-
-    def _damaged(self, checks: Mapping[int, FileRef]) -> list[Region]:
-        """Read complete files back; return the regions of those that are not sound any more."""
-        damaged: list[int] = []
-
-        def check(at: int, reference: FileRef) -> None:
-            if not self._is_sound(reference):
-                log.warning("%s is damaged, and made again.", reference.path)
-                damaged.append(at)
-                return
-            with self._lock:
-                self._result.kept.add(at)
-                self._result.sealed[at] = Sealed(file=reference)
-            self._on_bytes(reference.size_bytes)
-
-        self._site.at_once("check files", [partial(check, *one) for one in checks.items()])
-        return [self._plan.whole_region(at, self._operation.rank) for at in sorted(damaged)]
+    def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
+        """Read a complete file back; add it to the damaged ones unless it is sound."""
+        if not self._is_sound(file):
+            log.warning("%s is damaged, and made again.", file.path)
+            damaged.append(whole)
+            return
+        with self._lock:
+            self._result.sealed[whole.file] = Sealed(file=file)
+        self._on_bytes(file.size_bytes)
 
     def _is_sound(self, file: FileRef) -> bool:
         site = self._site
@@ -200,14 +191,13 @@ class _Work:
             with self._lock:
                 self._result.receipts[at] = receipts
         else:
-            reference = self._reference(at, joined(portion.spans)[2])
-            if self._is_together and reference.crc32c != UNKNOWN_CRC:
+            file = self._reference(at, joined(portion.spans)[2])
+            if self._is_together and file.crc32c != UNKNOWN_CRC:
                 token, write_id, parts = upload.token(), upload.write_id, upload.receipts()
-                sealed = Sealed(file=reference, token=token, write_id=write_id, parts=parts)
-                self._seal(at, sealed)
+                self._seal(at, Sealed(file=file, token=token, write_id=write_id, parts=parts))
             else:
                 upload.complete(region.file_bytes)
-                self._seal(at, Sealed(file=reference))
+                self._seal(at, Sealed(file=file))
         with self._lock:
             self._open.remove(upload)
 
@@ -216,10 +206,11 @@ class _Work:
     ) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
         spans: dict[int, list[Span]] = {}
-        for portion in (portion for one in results for portion in one.portions):
-            spans.setdefault(portion.file, []).extend(portion.spans)
-        sealed = {at: one for result in results for at, one in result.sealed.items()}
-        sealed |= taken.sealed
+        sealed = dict(taken.sealed)
+        for result in results:
+            sealed |= result.sealed
+            for portion in result.portions:
+                spans.setdefault(portion.file, []).extend(portion.spans)
         for at in self._shared:
             parts = [part for one in results for part in one.receipts.get(at, ())]
             sealed[at] = Sealed(file=self._reference(at, joined(spans[at])[2]), parts=parts)

@@ -135,12 +135,12 @@ class RegionWriter:
     def __init__(
         self, site: Site, plan: Plan, source: Readable, on_bytes: Callable[[int], None]
     ) -> None:
-        options, able, copies = site.options, site.target.capabilities, site.setting.copies
+        options, able = site.options, site.target.capabilities
         self.site = site
         self.plan = plan
         self.able = able
-        self.deadline = site.deadline
         self.on_bytes = on_bytes
+        self.has_failed = False
         self.window_bytes = read_bytes = options.part_bytes
         if not (able.is_remote or site.source.capabilities.is_remote):
             read_bytes = min(_LOCAL_READ_BYTES, read_bytes)
@@ -153,66 +153,44 @@ class RegionWriter:
             deadline=site.deadline,
             pacer=site.paces.source,
         )
-        self.copies = (
-            copies == "auto" and able.tokens_travel and site.target.can_copy_from(site.source)
-        )
-        self.turns = threading.Condition()
-        self.failure: BaseException | None = None
-        self._thread_count = max(options.thread_count, _LEAST_THREADS)
-        self._limit_bytes = options.memory_limit_bytes
+        may_copy = site.setting.copies == "auto" and able.tokens_travel
+        self.copies = may_copy and site.target.can_copy_from(site.source)
         self._free: list[memoryview] = []
 
     def write(self, regions: Iterable[Region], begin: Begin, end: End) -> None:
-        """Write all parts of all regions, side by side, or in order where the storage wants that.
+        """Write all parts of all regions side by side.
 
-        `begin` gives the upload of a region; `end` is called, in some thread, once all of the
-        region was written to it. Raises what the stores raise, naming tensor and rank.
+        Where the storage wants parts in order, each region is one thread's. `begin` gives the
+        upload of a region; `end` is called, in some thread, once all of the region was written to
+        it. Raises what the stores raise, naming tensor and rank.
         """
+        site, options = self.site, self.site.options
+        count = max(options.thread_count, _LEAST_THREADS)
         with Workers(
-            self._thread_count,
+            count,
             name=f"export to {self.plan.files[0].name}",
-            deadline=self.deadline,
-            limit=lambda: min(self._thread_count, self.site.paces.limit()),
+            deadline=site.deadline,
+            limit=lambda: min(count, site.paces.limit()),
         ) as workers:
-            try:
-                for region in regions:
-                    job = _Job(self, region, begin, end)
-                    each = self._each_bytes(job)
-                    for part in job.parts:
-                        # First a place: a failure is heard there, and our own parts leave memory.
-                        workers.wait_for_place()
-                        BUDGET.acquire(each, limit_bytes=self._limit_bytes, deadline=self.deadline)
-                        workers.submit(partial(job.do, part), ended=partial(BUDGET.release, each))
-                workers.drain()
-            except BaseException as error:
-                self.fail(error)
-                raise
-
-    def fail(self, error: BaseException) -> None:
-        """Tell threads that wait for their turn that it will not come, and why."""
-        with self.turns:
-            self.failure = self.failure or error
-            self.turns.notify_all()
-
-    def parts_of(self, region: Region) -> list[Part]:
-        """Return the parts that a region is written in."""
-        runs: Iterable[Part] = ()
-        if self.copies and not self.plan.files[region.file].edges:
-            pieces = self.reader.finder.pieces_of(region.file, region.start, region.stop)
-            runs = copy_runs(pieces, self.reader.place_of, self.able)
-        return cut_region(region, runs, self.able, stream_bytes=self.window_bytes)
-
-    def _each_bytes(self, job: _Job) -> int:
-        """Return the memory that a part takes. Raises `InvalidInputError` if that is too much."""
-        # A store may join the views of a part, so a part counts twice.
-        each = (2 if self.able.is_remote else 1) * job.window_bytes + job.read_bytes
-        if each > self._limit_bytes:
-            raise InvalidInputError(
-                f"Parts of {job.window_bytes} bytes need {each} bytes of memory; "
-                f"memory_limit_bytes is {self._limit_bytes}.",
-                next_step=f"Raise memory_limit_bytes to {each} or more.",
-            )
-        return each
+            for region in regions:
+                job = _Job(self, region, begin, end)
+                # A store may join the views of a part, so a part counts twice.
+                each = (2 if self.able.is_remote else 1) * job.window_bytes + job.read_bytes
+                if each > options.memory_limit_bytes:
+                    raise InvalidInputError(
+                        f"Parts of {job.window_bytes} bytes need {each} bytes of memory; "
+                        f"memory_limit_bytes is {options.memory_limit_bytes}.",
+                        next_step=f"Raise memory_limit_bytes to {each} or more.",
+                    )
+                one_by_one = [[part] for part in job.parts]
+                for parts in one_by_one if self.able.parallel_parts else [job.parts]:
+                    # First a place: a failure is heard there, and our own parts leave memory.
+                    workers.wait_for_place()
+                    BUDGET.acquire(
+                        each, limit_bytes=options.memory_limit_bytes, deadline=site.deadline
+                    )
+                    workers.submit(partial(job.do, parts), ended=partial(BUDGET.release, each))
+            workers.drain()
 
     @contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:
@@ -237,43 +215,54 @@ class _Job:
         self._end = end
         self._file = writer.plan.files[region.file]
         self._unit = number_unit_bytes(writer.able, region.file_bytes)
-        self.read_bytes = writer.reader.prepare(region.file, region.start, region.stop)
-        self.parts = writer.parts_of(region)
+        reader = writer.reader
+        runs: Iterable[Part] = ()
+        self.read_bytes = reader.prepare(region.file, region.start, region.stop)
+        if writer.copies and not self._file.edges:
+            pieces = reader.finder.pieces_of(region.file, region.start, region.stop)
+            runs = copy_runs(pieces, reader.place_of, writer.able)
+        self.parts = cut_region(region, runs, writer.able, stream_bytes=writer.window_bytes)
         self.window_bytes = max(one.size_bytes for p in self.parts for one in self._streams(p))
         self._lock = threading.Lock()
         self._left_bytes = region.size_bytes
         self._moved: list[_Moved] = []
-        self._next_start = region.start
         self._upload = begin(region)
 
-    def do(self, part: Part) -> None:
-        """Do one part, and what follows the last."""
-        writer, region = self._writer, self._region
-        try:
-            writer.deadline.check(f"Writing {self._file.name}")
-            copied = self._copied(part, part.place) if part.place and writer.copies else None
-            moved = [copied] if copied else [self._streamed(one) for one in self._streams(part)]
-            writer.deadline.watch.advanced(part.size_bytes)
-            writer.on_bytes(part.size_bytes)
-            with self._lock:
-                self._moved += moved
-                self._left_bytes -= part.size_bytes
-                is_over = not self._left_bytes
-            if is_over:
-                spans = [span for spans, _, _ in self._moved for span in spans]
-                copied_bytes = sum(count for _, _, count in self._moved)
-                portion = Portion(
-                    file=region.file,
-                    rank=region.owner,
-                    spans=sorted(spans) if self._file.edges else [joined(spans)],
-                    read_bytes=sum(count for _, count, _ in self._moved),
-                    sent_bytes=region.size_bytes - copied_bytes,
-                    copied_bytes=copied_bytes,
-                )
-                self._end(region, self._upload, portion)
-        except BaseException as error:
-            writer.fail(error)
-            raise
+    def do(self, parts: Iterable[Part]) -> None:
+        """Do some parts, and what follows the last of all."""
+        writer = self._writer
+        for part in parts:
+            if writer.has_failed:
+                return
+            try:
+                self._do(part)
+            except BaseException:
+                writer.has_failed = True
+                raise
+
+    def _do(self, part: Part) -> None:
+        writer, region, deadline = self._writer, self._region, self._writer.site.deadline
+        deadline.check(f"Writing {self._file.name}")
+        copied = self._copied(part, part.place) if part.place and writer.copies else None
+        moved = [copied] if copied else [self._streamed(one) for one in self._streams(part)]
+        deadline.watch.advanced(part.size_bytes)
+        writer.on_bytes(part.size_bytes)
+        with self._lock:
+            self._moved += moved
+            self._left_bytes -= part.size_bytes
+            if self._left_bytes:
+                return
+        spans = [span for spans, _, _ in self._moved for span in spans]
+        copied_bytes = sum(count for _, _, count in self._moved)
+        portion = Portion(
+            file=region.file,
+            rank=region.owner,
+            spans=sorted(spans) if self._file.edges else [joined(spans)],
+            read_bytes=sum(count for _, count, _ in self._moved),
+            sent_bytes=region.size_bytes - copied_bytes,
+            copied_bytes=copied_bytes,
+        )
+        self._end(region, self._upload, portion)
 
     def _streams(self, part: Part) -> list[Part]:
         """Return the parts that a part is streamed as."""
@@ -293,28 +282,11 @@ class _Job:
                 (first, last - first, crc32c_of(window[first - start : last - start]))
                 for first, last in itertools.pairwise((start, *inner, stop))
             ]
-            with self._my_turn(part):
-                begin_s = time.monotonic()
-                is_last = stop == self._region.file_bytes
-                self._upload.write_part(start // self._unit, start, [window], last=is_last)
-                writer.site.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
+            begin_s = time.monotonic()
+            is_last = stop == self._region.file_bytes
+            self._upload.write_part(start // self._unit, start, [window], last=is_last)
+            writer.site.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
         return spans, read_bytes, 0
-
-    @contextmanager
-    def _my_turn(self, part: Part) -> Iterator[None]:
-        """Wait until all bytes before the part were written, where the storage wants that."""
-        writer, turns = self._writer, self._writer.turns
-        with turns:
-            while not writer.able.parallel_parts and self._next_start != part.start:
-                if writer.failure is not None:
-                    # The same one: whichever thread is noticed first tells the cause.
-                    raise writer.failure
-                writer.deadline.check(f"Writing {self._file.name}")
-                turns.wait(min(1.0, writer.deadline.remaining_s() + 0.001))
-        yield
-        with turns:
-            self._next_start = part.stop
-            turns.notify_all()
 
     def _copied(self, part: Part, place: ChunkPlace) -> _Moved | None:
         """Have the storage copy a part; return None if it will not."""

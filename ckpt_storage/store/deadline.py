@@ -17,7 +17,7 @@ _CUT_S = 0.05
 LOOK_S = 0.2
 """How often whoever waits looks whether its operation has failed elsewhere."""
 
-_NEVER_S = 10 * 365 * 86_400.0
+NEVER_S = 10 * 365 * 86_400.0
 """No work lasts longer; infinity is no number that clocks and locks take."""
 
 
@@ -148,7 +148,10 @@ def _timeout(phase: Phase, timeout_s: float, what: str) -> PhaseTimeoutError:
 
 
 class Stalling(Watch):
-    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds."""
+    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds.
+
+    All that it hears it tells the watch `beside` it, and fails with that, too.
+    """
 
     def __init__(
         self,
@@ -156,8 +159,10 @@ class Stalling(Watch):
         timeout_s: float,
         what: str,
         *,
+        beside: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._beside = beside or _Unwatched()
         self._phase: Phase = phase
         self._timeout_s = timeout_s
         self._what = what
@@ -172,19 +177,30 @@ class Stalling(Watch):
             if self._failure is None and self._clock() - self._moved_s >= self._timeout_s:
                 what = f"{self._what} has not moved for"
                 self._failure = _timeout(self._phase, self._timeout_s, what)
-            return self._failure
+            failure = self._failure
+        return self._beside.failure() or failure
+
+    def failed(self, error: CheckpointError) -> None:
+        """Note a failure; of requests that were given up, why they were."""
+        self._beside.failed(self.failure() or error)
 
     def advanced(self, byte_count: int) -> None:
         """Note that `byte_count` more bytes are done."""
-        del byte_count
-        self.ended_file()
+        self._moved_s = self._clock()
+        self._beside.advanced(byte_count)
+
+    def expect(self, total_bytes: int) -> None:
+        """Note how many bytes there are in all."""
+        self._beside.expect(total_bytes)
 
     def ended_file(self) -> None:
         """Note that one more file is complete."""
-        with self._lock:
-            self._moved_s = self._clock()
+        self._moved_s = self._clock()
+        self._beside.ended_file()
 
 
-def stalling_deadline(phase: Phase, timeout_s: float, what: str) -> Deadline:
+def stalling_deadline(
+    phase: Phase, timeout_s: float, what: str, *, beside: Watch | None = None
+) -> Deadline:
     """Return a deadline that is over once `what` has not moved for `timeout_s`."""
-    return Deadline(phase, _NEVER_S, watch=Stalling(phase, timeout_s, what))
+    return Deadline(phase, NEVER_S, watch=Stalling(phase, timeout_s, what, beside=beside))

@@ -312,7 +312,7 @@ def test_the_identity_is_of_the_content_and_the_digest_of_the_plan() -> None:
     source = bare_source(tensor("a", (5000,)), tensor("b", (5000,)))
     base = plan_export(source, options=ConsolidateOptions(), world_size=2)
     wider = plan_export(source, options=ConsolidateOptions(), world_size=3)
-    again = base.renamed(with_suffix(base.layout, base.identity[:8]))
+    again = replace(base, layout=with_suffix(base.layout, base.identity[:8]))
     assert base.identity == wider.identity == again.identity
     assert len({base.digest, wider.digest, again.digest}) == 3
     assert again.files[0].name == f"model-00001-of-00001-{base.identity[:8]}.safetensors"
