@@ -165,9 +165,8 @@ def consolidate(  # the public surface, all keyword-only
     # A lane of its own: a background thread may consolidate while another one saves.
     group = RankGroup.of(process_group, lane="consolidate")
     timeouts = Timeouts()
-    if timeout is not None:
-        with contextlib.suppress(CheckpointError):
-            timeouts = Timeouts.of(timeout)
+    with contextlib.suppress(CheckpointError):
+        timeouts = Timeouts.of(timeout)
 
     def job() -> ConsolidateJob:
         options = ConsolidateOptions(
@@ -247,10 +246,8 @@ def run_consolidate(
 ) -> ConsolidationReport:
     """Consolidate; all ranks call it within one operation, after they have met.
 
-    The export that counted before counts after an error, unless that happened while the index was
-    put. Another call goes on where this one ended. With `as_one_phase` planning is no phase of its
-    own: a save has ended with it. Raises as `run.run`, `CheckpointExistsError`, and
-    `ConsolidationError` if another consolidation took the folder over.
+    With `as_one_phase` planning is no phase of its own: a save has ended with it. Raises as
+    `consolidate`.
     """
 
     def begin(phase: Phase, total_bytes: int) -> Deadline:

@@ -25,6 +25,16 @@ _MIN_FILE_BYTES = 1000
 CASTABLE = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that `dtype=` casts, from and to. 8-bit floats mean nothing without their scales."""
 
+_WANTED = {
+    "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
+    "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
+    "dtype": f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
+    "rename": "a mapping or a function from FQN to name",
+    "include": "FQNs, glob patterns, or a function of each",
+    "exclude": "FQNs, glob patterns, or a function of each",
+    "tied": '"drop", "keep", or a mapping from alias to target',
+}
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _DIGEST_CHARS = 80
 
@@ -74,37 +84,18 @@ class ConsolidateOptions:
 
     def __post_init__(self) -> None:
         index, rename = self.fqn_to_index_mapping, self.rename
-        # Option, whether it is well, what to give.
-        for option, is_good, wanted in (
-            (
-                "max_file_bytes",
-                self.file_limit_bytes >= _MIN_FILE_BYTES,
-                f"{_MIN_FILE_BYTES} or more",
-            ),
-            (
-                "fqn_to_index_mapping",
-                index is None or (bool(index) and _maps(index, int) and min(index.values()) > 0),
-                "a mapping from FQN to the number of its file, from 1 on",
-            ),
-            (
-                "dtype",
-                self.cast_to is None or self.cast_to in CASTABLE,
-                f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
-            ),
-            (
-                "rename",
-                rename is None or callable(rename) or _maps(rename, str),
-                "a mapping or a function from FQN to name",
-            ),
-            ("include", _is_selection(self.include), "FQNs, glob patterns, or a function of each"),
-            ("exclude", _is_selection(self.exclude), "FQNs, glob patterns, or a function of each"),
-            (
-                "tied",
-                self.tied in ("drop", "keep") or _maps(self.tied, str),
-                '"drop", "keep", or a mapping from alias to target',
-            ),
-        ):
-            if not is_good:
+        is_good = {
+            "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
+            "fqn_to_index_mapping": index is None
+            or (bool(index) and _maps(index, int) and min(index.values()) > 0),
+            "dtype": self.cast_to in {None, *CASTABLE},
+            "rename": rename is None or callable(rename) or _maps(rename, str),
+            "include": _is_selection(self.include),
+            "exclude": _is_selection(self.exclude),
+            "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),
+        }
+        for option, wanted in _WANTED.items():
+            if not is_good[option]:
                 raise _wrong(option, getattr(self, option), wanted)
         if index is not None and self.max_file_bytes != DEFAULT_MAX_FILE_BYTES:
             raise InvalidInputError(
@@ -194,10 +185,7 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
 
 
 def digest(value: object) -> str:
-    """Return a text that is the same for equal options on all ranks; functions are not compared.
-
-    What functions answer is compared as part of the plan.
-    """
+    """Return a text that is the same for equal options; what functions answer the plan tells."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):

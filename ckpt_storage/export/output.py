@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from ckpt_storage.transfer.workers import Workers
 
 from .layout import Layout
 from .plan import Plan
-from .write import Copies, Paces, Portion, transfer_options
+from .write import Copies, Portion, paces, transfer_options
 
 _THREADS = 8
 
@@ -64,7 +64,7 @@ class Site:
             memory_limit_bytes=setting.memory_limit_bytes,
             thread_count=setting.thread_count,
         )
-        self.paces = Paces(self.options)
+        self.source_pace, self.target_pace = paces(self.options)
 
     def _opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
         setting = self.setting
@@ -77,17 +77,15 @@ class Site:
     def begin(self, deadline: Deadline) -> None:
         """Bound both storages by a phase."""
         self.deadline = deadline
-        paces = self.paces
-        self.source = self._plain_source.bounded(deadline, throttled=paces.source.slowed_down)
-        self.target = self._plain_target.bounded(deadline, throttled=paces.target.slowed_down)
+        self.source = self._plain_source.bounded(deadline, throttled=self.source_pace.slowed_down)
+        self.target = self._plain_target.bounded(deadline, throttled=self.target_pace.slowed_down)
 
-    def at_once(self, name: str, jobs: Iterable[Callable[[], None]]) -> None:
+    def at_once(self, name: str, jobs: Sequence[Callable[[], None]]) -> None:
         """Do some small jobs, several at a time; raise the first failure."""
-        todo = list(jobs)
-        if todo:
-            count = min(_THREADS, len(todo))
+        if jobs:
+            count = min(_THREADS, len(jobs))
             with Workers(count, name=name, deadline=self.deadline) as workers:
-                for job in todo:
+                for job in jobs:
                     workers.submit(job)
                 workers.drain()
 
@@ -110,8 +108,8 @@ class Sealed:
 class Taken:
     """What the coordinator found in a place that it took.
 
-    `name` is what the files are named by, see `Output.named`. By position: `done` are files that
-    bear their names, `sealed` those that only lack them.
+    `name` is what the files are named by. By position: `done` are files that bear their names,
+    `sealed` those that only lack them.
     """
 
     name: str = ""

@@ -179,14 +179,13 @@ def _container_of(paths: Sequence[KeyPath]) -> str:
     The outermost one may have any name, further ones must be known to hold models: a module's own
     nested dictionaries are no containers.
     """
-    keys: list[str] = []
+    found, depth = "", 0
     while True:
-        depth = len(keys)
         heads = {str(path[depth]) if len(path) > depth + 1 else None for path in paths}
         key = heads.pop() if len(heads) == 1 else None
         if key is None or (depth and not _MODEL.fullmatch(key)):
-            return "".join(f"{key}." for key in keys)
-        keys.append(key)
+            return found
+        found, depth = f"{found}{key}.", depth + 1
 
 
 def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
@@ -194,8 +193,12 @@ def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
     if known is not None:
         return tuple(known.get(fqn, ())) or (fqn,)
     head, dot, rest = fqn.partition(".")
-    is_apart = dot and any(pattern.fullmatch(head) for pattern in _APART.values())
-    return (head, rest) if is_apart else (fqn,)
+    return (head, rest) if dot and _apart(head) else (fqn,)
+
+
+def _apart(key: str) -> Reason | None:
+    """Return what a container of that key holds apart from the model, None if nothing known."""
+    return next((one for one, keys in _APART.items() if keys.fullmatch(key)), None)
 
 
 _Left = dict[str, tuple[Reason, str]]
@@ -221,31 +224,26 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Left:
     left: _Left = {}
     level, depth = sorted(paths), 0
     while True:
+        # A tensor itself is never judged by its name: a module may have a parameter "scaler".
+        direct = [fqn for fqn in level if len(paths[fqn]) == depth + 1]
         nested: dict[str, list[str]] = {}
-        direct: list[str] = []
         for fqn in level:
-            path = paths[fqn]
-            key = str(path[depth])
-            # A tensor itself is never judged by its name: a module may have a parameter "scaler".
-            if len(path) == depth + 1:
-                direct.append(fqn)
-                continue
-            reason = next((one for one, keys in _APART.items() if keys.fullmatch(key)), None)
-            if reason is not None:
-                left[fqn] = reason, f"it lies in {key!r}, outside the model"
-            else:
+            key = str(paths[fqn][depth])
+            if len(paths[fqn]) > depth + 1:
                 nested.setdefault(key, []).append(fqn)
+        for key in list(nested):
+            if reason := _apart(key):
+                because = f"it lies in {key!r}, outside the model"
+                left |= dict.fromkeys(nested.pop(key), (reason, because))
         models = [key for key in nested if _MODEL.fullmatch(key)]
-        if len(models) == 1:
-            chosen = models[0]
-        elif not direct and len(nested) == 1 and depth == 0:
-            chosen = next(iter(nested))
-        else:
+        if not models and not direct and depth == 0:
+            models = list(nested)
+        if len(models) != 1:
             return left
-        others = [fqn for key, fqns in nested.items() if key != chosen for fqn in fqns]
-        because = f"it lies outside {chosen!r}, which holds the model"
-        left |= dict.fromkeys([*direct, *others], ("outside the model", because))
-        level, depth = nested[chosen], depth + 1
+        inside = nested.pop(models[0])
+        because = f"it lies outside {models[0]!r}, which holds the model"
+        left |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
+        level, depth = inside, depth + 1
 
 
 def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
@@ -277,8 +275,7 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
 
 
 def _chosen(info: TensorInfo, name: str, options: ConsolidateOptions) -> Elements:
-    lacking = _no_safetensors(info)
-    if lacking:
+    if lacking := _no_safetensors(info):
         raise InvalidInputError(
             f"{info.fqn} has {lacking}, which safetensors does not hold.",
             next_step=f"Leave it out with exclude=[{info.fqn!r}], or save it otherwise.",
@@ -329,12 +326,9 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
         boxes = list(source.tensors[alias].boxes)
         if boxes != list(source.tensors[target].boxes):
             continue
-        keys = [(fqn, box.offsets) for box in boxes for fqn in (alias, target)]
-        crcs = [
-            None if place.crcs is None else (place.block_bytes, *place.crcs)
-            for place in source.places(keys)
-        ]
-        if None not in crcs and crcs[::2] != crcs[1::2]:
+        places = source.places([(fqn, box.offsets) for fqn in (alias, target) for box in boxes])
+        crcs = [None if one.crcs is None else (one.block_bytes, *one.crcs) for one in places]
+        if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:
             raise InvalidInputError(
                 f"{alias} is said to be tied to {target}; their checksums differ.",
                 next_step='Remove it from tied=, or give tied="keep"; both then go out.',

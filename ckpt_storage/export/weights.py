@@ -5,6 +5,7 @@ Pure.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -52,8 +53,7 @@ def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layou
     sizes: list[int] = []
     for info in tensors:
         at = 0
-        for box in boxes_of(info):
-            one = elements_of(info, box)
+        for one in (elements_of(info, box) for box in boxes_of(info)):
             while at < len(groups) and sizes[at] and sizes[at] + one.size_bytes > max_file_bytes:
                 at += 1
             if at == len(groups):
@@ -75,10 +75,8 @@ def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layou
 def with_suffix(layout: Layout, suffix: str) -> Layout:
     """Return weight files that are named for a re-export, or, with "", as at first."""
     count = len(layout.files)
-    return replace(
-        layout,
-        files=tuple(replace(f, name=_file_name(f.number, count, suffix)) for f in layout.files),
-    )
+    files = (replace(f, name=_file_name(f.number, count, suffix)) for f in layout.files)
+    return replace(layout, files=tuple(files))
 
 
 def index_document(
@@ -161,14 +159,11 @@ def _weight_file(
     number: int, name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]
 ) -> OutFile:
     ordered = _ordered(tensors)
-    entries = []
-    at = 0
-    for one in ordered:
-        end = at + one.size_bytes
-        entries.append(
-            SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=at, end=end)
-        )
-        at = end
+    ends = itertools.accumulate((one.size_bytes for one in ordered), initial=0)
+    entries = [
+        SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=start, end=end)
+        for one, (start, end) in zip(ordered, itertools.pairwise(ends), strict=True)
+    ]
     header = encode_safetensors_header(
         entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
     )

@@ -164,7 +164,7 @@ class _Work:
 
     def _is_sound(self, file: FileRef) -> bool:
         site = self._site
-        ranges = RangeReader(site.target, site.options, site.deadline, pacer=site.paces.target)
+        ranges = RangeReader(site.target, site.options, site.deadline, pacer=site.target_pace)
         return has_checksum(ranges, file)
 
     def _begin(self, region: Region) -> Upload:

@@ -73,17 +73,10 @@ def transfer_options(
     )
 
 
-class Paces:
-    """What a transfer has learned of the storages it reads from and writes to; in any thread."""
-
-    def __init__(self, options: TransferOptions) -> None:
-        most = max(options.thread_count, _LEAST_THREADS)
-        self.source = Pacer(most)
-        self.target = Pacer(most, start=REMOTE_THREADS)
-
-    def limit(self) -> int:
-        """Return how many parts may be under way now: what both storages bear."""
-        return min(self.source.limit(), self.target.limit())
+def paces(options: TransferOptions) -> tuple[Pacer, Pacer]:
+    """Return what learns how many requests bear the storages that are read and written."""
+    most = max(options.thread_count, _LEAST_THREADS)
+    return Pacer(most), Pacer(most, start=REMOTE_THREADS)
 
 
 UNKNOWN_CRC = -1
@@ -151,7 +144,7 @@ class RegionWriter:
             # Parallelism is ours: each thread reads for its own part.
             options=replace(options, thread_count=1, part_bytes=read_bytes),
             deadline=site.deadline,
-            pacer=site.paces.source,
+            pacer=site.source_pace,
         )
         may_copy = site.setting.copies == "auto" and able.tokens_travel
         self.copies = may_copy and site.target.can_copy_from(site.source)
@@ -170,7 +163,7 @@ class RegionWriter:
             count,
             name=f"export to {self.plan.files[0].name}",
             deadline=site.deadline,
-            limit=lambda: min(count, site.paces.limit()),
+            limit=lambda: min(count, site.source_pace.limit(), site.target_pace.limit()),
         ) as workers:
             for region in regions:
                 job = _Job(self, region, begin, end)
@@ -285,7 +278,7 @@ class _Job:
             begin_s = time.monotonic()
             is_last = stop == self._region.file_bytes
             self._upload.write_part(start // self._unit, start, [window], last=is_last)
-            writer.site.paces.target.succeeded(time.monotonic() - begin_s, part.size_bytes)
+            writer.site.target_pace.succeeded(time.monotonic() - begin_s, part.size_bytes)
         return spans, read_bytes, 0
 
     def _copied(self, part: Part, place: ChunkPlace) -> _Moved | None:
@@ -312,7 +305,7 @@ class _Job:
                 writer.copies = False
                 return None
             raise writer.reader.explained(error, [place]) from error
-        writer.site.paces.target.succeeded(time.monotonic() - begin_s, length)
+        writer.site.target_pace.succeeded(time.monotonic() - begin_s, length)
         read_bytes, expected = 0, part.crc32c
         if told is None and (place.fqn or self._file.crc32c is not None):
             told, read_bytes = writer.reader.verify(place, first, first + length), length

@@ -1,70 +1,66 @@
-"""An export holds exactly the tensors that were saved, whoever writes it and however often."""
+"""Ranks export exactly the tensors that were saved, whoever saved them, after a save or alone."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import consolidate_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate_cases import check, check_report, files_in
 from dcp_cases import seeded
+from safetensors import safe_open
+from test_dcp_memory import Peak
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckpt_storage
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    InvalidInputError,
-    RankMismatchError,
-)
+from ckpt_storage import AsyncSaver, ConsolidateOptions, ConsolidationError, SaveState
+from ckpt_storage.errors import InvalidInputError, RankMismatchError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import ProgressEvent
 from ckpt_storage.testing.ranks import RankPool
 
+MIB = 1 << 20
+TIMEOUT_S = 60.0
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    """Every dtype in every shape and sharding, saved and exported by 1 to 4 ranks, bit by bit."""
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Return the files of an export but its documents."""
+    found = files_in(folder)
+    return {name: data for name, data in found.items() if not name.startswith(".ckpt-storage/")}
+
+
+def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path) -> None:
+    """Every dtype in every shape and sharding arrives bit by bit; one process makes the same."""
     url = tmp_path / "run"
-    reports = ranks.run(
-        cases.save_and_export, url, {"max_file_bytes": 300_000}, world_size=world_size
-    )
+    reports = ranks.run(cases.save_and_export, url, {"max_file_bytes": 300_000}, world_size=4)
     files = files_in(url / "hf")
     check(files, cases.whole_state())
     check_report(reports[0], files)
     assert len(reports[0].files) > 2
     assert all(report == reports[0] for report in reports)
-    assert len(reports[0].rank_bytes) == world_size
+    assert len(reports[0].rank_bytes) == 4
     assert sum(reports[0].rank_bytes) == reports[0].total_bytes
-
-
-def test_other_ranks_than_saved_export_the_same_bytes(ranks: RankPool, tmp_path: Path) -> None:
-    """One process and four ranks make the same files of what other ranks saved."""
-    url = tmp_path / "run"
-    dtypes = ["bfloat16", "int64"]
-    ranks.run(cases.save_sharded, url, dtypes, world_size=3)
-    consolidate(url, tmp_path / "one")
-    ranks.run(cases.export, url, tmp_path / "four", world_size=4)
-    one, four = files_in(tmp_path / "one"), files_in(tmp_path / "four")
-    check(one, cases.whole_state(dtypes))
-    assert {name: data for name, data in one.items() if not name.startswith(".ckpt-storage/")} == {
-        name: data for name, data in four.items() if not name.startswith(".ckpt-storage/")
-    }
+    consolidate(url, tmp_path / "one", max_file_bytes=300_000)
+    assert weights(tmp_path / "one") == weights(url / "hf")
 
 
 def save_stock(_rank: int, url: Path) -> None:
     """Save with torch's own writer, which keeps strides: only what is contiguous."""
-    dcp.save(_contiguous(cases.sharded_state(["bfloat16"])), storage_writer=_stock(url))
+    dcp.save(contiguous(cases.sharded_state(["bfloat16"])), storage_writer=stock(url))
 
 
-def _contiguous(state: dict[str, Any]) -> dict[str, Any]:
+def contiguous(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a state that are no views."""
     return {name: value for name, value in state.items() if "turned" not in name}
 
 
-def _stock(url: Path) -> dcp.FileSystemWriter:
+def stock(url: Path) -> dcp.FileSystemWriter:
+    """Return torch's writer."""
     return dcp.FileSystemWriter(url, sync_files=False)
 
 
@@ -81,7 +77,7 @@ def test_checkpoints_of_stock_dcp_are_exported(ranks: RankPool, tmp_path: Path) 
     url = tmp_path / "run"
     ranks.run(save_stock, url, world_size=2)
     first = ranks.run(cases.export, url, world_size=2)[0]
-    check(files_in(url / "hf"), _contiguous(cases.whole_state(["bfloat16"])))
+    check(files_in(url / "hf"), contiguous(cases.whole_state(["bfloat16"])))
     assert (first.source_format, first.save_id) == ("dcp", None)
     assert ranks.run(cases.export, url, world_size=3)[0].resumed == ("model.safetensors",)
     ranks.run(save_stock, url, world_size=2)
@@ -100,152 +96,139 @@ def test_torchs_sharded_safetensors_are_exported(ranks: RankPool, tmp_path: Path
     assert report.source_format == "dcp_safetensors"
 
 
-def model(version: int, rows: int = 40) -> dict[str, Any]:
-    """Return a small model; versions differ in every tensor."""
-    return {"model": {f"w{i}": seeded(100 * version + i, rows, 50) for i in range(6)}}
+def model() -> dict[str, Any]:
+    """Return a small model."""
+    return {"model": {f"w{i}": seeded(i, 4000, 50) for i in range(6)}}
 
 
-def test_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
-    """An export that is complete is only checked: nothing of it is written again."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    consolidate(tmp_path / "run", max_file_bytes=20_000)
-    folder = tmp_path / "run" / "hf"
-    times = {path: path.stat().st_mtime_ns for path in folder.glob("model*")}
-    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
-    assert (report.read_bytes, report.sent_bytes, report.copied_bytes) == (0, 0, 0)
-    assert len(report.resumed) == len(report.files) == 3
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("model*")} == times
-
-
-def test_a_file_that_was_lost_cut_or_damaged_is_made_again(tmp_path: Path) -> None:
-    """Of a complete export only what is missing, of another length or of other bytes is written."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    consolidate(tmp_path / "run", max_file_bytes=10_000)
-    folder = tmp_path / "run" / "hf"
-    before = files_in(folder)
-    one, two, three, *others = sorted(name for name in before if name.endswith(".safetensors"))
-    (folder / one).unlink()
-    (folder / two).write_bytes(before[two][:-1])
-    (folder / three).write_bytes(before[three][:-1] + bytes([before[three][-1] ^ 1]))
-    report = consolidate(tmp_path / "run", max_file_bytes=10_000)
-    assert report.resumed == tuple(others)
-    assert files_in(folder).keys() == before.keys()
-    check(files_in(folder), model(1)["model"])
-
-
-def test_another_content_replaces_an_export(tmp_path: Path) -> None:
-    """After an overwriting save the export goes to other names; the old files are deleted then."""
-    url = tmp_path / "run"
-    ckpt_storage.save(model(1), url)
-    first = consolidate(url)
-    ckpt_storage.save(model(2), url, overwrite=True)
-    second = consolidate(url)
-    files = files_in(url / "hf")
-    check(files, model(2)["model"])
-    check_report(second, files)
-    assert [file.name for file in first.files] == ["model.safetensors"] == list(second.removed)
-    (name,) = [file.name for file in second.files]
-    assert name == f"model-00001-of-00001-{second.fingerprint[:8]}.safetensors"
-    assert json.loads(files[cases.INDEX])["metadata"]["save_id"] == second.save_id
-
-
-def test_other_options_replace_an_export(tmp_path: Path) -> None:
-    """The same save with another dtype and other files is other content, and back again too."""
-    url = tmp_path / "run"
-    ckpt_storage.save(model(1), url)
-    consolidate(url, max_file_bytes=20_000)
-    cast = consolidate(url, dtype=torch.bfloat16, max_file_bytes=20_000)
-    assert len(cast.removed) == 3
-    as_bfloat16 = {name: value.bfloat16() for name, value in model(1)["model"].items()}
-    check(files_in(url / "hf"), as_bfloat16)
-    back = consolidate(url, max_file_bytes=20_000)
-    check(files_in(url / "hf"), model(1)["model"])
-    assert all(file.name.count("-") == 3 for file in back.files)
-
-
-def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
-    """A folder with weights that we did not write is refused, untouched; others may be there."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "config.json").write_text("{}")
-    (output / "model.safetensors").write_bytes(b"theirs")
-    with pytest.raises(CheckpointExistsError, match="did not export"):
-        consolidate(tmp_path / "run", output)
-    assert files_in(output) == {"config.json": b"{}", "model.safetensors": b"theirs"}
-    (output / "model.safetensors").unlink()
-    (output / "tokenizer").mkdir()
-    consolidate(tmp_path / "run", output)
-    assert (output / "config.json").read_text() == "{}"
-    check(files_in(output), model(1)["model"])
-
-
-@pytest.mark.parametrize("output", ["", "saves", "commits/x"])
-def test_the_checkpoints_own_folders_are_no_output(tmp_path: Path, output: str) -> None:
-    """An output where the checkpoint's own files lie is refused."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    before = files_in(tmp_path / "run")
-    with pytest.raises(InvalidInputError, match="own files"):
-        consolidate(tmp_path / "run", tmp_path / "run" / output)
-    assert files_in(tmp_path / "run") == before
-
-
-def disagree(rank: int, url: Path) -> None:
-    """Consolidate with a function that answers differently."""
-    consolidate(url, rename=lambda fqn: f"{rank}.{fqn}")
+def disagree(rank: int, url: Path, limit: str) -> None:
+    """Consolidate with a function that answers differently, and an option of rank 1's own."""
+    consolidate(url, max_file_bytes=limit if rank else "5GB", rename=lambda fqn: f"{rank}.{fqn}")
 
 
 def test_ranks_that_disagree_are_told_so(ranks: RankPool, tmp_path: Path) -> None:
-    """Options that differ between ranks are an error on all of them; nothing is written."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    outcomes = ranks.outcomes(disagree, tmp_path / "run", world_size=2)
+    """What differs, or is wrong on one rank, is an error on all that names it; nothing is made."""
+    ckpt_storage.save(model(), tmp_path / "run")
+    outcomes = ranks.outcomes(disagree, tmp_path / "run", "5GB", world_size=2)
     assert {type(outcome.error) for outcome in outcomes} == {RankMismatchError}
+    zero, one = ranks.outcomes(disagree, tmp_path / "run", "much", world_size=2)
+    assert "much" in str(zero.error)
+    assert "ank 1" in str(zero.error)
+    assert isinstance(one.error, InvalidInputError)
     assert files_in(tmp_path / "run" / "hf") == {}
 
 
-def ask_for_the_impossible(rank: int, url: Path) -> None:
-    """Give an option that one rank refuses before it meets the others."""
-    consolidate(url, max_file_bytes="much" if rank else "5GB")
-
-
-def test_a_rank_that_refuses_its_options_tells_the_others(ranks: RankPool, tmp_path: Path) -> None:
-    """Rank 1's wrong option is an error on rank 0, too, which names it."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    zero, one = ranks.outcomes(ask_for_the_impossible, tmp_path / "run", world_size=2)
-    assert "much" in str(zero.error)
-    assert "ank 1" in str(zero.error)
-    assert isinstance(one.error, CheckpointError)
-
-
-def export_with_progress(rank: int, url: Path) -> tuple[int, list[ProgressEvent]]:
-    """Consolidate and note the progress."""
+def export_in_a_group(rank: int, url: Path) -> tuple[Any, list[ProgressEvent]]:
+    """Consolidate on ranks 1 and 2, and note the progress."""
     events: list[ProgressEvent] = []
-    report = consolidate(url, progress=events.append)
-    return report.rank_bytes[rank], events
-
-
-def test_progress_adds_up_to_the_ranks_share(ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank's callable sees its bytes, phase and save id."""
-    ckpt_storage.save(model(1, rows=4000), tmp_path / "run")
-    for rank, (share, events) in enumerate(
-        ranks.run(export_with_progress, tmp_path / "run", world_size=2)
-    ):
-        last = events[-1]
-        assert (last.phase, last.rank) == ("consolidate", rank)
-        assert last.done_bytes == last.total_bytes == share
-        assert last.save_id is not None
+    group = dist.new_group([1, 2], backend="gloo")
+    report = consolidate(url, process_group=group, progress=events.append) if rank else None
+    return report, events
 
 
 def test_a_group_of_some_ranks_exports(ranks: RankPool, tmp_path: Path) -> None:
-    """`process_group=` of two of three ranks: these two do it, with ranks of that group."""
-    ckpt_storage.save(model(1), tmp_path / "run")
-    reports = ranks.run(export_in_a_group, tmp_path / "run", world_size=3)
-    assert reports[0] is None
-    assert reports[1] == reports[2]
-    check(files_in(tmp_path / "run" / "hf"), model(1)["model"])
+    """`process_group=` of two of three ranks: these do it, each told of its own bytes."""
+    ckpt_storage.save(model(), tmp_path / "run")
+    (nothing, _), *told = ranks.run(export_in_a_group, tmp_path / "run", world_size=3)
+    assert nothing is None
+    assert told[0][0] == told[1][0]
+    check(files_in(tmp_path / "run" / "hf"), model()["model"])
+    for rank, (report, events) in enumerate(told):
+        last = events[-1]
+        assert (last.phase, last.rank) == ("consolidate", rank)
+        assert last.done_bytes == last.total_bytes == report.rank_bytes[rank]
+        assert last.save_id is not None
 
 
-def export_in_a_group(rank: int, url: Path) -> Any:
-    """Consolidate on ranks 1 and 2."""
-    group = torch.distributed.new_group([1, 2], backend="gloo")
-    return consolidate(url, process_group=group) if rank else None
+LIMIT_MIB = 64
+SLACK_MIB = 64
+ROWS = 300 * MIB // 2 // 8192
+
+
+def save_big(rank: int, path: Path, dim: int) -> None:
+    """Save one tensor of 300 MiB, in row or column shards."""
+    shape = (ROWS, 4096) if dim else (ROWS // 2, 8192)
+    local = torch.full(shape, rank + 0.5, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    ckpt_storage.save({"w": tensor}, path, sync_files=False)
+
+
+def peak_of_a_consolidation(_rank: int, path: Path) -> float:
+    """Consolidate after a small one that starts what the first one starts."""
+    ckpt_storage.save({"x": torch.ones(8)}, path / "warm")
+    consolidate(path / "warm")
+    with Peak() as peak:
+        consolidate(path / "run", memory_limit_bytes=LIMIT_MIB * MIB)
+    return peak.mib
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_large_tensor_is_never_in_memory(ranks: RankPool, tmp_path: Path, dim: int) -> None:
+    """300 MiB in two shards are exported within 64 MiB of buffers and what a process needs."""
+    ranks.run(save_big, tmp_path / "run", dim, world_size=2)
+    (peak_mib,) = ranks.run(peak_of_a_consolidation, tmp_path, world_size=1)
+    assert peak_mib < LIMIT_MIB + SLACK_MIB
+    with safe_open(tmp_path / "run" / "hf" / "model.safetensors", framework="pt") as found:
+        part = found.get_slice("w")
+        assert part.get_shape() == [ROWS, 8192]
+        corners = torch.stack([part[:1, :1], part[:1, -1:], part[-1:, :1], part[-1:, -1:]])
+    expected = [0.5, 1.5, 0.5, 1.5] if dim else [0.5, 0.5, 1.5, 1.5]
+    assert corners.flatten().tolist() == expected
+
+
+def state() -> dict[str, Any]:
+    """Return a model with other things beside it."""
+    return {
+        "model": {"a.weight": torch.arange(1000.0).reshape(10, 100), "b": torch.ones(3)},
+        "optimizer": {"moment": torch.zeros(4)},
+        "step": 1,
+    }
+
+
+def saved(_rank: int, folder: str, mode: Any) -> tuple[str | None, str]:
+    """Save with an export at its usual place, or in the background to several files elsewhere."""
+    if mode is None:
+        info = ckpt_storage.save(state(), f"{folder}/one", consolidate=True, timeout=TIMEOUT_S)
+        assert info.save_id == ckpt_storage.list_checkpoints(folder)[0].save_id
+        return info.export, "COMMITTED"
+    options = ConsolidateOptions(max_file_bytes=3000, output=f"{folder}/out")
+    with AsyncSaver(mode=mode, timeout=TIMEOUT_S) as saver:
+        handle = saver.save(state(), f"{folder}/one", consolidate=options)
+        return handle.result().export, handle.state.name
+
+
+@pytest.mark.parametrize("mode", [None, "thread", "process"])
+def test_a_save_exports_what_it_committed(ranks: RankPool, tmp_path: Path, mode: Any) -> None:
+    """Saves in the foreground, in threads and workers export, with all options, and say where."""
+    outcomes = ranks.run(saved, str(tmp_path), mode, world_size=2)
+    output = tmp_path / ("out" if mode else "one/hf")
+    assert outcomes == [(output.as_uri(), "COMMITTED")] * 2
+    check(files_in(output), state()["model"])
+    assert len(list(output.glob("*.safetensors"))) == (2 if mode else 1)
+    assert ckpt_storage.verify(str(tmp_path / "one")).ok
+
+
+def failed(rank: int, folder: str) -> tuple[str, Any, str]:
+    """Fail after the commit; return the error, what it carries, and the state of the save."""
+    options = ConsolidateOptions(include=["nothing.like.it"])
+    with AsyncSaver(mode="process", timeout=TIMEOUT_S) as saver:
+        handle = saver.save(state(), f"{folder}/one", consolidate=options)
+        error = handle.exception()
+        assert isinstance(error, ConsolidationError), (rank, error)
+        return str(error), error.info.save_id, handle.state.name
+
+
+def test_a_failed_export_leaves_the_checkpoint_committed(ranks: RankPool, tmp_path: Path) -> None:
+    """The error carries the committed checkpoint, the state stays COMMITTED, on all ranks."""
+    committed = []
+    for text, save_id, save_state in ranks.run(failed, str(tmp_path), world_size=2):
+        assert "nothing.like.it" in text
+        assert "is committed" in text
+        assert save_state == SaveState.COMMITTED.name
+        committed.append(save_id)
+    assert committed == [ckpt_storage.list_checkpoints(str(tmp_path))[0].save_id] * 2
+    target = state()
+    target["model"]["b"].zero_()
+    ckpt_storage.load(target, str(tmp_path / "one"))
+    assert torch.equal(target["model"]["b"], torch.ones(3))

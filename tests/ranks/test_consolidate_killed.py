@@ -16,18 +16,10 @@ from consolidate_cases import check, files_in
 from dcp_cases import seeded
 
 import ckpt_storage
-from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.consolidate import (
-    ConsolidateJob,
-    ConsolidationReport,
-    consolidate,
-    run_consolidate,
-)
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.export_folder import ExportFolder
-from ckpt_storage.export.output import Setting
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store import Location
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.ranks import RankPool
 
@@ -42,9 +34,9 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 
 
-def model(version: int = 1) -> dict[str, Any]:
+def model() -> dict[str, Any]:
     """Return 8 MiB in four tensors."""
-    return {f"w{i}": seeded(10 * version + i, 512, 1024) for i in range(4)}
+    return {f"w{i}": seeded(i, 512, 1024) for i in range(4)}
 
 
 def consolidate_and_die(
@@ -110,23 +102,3 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
     assert names == {
         path for path in files_in(tmp_path / "reference") if not path.startswith(".ckpt-storage/")
     }
-
-
-def consolidated(job: ConsolidateJob) -> ConsolidationReport:
-    """Run a job within an operation of one's own."""
-    with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
-        operation.meet(job.terms())
-        return run_consolidate(operation, job)
-
-
-def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
-    """`slot` names the commit to consolidate although a later save has become the head."""
-    first = ckpt_storage.save(model(1), tmp_path / "run")
-    ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
-    source = Location.of(tmp_path / "run")
-    setting = Setting(source=source, target=source.child("hf"))
-    job = ConsolidateJob(setting=setting, slot=first.slot)
-    report = consolidated(job)
-    assert report.save_id == first.save_id
-    check(files_in(tmp_path / "run" / "hf"), model(1))
-    assert [export.is_stale for export in ckpt_storage.verify(tmp_path / "run").exports] == [True]

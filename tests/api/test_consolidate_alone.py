@@ -1,0 +1,190 @@
+"""One process exports: what is kept, replaced, refused, and what `verify` says of an export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from consolidate_cases import INDEX, check, check_report, files_in
+from dcp_cases import seeded
+
+import ckpt_storage
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.errors import CheckpointExistsError, InvalidInputError
+from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
+from ckpt_storage.export.output import Setting
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location
+
+
+def model(version: int) -> dict[str, Any]:
+    """Return a small model; versions differ in every tensor."""
+    return {"model": {f"w{i}": seeded(100 * version + i, 40, 50) for i in range(4)}}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Path:
+    """A checkpoint with an export of two files."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    return tmp_path / "run"
+
+
+def test_only_what_is_not_sound_is_made_again(tmp_path: Path) -> None:
+    """Of an export only what is missing, of another length or of other bytes is written."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=8_000)
+    folder = tmp_path / "run" / "hf"
+    before = files_in(folder)
+    one, two, three, four = sorted(name for name in before if name.endswith(".safetensors"))
+    time_ns = (folder / four).stat().st_mtime_ns
+    (folder / one).unlink()
+    (folder / two).write_bytes(before[two][:-1])
+    (folder / three).write_bytes(before[three][:-1] + bytes([before[three][-1] ^ 1]))
+    assert consolidate(tmp_path / "run", max_file_bytes=8_000).resumed == (four,)
+    assert files_in(folder).keys() == before.keys()
+    check(files_in(folder), model(1)["model"])
+    report = consolidate(tmp_path / "run", max_file_bytes=8_000)
+    assert (report.read_bytes, report.sent_bytes, report.copied_bytes) == (0, 0, 0)
+    assert len(report.resumed) == len(report.files) == 4
+    assert (folder / four).stat().st_mtime_ns == time_ns
+
+
+def test_another_content_replaces_an_export(tmp_path: Path) -> None:
+    """Another save, dtype or cut goes to other names, back again too; old files are deleted."""
+    url = tmp_path / "run"
+    ckpt_storage.save(model(1), url)
+    first = consolidate(url)
+    ckpt_storage.save(model(2), url, overwrite=True)
+    second = consolidate(url)
+    files = files_in(url / "hf")
+    check(files, model(2)["model"])
+    check_report(second, files)
+    assert [file.name for file in first.files] == ["model.safetensors"] == list(second.removed)
+    (name,) = [file.name for file in second.files]
+    assert name == f"model-00001-of-00001-{second.fingerprint[:8]}.safetensors"
+    assert json.loads(files[INDEX])["metadata"]["save_id"] == second.save_id
+    cast = consolidate(url, dtype=torch.bfloat16, max_file_bytes=10_000)
+    assert list(cast.removed) == [name]
+    check(files_in(url / "hf"), {name: one.bfloat16() for name, one in model(2)["model"].items()})
+    assert [file.name for file in consolidate(url).files] == [name]
+    check(files_in(url / "hf"), model(2)["model"])
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
+    """A folder with weights that we did not write is refused, untouched; others may be there."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("{}")
+    (output / "model.safetensors").write_bytes(b"theirs")
+    with pytest.raises(CheckpointExistsError, match="did not export"):
+        consolidate(tmp_path / "run", output)
+    assert files_in(output) == {"config.json": b"{}", "model.safetensors": b"theirs"}
+    (output / "model.safetensors").unlink()
+    (output / "tokenizer").mkdir()
+    consolidate(tmp_path / "run", output)
+    assert (output / "config.json").read_text() == "{}"
+    check(files_in(output), model(1)["model"])
+
+
+@pytest.mark.parametrize("wrong", [3, "nosuch://bucket", "", "saves", "commits/x"])
+def test_what_can_be_no_output_is_refused(tmp_path: Path, wrong: Any) -> None:
+    """So are the folders of the checkpoint's own files; a save refuses before it saves."""
+    url = tmp_path / "run"
+    output = wrong if wrong == 3 or ":" in wrong else str(url / wrong)
+    with pytest.raises(InvalidInputError):
+        ckpt_storage.save(model(1), url, consolidate=output)
+    assert not url.exists()
+    ckpt_storage.save(model(1), url)
+    before = files_in(url)
+    with pytest.raises((InvalidInputError, TypeError)):
+        consolidate(url, output)
+    assert files_in(url) == before
+
+
+def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
+    """`slot` names the commit to consolidate although a later save has become the head."""
+    first = ckpt_storage.save(model(1), tmp_path / "run")
+    ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
+    source = Location.of(tmp_path / "run")
+    setting = Setting(source=source, target=source.child("hf"))
+    job = ConsolidateJob(setting=setting, slot=first.slot)
+    with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
+        operation.meet(job.terms())
+        assert run_consolidate(operation, job).save_id == first.save_id
+    check(files_in(tmp_path / "run" / "hf"), model(1)["model"])
+    assert [export.is_stale for export in ckpt_storage.verify(tmp_path / "run").exports] == [True]
+
+
+def test_every_byte_of_an_export_counts(url: Path) -> None:
+    """A flipped bit anywhere in a weight file, the index or the record is found, with the file."""
+    folder = url / "hf"
+    report = ckpt_storage.verify(url)
+    assert report.ok
+    (export,) = report.exports
+    assert (export.path, export.save_id, export.is_stale) == ("hf", report.save_id, False)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert (export.file_count, export.size_bytes) == (2, sum(sizes))
+    assert report.checked_bytes > sum(sizes)
+    record = next(name for name in files_in(folder) if name.endswith("output.json"))
+    for name in [*(path.name for path in folder.glob("*.safetensors")), INDEX, record]:
+        path = folder / name
+        data = path.read_bytes()
+        for at in (0, 9, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            report = ckpt_storage.verify(url)
+            found = {problem.file for problem in report.problems}
+            # An index that names another fingerprint is told by the record that is missing.
+            assert f"hf/{name}" in found or (name == INDEX and found), (name, at)
+            path.write_bytes(data)
+    assert ckpt_storage.verify(url).ok
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_missing_and_cut_files_are_found(url: Path, *, deep: bool) -> None:
+    """A weight file that is gone or short is a problem that says how to make it anew; it works."""
+    one, two = sorted((url / "hf").glob("*.safetensors"))
+    one.unlink()
+    two.write_bytes(two.read_bytes()[:-10])
+    report = ckpt_storage.verify(url, deep=deep)
+    assert {problem.file for problem in report.problems} == {f"hf/{one.name}", f"hf/{two.name}"}
+    assert all("onsolidate again" in problem.next_step for problem in report.problems)
+    consolidate(url, max_file_bytes=20_000)
+    assert ckpt_storage.verify(url).ok
+
+
+def test_an_export_of_another_save_is_stale_not_damaged(url: Path) -> None:
+    """After an overwriting save the old export is sound and said to be stale."""
+    ckpt_storage.save(model(2), url, overwrite=True)
+    report = ckpt_storage.verify(url)
+    assert report.ok
+    assert [export.is_stale for export in report.exports] == [True]
+    consolidate(url)
+    assert [export.is_stale for export in ckpt_storage.verify(url).exports] == [False]
+
+
+def test_an_export_is_verified_by_its_own_url(url: Path, tmp_path: Path) -> None:
+    """The folder of an export, wherever it lies, is checked by the record in it."""
+    consolidate(url, tmp_path / "elsewhere")
+    assert ckpt_storage.verify(tmp_path / "elsewhere").ok
+    (file,) = (tmp_path / "elsewhere").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    report = ckpt_storage.verify(tmp_path / "elsewhere")
+    assert [problem.file for problem in report.problems] == [file.name]
+
+
+def test_what_promises_nothing_is_no_export(url: Path) -> None:
+    """Neither what a run that died left, without an index, nor a folder with another's index."""
+    (url / "hf" / INDEX).unlink()
+    (url / "theirs").mkdir()
+    body = json.dumps({"metadata": {"total_size": 1}, "weight_map": {"x": "model.safetensors"}})
+    (url / "theirs" / INDEX).write_text(body)
+    report = ckpt_storage.verify(url)
+    assert report.ok
+    assert not report.exports
