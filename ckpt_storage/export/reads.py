@@ -7,16 +7,19 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.selections import WindowCopy, box_selection
+from ckpt_storage.format.selections import box_selection
+from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Explains, Key, TensorInfo, explained
 from ckpt_storage.store.deadline import Deadline
@@ -30,10 +33,7 @@ from .layout import Elements, OutFile, Stored
 from .pieces import Piece, PieceFinder
 
 Bits = NDArray[Any]
-"""Elements of a dtype as unsigned integers of its size, or as the dtype where numpy has it."""
-
-# numpy has no 16-byte integer; a copy of complex numbers keeps their bits.
-_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""Elements of a dtype as words of its size."""
 
 
 class Readable(Explains, Protocol):
@@ -77,7 +77,7 @@ class SegmentReader:
         costs = costs_for(is_remote=store.capabilities.is_remote)
         self._chunks = ChunkReader(self._ranges, costs)
         self._lock = threading.Lock()
-        self._loaded: tuple[ChunkPlace, bytes] | None = None
+        self._loaded: tuple[ChunkPlace, Bits] | None = None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where bytes [start, stop) of a file come from, in one go.
@@ -107,11 +107,11 @@ class SegmentReader:
             window[at - start : at - start + len(data)] = data
         reads = []
         for piece in self.finder.pieces_of(file, start, stop):
-            read = _PieceRead.of(piece, self.place_of(piece), window, start)
+            read = _read_of(piece, self.place_of(piece), window, start)
             if read.place.kind == "raw":
                 reads.append(read)
             else:
-                read.put_whole(self._loaded_of(read.place))
+                read.fill(read.array, self._loaded_of(piece, read.place)[_index(piece.region)])
         return self._read(reads)
 
     def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
@@ -133,11 +133,9 @@ class SegmentReader:
             raise self.explained(error, [read.place for read in reads]) from error
         return sum(one.stop - one.start for one in planned)
 
-    def _loaded_of(self, place: ChunkPlace) -> bytes:
+    def _loaded_of(self, piece: Piece, place: ChunkPlace) -> Bits:
         """Return the elements of an item that is no plain one: torch reads it whole."""
-        import torch  # noqa: PLC0415  # few need it
-
-        from ckpt_storage.inspect.torchload import load_whole  # noqa: PLC0415  # imports torch
+        from ckpt_storage.inspect.torchload import load_whole, words_of  # noqa: PLC0415  # torch
 
         with self._lock:
             if self._loaded is None or self._loaded[0] != place:
@@ -150,10 +148,9 @@ class SegmentReader:
                     )
                 buffer = bytearray(place.size_bytes)
                 self._read([bytes_read(place, memoryview(buffer))])
-                flat = load_whole(buffer, place).contiguous().reshape(-1)
-                data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-                self._loaded = place, data
-            return self._loaded[1]
+                word = WORDS[piece.segment.source_item_bytes]
+                self._loaded = place, words_of(load_whole(buffer, place), word)
+            return self._loaded[1].reshape(piece.chunk_sizes)
 
     def explained(
         self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
@@ -162,62 +159,40 @@ class SegmentReader:
         return explained(error, places, self._source, phase=self._ranges.deadline.phase)
 
 
+def _read_of(piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ArrayRead:
+    """Return the read of a piece into a window that begins at byte `start` of its file."""
+    segment, at = piece.segment, piece.dest_start - start
+    whole: Bits = np.ndarray(piece.dest_sizes, WORDS[segment.item_bytes], window, at)
+    kind: Callable[..., ArrayRead] = ArrayRead
+    if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
+        kind = partial(_CastRead, segment=segment)
+    return kind(
+        place=place,
+        item_bytes=segment.source_item_bytes,
+        chunk_sizes=piece.chunk_sizes,
+        where=box_selection(piece.region),
+        array=whole[_index(Box(piece.dest_offsets, piece.region.sizes))],
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PieceRead(ChunkRead):
-    """A read of one piece into the part of a window where its elements belong."""
+class _CastRead(ArrayRead):
+    """A read of elements that are cast on their way."""
 
-    piece: Piece
-    out: Bits
-    run: memoryview | None
-
-    @classmethod
-    def of(cls, piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> Self:
-        """Return the read for a window that begins at byte `start` of its file."""
-        runs = piece.runs()
-        kind = _BITS[piece.segment.item_bytes]
-        out: Bits = np.ndarray(piece.dest_sizes, kind, window, piece.dest_start - start)
-        return cls(
-            place=place,
-            item_bytes=piece.segment.source_item_bytes,
-            chunk_sizes=piece.chunk_sizes,
-            where=box_selection(piece.region),
-            piece=piece,
-            out=out[_index(piece.dest_offsets, piece.region.sizes)],
-            run=None if runs is None else window[runs[1].start - start : runs[1].stop - start],
-        )
+    segment: Elements
 
     @property
-    def memory(self) -> memoryview | None:
-        """The bytes of the piece in the window, if they are one run of the chunk's."""
-        return self.run
+    def memory(self) -> None:
+        """None: nothing goes there as it is stored."""
 
-    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        """Copy or convert elements from a window of the source."""
-        size = self.piece.segment.source_item_bytes
-        for copy in copies:
-            strides = [stride * size for stride in copy.source_strides]
-            at = copy.source_offset_elements * size
-            found: Bits = np.ndarray(copy.sizes, _BITS[size], window, at, strides)
-            self._put(found, self.out[_index(copy.dest_offsets, copy.sizes)])
+    def fill(self, out: Bits, found: Bits) -> None:
+        """Cast elements, as torch does it."""
+        import torch  # noqa: PLC0415  # only to cast
 
-    def put_whole(self, data: bytes) -> None:
-        """Copy or convert elements out of those of the whole chunk."""
-        piece, region = self.piece, self.piece.region
-        kind = _BITS[piece.segment.source_item_bytes]
-        found: Bits = np.ndarray(piece.chunk_sizes, kind, data)
-        self._put(found[_index(region.offsets, region.sizes)], self.out)
-
-    def _put(self, found: Bits, out: Bits) -> None:
-        segment = self.piece.segment
-        if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
-            import torch  # noqa: PLC0415  # only to cast
-
-            source = torch.from_numpy(found).view(getattr(torch, segment.source_dtype))
-            torch.from_numpy(out).view(getattr(torch, segment.dtype)).copy_(source)
-        else:
-            np.copyto(out, found)
+        source = torch.from_numpy(found).view(getattr(torch, self.segment.source_dtype))
+        torch.from_numpy(out).view(getattr(torch, self.segment.dtype)).copy_(source)
 
 
-def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+def _index(box: Box) -> tuple[Any, ...]:
     """Return what gives a view of a box, of an array without dimensions too."""
-    return (..., *(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)))
+    return (..., *map(slice, box.offsets, box.stops))

@@ -29,7 +29,7 @@ from .output import Made, Output, Setting, Site, Taken
 from .places import check_seen, put_probe, remove_probe
 from .plan import Plan, plan
 from .reads import Readable
-from .work import collect, make, share
+from .work import Work, collect, share
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -167,11 +167,6 @@ def _made(
     operation: Operation, task: Task[R], output: Output, taken: Taken, own_bytes: int
 ) -> Made:
     """Make an output, and publish it on the coordinator."""
-
-    def before_names() -> None:
-        task.check_unchanged()
-        output.check_held()
-
     try:
         with (
             reporting(
@@ -185,9 +180,7 @@ def _made(
             ) as on_bytes,
             told_from_damage(task.check_unchanged),
         ):
-            made = make(
-                operation, task.source, output, taken, on_bytes=on_bytes, before_names=before_names
-            )
+            made = Work(operation, task, output, taken, on_bytes).make()
             if operation.is_coordinator:
                 output.publish(made)
             return made

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
@@ -20,8 +20,10 @@ from ckpt_storage.transfer.ranges import RangeReader
 
 from .output import Made, Output, Sealed, Taken
 from .plan import Region
-from .reads import Readable
 from .write import UNKNOWN_CRC, Portion, RegionWriter, Span, joined
+
+if TYPE_CHECKING:
+    from .run import Task
 
 log = logging.getLogger("ckpt_storage")
 
@@ -52,43 +54,25 @@ class _Result:
     sealed: dict[int, Sealed] = field(default_factory=dict)
 
 
-def make(
-    operation: Operation,
-    source: Readable,
-    output: Output,
-    taken: Taken,
-    *,
-    on_bytes: Callable[[int], None],
-    before_names: Callable[[], None],
-) -> Made:
-    """Make all files of `output.plan`; all ranks call it, and the coordinator gets what was made.
+class Work:
+    """One rank at work on all files of `output.plan`, of which `taken` are done or sealed.
 
     Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, after `before_names`. After an error
-    no upload of this run stays open but those of sealed files.
+    others, the coordinator completes when all have reported, and the task is unchanged.
     """
-    work = _Work(operation, output, on_bytes)
-    files: Mapping[int, FileRef] = {}
-    try:
-        results = collect(operation, work.write(source, taken))
-        if operation.is_coordinator:
-            files = work.finish(results, taken, before_names)
-    except BaseException as error:
-        work.abort(error)
-        raise
-    portions = [portion for one in results for portion in one.portions]
-    kept = {*taken.done, *taken.sealed}.difference(portion.file for portion in portions)
-    return Made(files=files, portions=portions, kept=frozenset(kept))
-
-
-class _Work:
-    """One rank at work."""
 
     def __init__(
-        self, operation: Operation, output: Output, on_bytes: Callable[[int], None]
+        self,
+        operation: Operation,
+        task: Task[Any],
+        output: Output,
+        taken: Taken,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._operation = operation
+        self._task = task
         self._output = output
+        self._taken = taken
         self._site = output.site
         self._plan = output.plan
         self._on_bytes = on_bytes
@@ -100,8 +84,26 @@ class _Work:
         self._lock = threading.Lock()
         self._result = _Result()
 
-    def abort(self, error: BaseException) -> None:
-        """Abort what is still open."""
+    def make(self) -> Made:
+        """Make all files; the coordinator gets what was made.
+
+        After an error no upload of this run stays open but those of sealed files.
+        """
+        files: Mapping[int, FileRef] = {}
+        try:
+            self._write()
+            results = collect(self._operation, self._result)
+            if self._operation.is_coordinator:
+                files = self._finish(results)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        portions = [portion for one in results for portion in one.portions]
+        written = {portion.file for portion in portions}
+        kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
+        return Made(files=files, portions=portions, kept=kept)
+
+    def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
             self._site.deadline.watch.failed(error)
@@ -111,14 +113,12 @@ class _Work:
             except Exception as failure:  # noqa: BLE001  # the first failure is the one to raise
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
-    def write(self, source: Readable, taken: Taken) -> _Result:
+    def _write(self) -> None:
         """Check and write what is this rank's."""
-        plan, site, rank = self._plan, self._site, self._operation.rank
-        shared = plan.shared()
-        if shared:
-            begin = [partial(self._share, at) for at in shared]
+        plan, site, rank, taken = self._plan, self._site, self._operation.rank, self._taken
+        if shared := plan.shared():
             if self._operation.is_coordinator:
-                site.at_once("begin uploads", begin)
+                site.at_once("begin uploads", [partial(self._share, at) for at in shared])
             tokens = {at: upload.token() for at, upload in self._shared.items()}
             self._tokens = share(self._operation, tokens)
         regions = plan.regions_of(rank)
@@ -135,8 +135,8 @@ class _Work:
                 self._on_bytes(sealed.file.size_bytes)
                 log.info("%s was sealed by an earlier run", plan.files[at].name)
         if not regions:
-            return self._result
-        writer = RegionWriter(site, plan, source, self._on_bytes)
+            return
+        writer = RegionWriter(site, plan, self._task.source, self._on_bytes)
         try:
             writer.write(regions, self._begin, self._end)
         except StorageError as error:
@@ -144,7 +144,6 @@ class _Work:
                 # The coordinator discarded the upload: it is about to say why.
                 site.deadline.sleep(_WORD_S)
             raise
-        return self._result
 
     def _share(self, at: int) -> None:
         """Begin an upload that several ranks share."""
@@ -201,12 +200,10 @@ class _Work:
         with self._lock:
             self._open.remove(upload)
 
-    def finish(
-        self, results: Sequence[_Result], taken: Taken, before_names: Callable[[], None]
-    ) -> dict[int, FileRef]:
+    def _finish(self, results: Sequence[_Result]) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
         spans: dict[int, list[Span]] = {}
-        sealed = dict(taken.sealed)
+        sealed = dict(self._taken.sealed)
         for result in results:
             sealed |= result.sealed
             for portion in result.portions:
@@ -214,7 +211,8 @@ class _Work:
         for at in self._shared:
             parts = [part for one in results for part in one.receipts.get(at, ())]
             sealed[at] = Sealed(file=self._reference(at, joined(spans[at])[2]), parts=parts)
-        before_names()
+        self._task.check_unchanged()
+        self._output.check_held()
 
         def name(at: int, one: Sealed) -> None:
             file, own = one.file, self._shared.get(at)
@@ -222,7 +220,7 @@ class _Work:
             upload.complete(file.size_bytes, receipts=one.parts)
             if own:
                 self._seal(at, Sealed(file=file))
-            elif at in taken.sealed and not self._is_sound(file):
+            elif at in self._taken.sealed and not self._is_sound(file):
                 raise IntegrityError(
                     f"{file.path}, which an earlier run had written, is damaged.",
                     path=file.path,

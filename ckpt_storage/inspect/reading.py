@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 OnBytes = Callable[[int], None]
 
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """The numpy type that moves an element of so many bytes as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ArrayRead(ChunkRead):
+class ArrayRead(ChunkRead):
     """A read into the view of an array."""
 
     array: Words
@@ -49,20 +49,19 @@ class _ArrayRead(ChunkRead):
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy elements into the array."""
-        import numpy as np  # noqa: PLC0415  # read_tensors imported it
+        import numpy as np  # noqa: PLC0415  # the caller imported it
 
-        size = self.array.itemsize
-        flat = np.frombuffer(window, self.array.dtype)
         for copy in copies:
-            source = np.lib.stride_tricks.as_strided(
-                flat[copy.source_offset_elements :],
-                copy.sizes,
-                tuple(stride * size for stride in copy.source_strides),
-                writeable=False,
-            )
+            strides = [stride * self.item_bytes for stride in copy.source_strides]
+            at = copy.source_offset_elements * self.item_bytes
+            found: Words = np.ndarray(copy.sizes, WORDS[self.item_bytes], window, at, strides)
             pairs = zip(copy.dest_offsets, copy.sizes, strict=True)
             where = tuple(slice(start, start + count) for start, count in pairs)
-            self.array[_view_index(where)] = source
+            self.fill(self.array[_view_index(where)], found)
+
+    def fill(self, out: Words, found: Words) -> None:
+        """Put elements into a part of the array."""
+        out[...] = found
 
 
 _Part = tuple[Key, Box, Selection, "Words"]
@@ -90,14 +89,14 @@ def read_tensors(
     arrays: list[Words] = []
     parts: list[_Part] = []
     for fqn, ranges in wanted:
-        kind = _WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
+        kind = WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
         arrays.append(np.empty(tuple(map(len, ranges)), kind))
         parts += _parts(handle, fqn, ranges, arrays[-1])
     if not parts:
         return arrays
     with handle.reading([key for key, *_ in parts]) as (chunks, places):
         reads = [
-            _ArrayRead(
+            ArrayRead(
                 place=place,
                 item_bytes=array.itemsize,
                 chunk_sizes=chunk.sizes,

@@ -38,31 +38,20 @@ def files_at(url: str, options: dict[str, Any]) -> dict[str, bytes]:
     return {name.split(f"{path.strip('/')}/")[-1]: fs.cat_file(name) for name in found}
 
 
-def test_every_storage_to_itself(ranks: RankPool, root: Running) -> None:
-    """Two ranks export several files and tensors of every sharding to the storage they lie on."""
-    options = {"storage_options": root.storage_options, "max_file_bytes": 400_000}
+def test_every_storage_to_itself_and_a_disk(ranks: RankPool, root: Running, tmp_path: Path) -> None:
+    """Ranks export tensors of every sharding to where they lie; and from and to a local folder."""
+    given: dict[str, Any] = {"storage_options": root.storage_options}
+    options = {**given, "max_file_bytes": 400_000}
     report = ranks.run(cases.save_and_export, root.url, options, DTYPES, world_size=2)[0]
     files = files_at(f"{root.url}/hf", dict(root.storage_options))
     check(files, cases.whole_state(DTYPES))
     check_report(report, files)
-    assert ckpt_storage.verify(root.url, storage_options=root.storage_options).ok
-
-
-def test_every_storage_to_a_disk_and_back(ranks: RankPool, root: Running, tmp_path: Path) -> None:
-    """A checkpoint on an object storage exports to a local folder, a local one to the storage."""
-    given: dict[str, Any] = {"storage_options": root.storage_options}
-    ckpt_storage.save(cases.whole_state(DTYPES), root.url, **given)
-    consolidate(root.url, tmp_path / "out", storage_options=root.storage_options)
+    assert ckpt_storage.verify(root.url, **given).ok
+    consolidate(root.url, tmp_path / "out", **given)
     check(cases.files_in(tmp_path / "out"), cases.whole_state(DTYPES))
     ckpt_storage.save(cases.whole_state(DTYPES), tmp_path / "run")
-    output = f"{root.url}-export"
-    ranks.run(
-        cases.export_with,
-        tmp_path / "run",
-        output,
-        {"output_storage_options": root.storage_options},
-        world_size=2,
-    )
+    output, given = f"{root.url}-export", {"output_storage_options": root.storage_options}
+    ranks.run(cases.export, tmp_path / "run", output, given, world_size=2)
     check(files_at(output, dict(root.storage_options)), cases.whole_state(DTYPES))
 
 
@@ -76,17 +65,13 @@ def big_model() -> dict[str, torch.Tensor]:
     }
 
 
-def export_and_count(_rank: int, url: str, options: dict[str, Any]) -> Any:
-    """Consolidate."""
-    return consolidate(url, storage_options=options)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_s3_copies_within_itself(ranks: RankPool, s3_root: Running, world_size: int) -> None:
     """Whole tensors are copied by S3, whose checksums tell damage without reading anything."""
     url, options = s3_root.url, dict(s3_root.storage_options)
     ckpt_storage.save(big_model(), url, storage_options=options)
-    report = ranks.run(export_and_count, url, options, world_size=world_size)[0]
+    given = {"storage_options": options}
+    report = ranks.run(cases.export, url, None, given, world_size=world_size)[0]
     files = files_at(f"{url}/hf", options)
     check(files, big_model())
     check_report(report, files)

@@ -3,14 +3,13 @@
 The oracle is the safetensors library over plain files; nothing of it is the package under test.
 """
 
-# torch offers no other way to make a legacy ShardedTensor
-
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,31 +133,20 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-def save_sharded(
-    rank: int, url: str | Path, dtypes: list[str] | None = None, **options: Any
-) -> None:
-    """Save `sharded_state`."""
-    del rank
-    ckpt_storage.save(sharded_state(dtypes), url, sync_files=False, **options)
-
-
-def export(rank: int, url: str | Path, output: Any = None, **options: Any) -> ConsolidationReport:
-    """Consolidate on this rank."""
-    del rank
-    return consolidate(url, output, retry=QUICK, **options)
-
-
-def export_with(
-    rank: int, url: str | Path, output: Any, options: dict[str, Any]
+def export(
+    _rank: int,
+    url: str | Path,
+    output: Any = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConsolidationReport:
-    """Consolidate with options that travel to the ranks."""
-    return export(rank, url, output, **options)
+    """Consolidate on this rank."""
+    return consolidate(url, output, retry=QUICK, **options)
 
 
 def save_and_export(
     rank: int, url: str | Path, options: dict[str, Any], dtypes: list[str] | None = None
 ) -> ConsolidationReport:
     """Save `sharded_state` and consolidate it."""
-    given = {"storage_options": options["storage_options"]} if "storage_options" in options else {}
-    save_sharded(rank, url, dtypes, **given)
-    return export(rank, url, **options)
+    given = options.get("storage_options")
+    ckpt_storage.save(sharded_state(dtypes), url, sync_files=False, storage_options=given)
+    return export(rank, url, options=options)

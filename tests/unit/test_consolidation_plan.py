@@ -164,14 +164,16 @@ def test_files_are_cut_as_hugging_face_cuts(sizes: list[int]) -> None:
 
 
 def test_an_index_mapping_decides_the_files() -> None:
-    """Names and FQNs are understood as keys, and a file of dropped aliases only is no file."""
+    """Names and FQNs are its keys; a file of dropped aliases or absent tensors only is no file."""
     source = bare_source(
         tensor("model.a", (2,)),
         tensor("model.b", (2,)),
         tensor("model.head", (2,)),
         paths={"model.a": ("model", "a"), "model.b": ("model", "b"), "model.head": ("model", "h")},
     )
-    options = ConsolidateOptions(fqn_to_index_mapping={"a": 3, "model.b": 1, "head": 2})
+    options = ConsolidateOptions(
+        fqn_to_index_mapping={"a": 5, "model.b": 1, "head": 2, "absent": 3}
+    )
     plan = plan_export(source, options=options, world_size=1, ties={"model.head": "model.a"})
     assert [[t.name for t in file.elements] for file in plan.files] == [["b"], ["a"]]
     document = json.loads(index_document(plan.layout, save_id=source.save_id, fingerprint="f"))
@@ -317,22 +319,15 @@ def test_the_identity_is_of_the_content_and_the_digest_of_the_plan() -> None:
     assert len({base.digest, wider.digest, again.digest}) == 3
     assert again.files[0].name == f"model-00001-of-00001-{base.identity[:8]}.safetensors"
     assert with_suffix(again.layout, "") == base.layout
+    retyped = bare_source(tensor("a", (5000,)), tensor("b", (5000,), "int32"))
+    renamed = [ConsolidateOptions(rename=names) for names in ({"a": "c"}, {"a": "b", "b": "a"})]
     others = [
-        plan_export(source, options=ConsolidateOptions(rename={"a": "c"}), world_size=2),
+        *(plan_export(source, options=options, world_size=2) for options in renamed),
         plan_export(source, options=ConsolidateOptions(), world_size=2, source_id="other"),
-        plan_export(
-            source,
-            options=ConsolidateOptions(rename={"a": "b", "b": "a"}),
-            world_size=2,
-        ),
-        plan_export(
-            bare_source(tensor("a", (5000,)), tensor("b", (5000,), "int32")),
-            options=ConsolidateOptions(),
-            world_size=2,
-        ),
+        plan_export(retyped, options=ConsolidateOptions(), world_size=2),
     ]
     digests = [base.identity, *(plan.identity for plan in others)]
-    assert others[2].files[0].segments[0] == base.files[0].segments[0]
+    assert others[1].files[0].segments[0] == base.files[0].segments[0]
     assert len(set(digests)) == 5
     assert all(len(digest) == 64 for digest in digests)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,11 @@ Choice = tuple[list[Elements], tuple[Skipped, ...]]
 def chosen(source: MemorySource, **options: Any) -> Choice:
     """Return the choice with these options."""
     return choose_model(source, ConsolidateOptions(**options))
+
+
+def planned(source: MemorySource, **options: Any) -> Plan:
+    """Return the plan with these options."""
+    return plan_export(source, options=ConsolidateOptions(**options), world_size=1)
 
 
 def out(choice: Choice) -> dict[str, str]:
@@ -138,31 +142,22 @@ STATE: dict[str, object] = {
         ({"exclude": "*.head"}, {"layers.0.w", "layers.1.w"}),
         ({"exclude": lambda fqn: "layers" in fqn}, {"head"}),
         ({"include": "*", "exclude": ["ema.*", "optim*"]}, {"layers.0.w", "layers.1.w", "head"}),
+        ({"rename": {"model.head": "lm_head"}}, {"layers.0.w", "layers.1.w", "lm_head"}),
+        ({"rename": str.upper}, {"MODEL.LAYERS.0.W", "MODEL.LAYERS.1.W", "MODEL.HEAD"}),
     ],
 )
-def test_include_and_exclude_take_fqns_patterns_and_functions(
+def test_selections_and_names_take_fqns_patterns_and_functions(
     options: dict[str, Any], names: set[str]
 ) -> None:
-    """`include` replaces the default choice, `exclude` narrows it; one container is taken off."""
+    """`include` replaces the default choice, `exclude` narrows it; one container is taken off.
+
+    A mapping leaves other names at their default; a function gets whole FQNs.
+    """
     assert set(out(chosen(nested_source(STATE), **options))) == names
     # Brackets in an FQN stand for themselves if there is such a tensor.
     odd = bare_source(tensor("a[0]", (2,)), tensor("a0", (2,)))
     assert set(out(chosen(odd, include="a[0]"))) == {"a[0]"}
     assert set(out(chosen(odd, include="a[0]*"))) == {"a0"}
-
-
-@pytest.mark.parametrize(
-    ("rename", "names"),
-    [
-        ({"model.head": "lm_head"}, {"layers.0.w", "layers.1.w", "lm_head"}),
-        (lambda fqn: fqn.upper(), {"MODEL.LAYERS.0.W", "MODEL.LAYERS.1.W", "MODEL.HEAD"}),
-    ],
-)
-def test_rename_has_the_last_word(
-    rename: Mapping[str, str] | Callable[[str], str], names: set[str]
-) -> None:
-    """A mapping leaves other names at their default; a function gets whole FQNs."""
-    assert set(out(chosen(nested_source(STATE), rename=rename))) == names
 
 
 def tied_state() -> MemorySource:
@@ -180,20 +175,14 @@ def tied_state() -> MemorySource:
 
 
 def test_recorded_ties_are_dropped_or_kept() -> None:
-    """An alias is left out by default, and read from its own bytes if kept."""
+    """An alias is left out, unless it is to be kept or its target does not go out."""
     source, ties = tied_state(), {"head": "embed"}
     dropped = choose_model(source, ConsolidateOptions(), ties)
     assert "head" not in out(dropped)
     (skip,) = dropped[1]
     assert (skip.fqn, skip.reason, skip.target) == ("head", "tied", "embed")
-    assert out(choose_model(source, ConsolidateOptions(tied="keep"), ties))["head"] == "head"
-
-
-def test_an_alias_goes_out_when_its_target_does_not() -> None:
-    """Leaving out the target of a tie loses no weights that were asked for."""
-    source = tied_state()
-    choice = choose_model(source, ConsolidateOptions(exclude="embed"), {"head": "embed"})
-    assert "head" in out(choice)
+    for options in (ConsolidateOptions(tied="keep"), ConsolidateOptions(exclude="embed")):
+        assert out(choose_model(source, options, ties))["head"] == "head"
 
 
 def test_a_caller_may_confirm_ties_by_either_name() -> None:
@@ -204,18 +193,6 @@ def test_a_caller_may_confirm_ties_by_either_name() -> None:
         assert out(choice) == {"embed": "model.embed"}
     absent = choose_model(source, ConsolidateOptions(tied={"lm_head.weight": "embed"}))
     assert not left(absent)
-
-
-def test_an_index_may_have_gaps_and_name_what_does_not_go_out() -> None:
-    """Files of absent tensors are left out and later ones move up, as torchtitan needs it."""
-    source = nested_source({"model": {"embed": W, "w": W}, "ema": {"embed": W}})
-    index = {"embed": 2, "w": 5, "absent": 3, "ema.embed": 1}
-    plan = planned(source, fqn_to_index_mapping=index)
-    assert [[t.name for t in file.elements] for file in plan.files] == [["embed"], ["w"]]
-    assert [file.name for file in plan.files] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -239,11 +216,6 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
     """The error names the option and says what to give, before any checkpoint is opened."""
     with pytest.raises(InvalidInputError, match=message):
         ConsolidateOptions(**options)
-
-
-def planned(source: MemorySource, **options: Any) -> Plan:
-    """Return the plan with these options."""
-    return plan_export(source, options=ConsolidateOptions(**options), world_size=1)
 
 
 @pytest.mark.parametrize(
