@@ -8,12 +8,14 @@ import logging
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import socket
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import wait
@@ -30,13 +32,11 @@ from ckpt_storage.errors import (
     InvalidInputError,
     RankFailedError,
 )
-from ckpt_storage.options import Phase
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import hear_outcome, look_up_outcome
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.calls import halted
-from ckpt_storage.store.deadline import Deadline
 
 from .arena import Arena
 from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Step, worker_main
@@ -50,10 +50,9 @@ START_METHOD: Literal["spawn", "forkserver"] = "spawn"
 """How workers start: a fork of the trainer would have its locks and devices."""
 
 _LOOK_S = 0.1
+_END_S = 5.0
 _GRACE_S = 5.0
 """How long a worker may take to give up a save that has failed elsewhere."""
-
-_END_S = 5.0
 
 _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
@@ -68,7 +67,7 @@ class GoneError(Exception):
 class _Child:
     """One worker process that has been started, and our end of its pipe."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, silence_s: float) -> None:
         context = multiprocessing.get_context(START_METHOD)
         try:
             self.pipe, theirs = context.Pipe()
@@ -95,18 +94,20 @@ class _Child:
         _processes.add(self.process)
         self._arenas: dict[int, weakref.ref[Arena]] = {}
         self._plans: list[str] = []
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
         self.has_spoken = False
         # Runs before multiprocessing asks it to end and waits: a stopped process never would.
         self.end = Finalize(None, _end, (self.process, self.pipe), exitpriority=100)
 
     @property
-    def slack_s(self) -> float:
-        """How much longer than a sign of life its first one may take."""
-        return 0.0 if self.has_spoken else _START_S
+    def quiet_s(self) -> float:
+        """How long it may say nothing."""
+        return self._silence_s + (0.0 if self.has_spoken else _START_S)
 
-    def send(self, message: object, timeout_s: float, *, file: int | None = None) -> None:
+    def send(self, message: object, *, file: int | None = None) -> None:
         """Send a message and a descriptor. Raises `GoneError` if nobody takes it in time."""
-        limit = struct.pack("ll", max(1, int(timeout_s + self.slack_s)), 0)
+        limit = struct.pack("ll", max(1, int(self.quiet_s)), 0)
         with socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
@@ -116,11 +117,10 @@ class _Child:
         except OSError:
             raise GoneError(self.how()) from None
 
-    def send_job(self, job: SaveJob, timeout_s: float) -> None:
+    def send_job(self, job: SaveJob) -> None:
         """Send a save; as `send`. An arena's descriptor crosses once, and so does a local plan."""
-        staged = job.staged
-        assert staged is not None  # noqa: S101  # or it were refused
-        arena, plan = staged.arena, staged.plan
+        assert job.staged is not None  # noqa: S101  # or it were refused
+        arena, plan = job.staged.arena, job.staged.plan
         self._arenas = {
             at: held for at, held in self._arenas.items() if (it := held()) is not None and it.file
         }
@@ -132,20 +132,43 @@ class _Child:
             options=job.packed,
             plan_key=plan.key,
             plan=None if plan.key in self._plans else pickle.dumps(plan),
-            places=staged.places,
+            places=job.staged.places,
             arena_id=arena.arena_id,
             arena_bytes=arena.size_bytes,
             arena_ids=list(self._arenas),
             with_file=is_new,
         )
-        self.send(message, timeout_s, file=arena.file if is_new else None)
+        self.send(message, file=arena.file if is_new else None)
         if message.plan is not None:
             self._plans = [*self._plans, plan.key][-KEPT_PLANS:]
 
+    def messages(self, limit_s: float) -> Iterator[Beat | Step | Outcome]:
+        """Yield what it tells. Raises `GoneError` once it is silent, or was not done in time."""
+        end_s = time.monotonic() + limit_s
+        heard_s = time.monotonic()
+        try:
+            while True:
+                halted()
+                if not wait([self.pipe, self.process.sentinel], _LOOK_S):
+                    if time.monotonic() > heard_s + self.quiet_s:
+                        told = f"gave no sign of life for {self.quiet_s:g} s and was ended"
+                        raise GoneError(told)
+                    if time.monotonic() > end_s:
+                        raise GoneError("did not end the save by its deadlines and was ended")
+                elif self.pipe.poll():
+                    message = self.pipe.recv()
+                    heard_s, self.has_spoken = time.monotonic(), True
+                    yield message
+                else:
+                    raise GoneError(self.how())
+        except (EOFError, OSError):
+            raise GoneError(self.how()) from None
+
     def how(self) -> str:
         """Return how it went; one whose pipe is closed is about to."""
-        self.process.join(_END_S)
-        code = self.process.exitcode
+        with self._lock:
+            self.process.join(_END_S)
+            code = self.process.exitcode
         if code is None:
             return "took no message and was ended"
         if code < 0:
@@ -167,9 +190,9 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def _end(process: BaseProcess, pipe: Any) -> None:  # noqa: ANN401  # a Connection
-    pipe.close()
     process.kill()
     process.join(_END_S)
+    pipe.close()
 
 
 def pack(options: SaveOptions) -> bytes:
@@ -189,8 +212,7 @@ class Worker:
     """One rank's worker process, started at once and again after it died."""
 
     def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
-        self._start = partial(_Child, rank, world_size)
-        self._silence_s = silence_s
+        self._start = partial(_Child, rank, world_size, silence_s)
         self._child: _Child | None = None
         try:
             self._child = self._start()
@@ -217,25 +239,21 @@ class Worker:
         child = self._child
         # An idle one says nothing: what can be read is the end of its pipe.
         if child is not None and (child.pipe.poll() or not child.process.is_alive()):
-            log.warning(
-                "The worker process of rank %d %s; a new one is started.",
-                operation.rank,
-                child.how(),
-            )
+            how = child.how()
+            log.warning("The worker of rank %d %s; a new one is started.", operation.rank, how)
             self.close()
         child = self._child = self._child or self._start()
-        with contextlib.ExitStack() as shown:
-            run = _Run(child, operation, job, self._silence_s, shown)
-            try:
-                outcome = run.serve()
-            except GoneError as gone:
-                error = run.death(str(gone))
-                self.close()
-                return run.ended_without_worker(error)
-            except BaseException:
-                # What it goes on to tell is of this save, and must not be taken for the next one's.
-                self.close()
-                raise
+        run = _Run(child, operation, job)
+        try:
+            outcome = run.serve()
+        except GoneError as gone:
+            error = run.death(gone)
+            self.close()
+            return run.ended_without_worker(error)
+        except BaseException:
+            # What it goes on to tell is of this save, and must not be taken for the next one's.
+            self.close()
+            raise
         if not outcome.is_clean:
             # A thread of it may still read the state that is given up now.
             self.close()
@@ -247,103 +265,132 @@ class Worker:
 
 
 class _Run:
-    """One save in the worker, whose steps are carried out in the trainer's operation."""
+    """One save in the worker, whose steps are carried out in the trainer's operation.
 
-    def __init__(
-        self,
-        child: _Child,
-        operation: Operation,
-        job: SaveJob,
-        silence_s: float,
-        shown: contextlib.ExitStack,
-    ) -> None:
+    A thread reads what the worker tells, whatever step is being carried out.
+    """
+
+    def __init__(self, child: _Child, operation: Operation, job: SaveJob) -> None:
         self._child = child
         self._operation = operation
         self._job = job
-        self._silence_s = silence_s
-        self._shown = shown
-        self._outcome: Outcome | None = None
-        self._steps: list[Step] = []
-        self._gone: str | None = None
+        self._inbox: queue.SimpleQueue[Step | Outcome | BaseException] = queue.SimpleQueue()
+        self._gone: GoneError | None = None
         self._death: RankFailedError | None = None
         self._is_exchanging = self._is_part_told = False
         self._word: bytes | None = None
-        self._done = Beat()
-        self._report: Callable[[int], None] | None = None
-        self._heard_s = time.monotonic()
-        t = job.options.timeouts
-        limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
-        self._end_s = time.monotonic() + limit_s
-        operation.also_watch(self._look)
+        self._reports: dict[str, Callable[[int], None]] = {}
 
     def serve(self) -> Outcome:
         """Carry out the steps of the worker until the save has ended. Raises `GoneError`."""
-        self._child.send_job(self._job, self._silence_s)
+        child, operation = self._child, self._operation
+        child.send_job(self._job)
+        threading.Thread(target=self._read, name="ckpt-storage worker's words", daemon=True).start()
         failed_s: float | None = None
         while True:
             halted()
-            self._read(_LOOK_S)
-            if self._outcome is not None:
-                return self._outcome
-            if self._gone is not None:
-                raise GoneError(self._gone)
-            while self._steps:
-                self._carry_out(self._steps.pop(0))
-            failure = self._operation.failure()
+            try:
+                message = self._inbox.get(timeout=_LOOK_S)
+            except queue.Empty:
+                pass
+            else:
+                if isinstance(message, Outcome):
+                    return message
+                if isinstance(message, BaseException):
+                    raise message
+                child.send(self._reply_to(message))
+            failure = operation.failure()
             if failure is not None and failed_s is None:
                 failed_s = time.monotonic()
-                told = Failed(number=self._job.number, error=travelling(failure))
-                self._child.send(told, self._silence_s)
-            elif failed_s and time.monotonic() > failed_s + _GRACE_S + self._silence_s:
+                child.send(Failed(number=self._job.number, error=travelling(failure)))
+            elif failed_s and time.monotonic() > failed_s + _GRACE_S + operation.timeouts.silence:
                 raise GoneError("did not give up the save and was ended")
 
-    def _carry_out(self, step: Step) -> None:
-        operation, value = self._operation, None
+    def _reply_to(self, step: Step) -> Reply:
+        """Carry out one step. Raises `GoneError`."""
+        operation = self._operation
         for name, fact in step.facts.items():
             setattr(operation, name, fact)
+        # Elsewhere a death is told to none: before all have met, its rank meets them first; and
+        # the coordinator's last word counts, whoever asked for it.
+        self._is_exchanging = step.name in _EXCHANGES
         try:
-            if step.name == "phase":
-                self._begin_phase(*step.args)
-            else:
-                # Elsewhere a death is told to none: before all have met, its rank meets them
-                # first; and the coordinator's last word counts, whoever asked for it.
-                self._is_exchanging = step.name in _EXCHANGES
-                if step.name == "gather" and operation.deadline.phase == "write":
-                    self._is_part_told = not operation.is_coordinator
-                value = getattr(operation, step.name)(*step.args)
+            if self._is_exchanging and self._gone is not None:
+                raise self._gone
+            if step.name == "gather" and operation.deadline.phase == "write":
+                self._is_part_told = not operation.is_coordinator
+            value = getattr(operation, step.name)(*step.args)
         except CheckpointError as error:
             if self._gone is not None:
-                raise GoneError(self._gone) from None
-            reply = Reply(error=travelling(error))
-        else:
-            reply = Reply(value=value)
-            if step.name == "outcome":
-                self._word = value
+                raise self._gone from None
+            return Reply(error=travelling(error))
         finally:
             self._is_exchanging = False
-        self._child.send(reply, self._silence_s)
+        if step.name == "outcome":
+            self._word = value
+        return Reply(value=None if step.name == "phase" else value)
 
-    def _begin_phase(self, phase: Phase, timeout_s: float | None, total_bytes: int) -> None:
-        if phase != self._operation.deadline.phase:
-            self._report = None
-        self._operation.phase(phase, timeout_s, total_bytes=total_bytes)
-        self._done = Beat()
+    def _read(self) -> None:
+        """Take in what the worker tells until the save has ended, in a thread of its own."""
+        end: Outcome | BaseException
+        try:
+            with contextlib.ExitStack() as shown:
+                end = self._take(shown)
+        except GoneError as gone:
+            end = self._gone = gone
+            if self._is_exchanging:
+                self._operation.failed(self.death(gone))
+        except BaseException as error:  # noqa: BLE001  # raised by `serve`
+            end = error
+        self._inbox.put(end)
 
-    def _look(self) -> CheckpointError | None:
-        """Read on while the trainer waits in a step; return that the worker is gone."""
-        if not self._is_exchanging or self._death is not None:
-            return None
-        self._read(0)
-        return None if self._gone is None else self.death(self._gone)
+    def _take(self, shown: contextlib.ExitStack) -> Outcome:
+        operation, t = self._operation, self._job.options.timeouts
+        limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        for message in self._child.messages(limit_s):
+            if isinstance(message, Outcome):
+                return message
+            if isinstance(message, Step):
+                self._inbox.put(message)
+            elif message.failure is not None:
+                operation.failed(message.failure)
+            else:
+                self._take_beat(message, shown)
+        raise AssertionError  # they end with an error
 
-    def death(self, how: str) -> RankFailedError:
+    def _take_beat(self, beat: Beat, shown: contextlib.ExitStack) -> None:
+        """Note how far the worker is, and show it in the phases that move bytes."""
+        operation, own = self._operation, self._operation.heartbeats.own()
+        if beat.total_bytes:
+            operation.expect(beat.total_bytes)
+        for _ in range(beat.done_files - own.done_files):
+            operation.ended_file()
+        more_bytes, phase = beat.done_bytes - own.done_bytes, own.phase
+        if more_bytes <= 0:
+            return
+        operation.advanced(more_bytes)
+        if phase in {"write", "consolidate"}:
+            if phase not in self._reports:
+                self._reports[phase] = shown.enter_context(
+                    reporting(
+                        self._job.options.progress,
+                        phase=phase,
+                        rank=operation.rank,
+                        total_bytes=beat.total_bytes,
+                        save_id=operation.save_id,
+                        with_bar=operation.is_coordinator,
+                    )
+                )
+            self._reports[phase](more_bytes)
+
+    def death(self, gone: GoneError) -> RankFailedError:
         """Return the error that names the worker that is gone, and how it went."""
         if self._death is None:
             rank, phase = self._operation.rank, self._operation.deadline.phase
             self._death = RankFailedError(
-                f"The worker process {self._child.process.pid} of rank {rank} {how} in the {phase} "
-                f"phase of the save to {place_of(self._job.url)}.",
-                failures={rank: how},
+                f"The worker process {self._child.process.pid} of rank {rank} {gone} in the "
+                f"{phase} phase of the save to {place_of(self._job.url)}.",
+                failures={rank: str(gone)},
                 rank=rank,
                 phase=phase,
                 next_step="See why (out of memory?). Training can go on, and the next save starts "
@@ -362,13 +409,7 @@ class _Run:
         is_committing = operation.is_coordinator and operation.deadline.phase == "commit"
         if not is_committing and not self._is_part_told:
             raise error
-        session = SaveSession(
-            self._job.url,
-            options,
-            rank=operation.rank,
-            is_coordinator=operation.is_coordinator,
-            phase=partial(Deadline.of, options.timeouts),
-        )
+        session = SaveSession.on(operation, self._job.url, options)
         if is_committing:
             found = look_up_outcome(operation, session, error)
             operation.announce(pickle.dumps(found))
@@ -383,72 +424,6 @@ class _Run:
             raise _unexported(error, found)
         log.warning("%s The save is committed all the same.", error)
         return found
-
-    def _read(self, timeout_s: float) -> None:
-        """Take in what the worker told, waiting at most so long for the first of it."""
-        child = self._child
-        if self._gone is not None or self._outcome is not None:
-            return
-        if not wait([child.pipe, child.process.sentinel], timeout_s):
-            quiet_s = self._silence_s + child.slack_s
-            if time.monotonic() > self._heard_s + quiet_s:
-                self._gone = f"gave no sign of life for {quiet_s:g} s and was ended"
-            elif time.monotonic() > self._end_s:
-                self._gone = "did not end the save within all its deadlines and was ended"
-            return
-        try:
-            while child.pipe.poll():
-                self._take(child.pipe.recv())
-        except (EOFError, OSError):
-            self._gone = child.how()
-            return
-        if not child.process.is_alive() and not child.pipe.poll():
-            self._gone = child.how()
-
-    def _take(self, message: Beat | Step | Outcome) -> None:
-        self._heard_s = time.monotonic()
-        self._child.has_spoken = True
-        if isinstance(message, Step):
-            self._steps.append(message)
-        elif isinstance(message, Outcome):
-            self._outcome = message
-        elif message.failure is not None:
-            self._operation.failed(message.failure)
-        else:
-            self._take_beat(message)
-
-    def _take_beat(self, beat: Beat) -> None:
-        operation = self._operation
-        if beat.total_bytes:
-            operation.expect(beat.total_bytes)
-        for _ in range(beat.done_files - self._done.done_files):
-            operation.ended_file()
-        more_bytes = beat.done_bytes - self._done.done_bytes
-        self._done = Beat(
-            done_bytes=max(beat.done_bytes, self._done.done_bytes),
-            done_files=max(beat.done_files, self._done.done_files),
-        )
-        if more_bytes > 0:
-            operation.advanced(more_bytes)
-            self._show(more_bytes, beat.total_bytes)
-
-    def _show(self, more_bytes: int, total_bytes: int) -> None:
-        """Show the user what is done in the phases that move bytes."""
-        operation, phase = self._operation, self._operation.deadline.phase
-        if phase not in {"write", "consolidate"} or not self._job.options.progress:
-            return
-        if self._report is None:
-            self._report = self._shown.enter_context(
-                reporting(
-                    self._job.options.progress,
-                    phase=phase,
-                    rank=operation.rank,
-                    total_bytes=total_bytes,
-                    save_id=operation.save_id,
-                    with_bar=operation.is_coordinator,
-                )
-            )
-        self._report(more_bytes)
 
 
 def _unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:

@@ -160,7 +160,7 @@ class PipedOperation(Operation):
     ) -> Deadline:
         """Begin a phase, here and in the trainer."""
         self._send(self.beat())
-        self.step("phase", phase, timeout_s, total_bytes)
+        self.step("phase", phase, timeout_s)
         return super().phase(phase, timeout_s, total_bytes=total_bytes)
 
     def beat(self) -> Beat:

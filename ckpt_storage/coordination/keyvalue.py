@@ -191,7 +191,6 @@ class Waits:
         self.deadline = deadline
         self.look_s = look_s
         self.grace_s = grace_s
-        self.on_look: Callable[[], object] = lambda: None
         self.failure: CheckpointError | None = None
         self._silence_s = silence_s
         self._has_ended = False
@@ -225,7 +224,6 @@ class Waits:
                 raise self.failure from error
             if found is not None:
                 return found
-            self.on_look()
             if self.failure is not None:
                 raise self.failure
             if self._has_ended:

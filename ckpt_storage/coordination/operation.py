@@ -11,7 +11,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -100,7 +100,6 @@ class Operation:
         self._others = [rank for rank in range(group.world_size) if rank != group.rank]
         self._meeting = Meeting(self)
         self._detector: FailureDetector | None = None
-        self._looks: list[Callable[[], CheckpointError | None]] = []
         self._step = 0
         self._is_given = True
         self._keys: list[str] = []
@@ -156,19 +155,7 @@ class Operation:
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
-        for look in self._looks:
-            error = look() if self.waits.failure is None else None
-            if error is not None:
-                self.failed(error)
         return self.waits.failure
-
-    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
-        """End the operation, as `failed` does, with what `look` returns, once that is not None.
-
-        `look` is called every few milliseconds, in any thread that waits.
-        """
-        self._looks.append(look)
-        self.waits.on_look = self.failure
 
     def failed(self, error: CheckpointError) -> None:
         """End the operation on all ranks with `error`, from any thread; one that ended stays so.
