@@ -61,7 +61,7 @@ class Arena:
         self.arena_id = next(_ids)
         self.size_bytes = size_bytes
         self.file: int | None = None
-        self._pinned: bool | None = None
+        self._was_pinned = False
         try:
             if kind == "shared":
                 self.file = _nameless_file()
@@ -83,16 +83,12 @@ class Arena:
                 mapping.madvise(_WIPE_ON_FORK)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
 
-    def pin(self, device: torch.device | None = None) -> bool:
-        """Lock the pages for copies from `device`; return whether that was possible. Idempotent."""
-        if self._pinned is None:
-            self._pinned = self._register(device)
-        return self._pinned
-
-    def _register(self, device: torch.device | None) -> bool:
-        runtime = cuda_runtime()
+    def pin(self, device: torch.device | None = None) -> None:
+        """Lock the pages for copies from `device`, if that is possible; idempotent."""
+        runtime = None if self._was_pinned else cuda_runtime()
+        self._was_pinned = True
         if runtime is None:
-            return False
+            return
         address = self.memory.ctypes.data
         with _on(device):
             code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
@@ -100,15 +96,13 @@ class Arena:
             log.warning(
                 "%d bytes of staging memory cannot be page-locked (CUDA error %d); copies from the "
                 "GPU will be slower. Check the limit on locked memory (ulimit -l).",
-                self.size_bytes,
-                code,
+                *(self.size_bytes, code),
             )
-            return False
+            return
         # On the array, not on the mapping: CPython unmaps before it runs a mapping's finalizers.
         unlock = weakref.finalize(self.memory, _unlock, runtime, address, device)
         # At exit CUDA may be gone already, and the kernel unlocks.
         unlock.atexit = False
-        return True
 
     def close(self) -> None:
         """Close the descriptor, so that no further process can map the memory; idempotent."""

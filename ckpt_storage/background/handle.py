@@ -98,16 +98,16 @@ class SaveHandle:
         self.rank = rank
         self._limit_s = limit_s
         self._process_id = os.getpid()
+        self._lock = threading.RLock()  # a signal's handler may call in the middle
         self._staged = threading.Event()  # the state is copied, or the save has ended
         self._ended = threading.Event()  # what follows is final
+        self._state = SaveState.STAGING
         self._info: CheckpointInfo | None = None
         self._error: CheckpointError | None = None
-        self._state = SaveState.STAGING
-        self._lock = threading.RLock()  # a signal's handler may call in the middle
         self._is_copied = False
         self._asker_count = 0
         self._source: Source = lambda: ({}, None)
-        self._on_cancel: Callable[[SaveCancelledError], None] | None = None
+        self._on_cancel: Callable[[SaveCancelledError], object] = lambda _: None
         self._cancelled: SaveCancelledError | None = None
         self._callbacks: list[Callable[[SaveHandle], object]] = []
 
@@ -117,13 +117,11 @@ class SaveHandle:
     @property
     def state(self) -> SaveState:
         """Where the save is."""
-        state = self._state
-        if not state.is_final and self._staged.is_set():
-            own = self._source()[0].get(self.rank)
-            state = SaveState.WRITING if own is None else _STATE_OF_PHASE.get(own.phase, state)
-            if self._ended.is_set():
+        own = self._source()[0].get(self.rank)
+        with self._lock:
+            if self._state is not SaveState.WRITING or own is None:
                 return self._state
-        return state
+            return _STATE_OF_PHASE[own.phase]
 
     @property
     def save_id(self) -> str | None:
@@ -139,10 +137,7 @@ class SaveHandle:
 
         Raises `PhaseTimeoutError` if it is not by then, or why it could not be copied.
         """
-        self._check_process()
-        limit_s = self._limit_s if timeout is None else timeout
-        if not self._staged.wait(limit_s):
-            raise self._not_yet("was not staged", limit_s, "stage")
+        self._await(self._staged, timeout, "was not staged", "stage")
         if self._error is not None and not self._is_copied:
             raise self._error
 
@@ -165,13 +160,13 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> CheckpointError | None:
         """Return why the save failed, None if it did not; waits and raises as `result`."""
-        self._check_process()
         self._count_asker(1)
         try:
-            return self._await_end(timeout)
+            self._await(self._ended, timeout, "has not ended")
         except BaseException:
             self._count_asker(-1)
             raise
+        return self._error
 
     def progress(self) -> SaveProgress:
         """Return how far the save is."""
@@ -204,8 +199,7 @@ class SaveHandle:
                 f"The save to {self.url} was cancelled on rank {self.rank}.", rank=self.rank
             )
             on_cancel = self._on_cancel
-        if on_cancel is not None:
-            on_cancel(self._cancelled)
+        on_cancel(self._cancelled)
         return True
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
@@ -223,20 +217,19 @@ class SaveHandle:
     def _check_process(self) -> None:
         check_process(self._process_id, f"The handle of the save to {self.url}")
 
-    def _await_end(self, timeout: float | None) -> CheckpointError | None:
+    def _await(
+        self, event: threading.Event, timeout: float | None, not_yet: str, phase: str | None = None
+    ) -> None:
+        self._check_process()
         limit_s = self._limit_s if timeout is None else timeout
-        if not self._ended.wait(limit_s):
-            raise self._not_yet("has not ended", limit_s, None)
-        return self._error
-
-    def _not_yet(self, what: str, limit_s: float, phase: str | None) -> PhaseTimeoutError:
-        return PhaseTimeoutError(
-            f"The save to {self.url} {what} within {limit_s:g} s; it is {self.state.value}.",
-            timeout_s=limit_s,
-            rank=self.rank,
-            phase=phase,
-            next_step="Wait longer, look at progress(), or cancel() it.",
-        )
+        if not event.wait(limit_s):
+            raise PhaseTimeoutError(
+                f"The save to {self.url} {not_yet} within {limit_s:g} s; it is {self.state.value}.",
+                timeout_s=limit_s,
+                rank=self.rank,
+                phase=phase,
+                next_step="Wait longer, look at progress(), or cancel() it.",
+            )
 
     def _count_asker(self, count: int) -> None:
         with self._lock:
@@ -262,25 +255,22 @@ class SaveStatus(SaveHandle):
         self._count_asker(1)
 
     def await_end(self, timeout: float | None) -> CheckpointError | None:
-        """Wait for the end and return why the save failed. Raises `PhaseTimeoutError`."""
-        return self._await_end(timeout)
+        """Return why the save failed, as `exception`, without having asked for it."""
+        self._await(self._ended, timeout, "has not ended")
+        return self._error
 
-    def listen(self, on_cancel: Callable[[SaveCancelledError], None]) -> None:
-        """Call `on_cancel` at each `cancel` from now on, and at once if there was one."""
+    def follow(self, source: Source, on_cancel: Callable[[SaveCancelledError], object]) -> None:
+        """Take from `source` how far the ranks are; tell each `cancel`, also an earlier one."""
         with self._lock:
-            self._on_cancel = on_cancel
+            self._source, self._on_cancel = source, on_cancel
             error = self._cancelled
         if error is not None:
             on_cancel(error)
 
-    def follow(self, source: Source) -> None:
-        """Take how far the ranks are, and the save id, from `source` from now on."""
-        self._source = source
-
     def mark_staged(self) -> None:
         """Note that the state is copied."""
         with self._lock:
-            if not self._ended.is_set() and self._state is SaveState.STAGING:
+            if self._state is SaveState.STAGING:
                 self._state = SaveState.WRITING
                 self._is_copied = True
         self._staged.set()
@@ -299,14 +289,13 @@ class SaveStatus(SaveHandle):
     def _end(
         self, state: SaveState, info: CheckpointInfo | None, error: CheckpointError | None
     ) -> None:
+        # What it followed holds connections: what is known now stays.
+        known = self._source()
         with self._lock:
             if self._ended.is_set():
                 return
             self._state, self._info, self._error = state, info, error
-            self._on_cancel = None
-            # What it followed holds connections: what is known now stays.
-            known = self._source()
-            self._source = lambda: known
+            self._source, self._on_cancel = lambda: known, lambda _: None
             self._staged.set()
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []

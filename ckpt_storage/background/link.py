@@ -119,8 +119,8 @@ class _Child:
 
     def send_job(self, job: SaveJob) -> None:
         """Send a save; as `send`. An arena's descriptor crosses once, and so does a local plan."""
-        assert job.staged is not None  # noqa: S101  # or it were refused
-        arena, plan = job.staged.arena, job.staged.plan
+        assert job.staging is not None  # noqa: S101  # or it were refused
+        arena, plan = job.staging.arena, job.staging.plan
         self._arenas = {
             at: held for at, held in self._arenas.items() if (it := held()) is not None and it.file
         }
@@ -132,7 +132,7 @@ class _Child:
             options=job.packed,
             plan_key=plan.key,
             plan=None if plan.key in self._plans else pickle.dumps(plan),
-            places=job.staged.places,
+            places=job.staging.places,
             arena_id=arena.arena_id,
             arena_bytes=arena.size_bytes,
             arena_ids=list(self._arenas),
@@ -144,8 +144,8 @@ class _Child:
 
     def messages(self, limit_s: float) -> Iterator[Beat | Step | Outcome]:
         """Yield what it tells. Raises `GoneError` once it is silent, or was not done in time."""
-        end_s = time.monotonic() + limit_s
         heard_s = time.monotonic()
+        end_s = heard_s + limit_s + self.quiet_s
         try:
             while True:
                 halted()
@@ -346,7 +346,7 @@ class _Run:
 
     def _take(self, shown: contextlib.ExitStack) -> Outcome:
         operation, t = self._operation, self._job.options.timeouts
-        limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate
         for message in self._child.messages(limit_s):
             if isinstance(message, Outcome):
                 return message

@@ -19,17 +19,17 @@ from ckpt_storage.store.calls import abandoned_thread_count
 from .arena import Arenas
 from .handle import SaveStatus
 from .link import Worker
-from .staging import Staged, StagingJob, staged_part
+from .staging import StagingJob, staged_part
 
 log = logging.getLogger("ckpt_storage")
 
 
 @dataclass(slots=True, kw_only=True)
 class SaveJob:
-    """One save: what it is told, and its state once that is copied.
+    """One save: what it is told, and the copy of its state.
 
     `number` counts the saves of a saver. `packed` are the options as a worker gets them. With
-    `refusal` nothing is saved, and the other ranks are told why. `staging` is the copy under way.
+    `refusal` nothing is saved, and the other ranks are told why.
     """
 
     status: SaveStatus
@@ -38,7 +38,6 @@ class SaveJob:
     number: int
     packed: bytes = b""
     staging: StagingJob | None = None
-    staged: Staged | None = None
     refusal: CheckpointError | None = None
 
     def refuse(self, error: BaseException) -> None:
@@ -129,20 +128,19 @@ class SaveQueue:
         try:
             if job.staging is not None and job.refusal is None:
                 try:
-                    job.staged = job.staging.wait(options.timeouts.stage)
+                    job.staging.wait(options.timeouts.stage)
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
             with save_operation(self._ranks, job.url, options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
-                status.follow(lambda: (operation.progress, operation.save_id))
-                status.listen(operation.failed)
+                status.follow(lambda: (operation.progress, operation.save_id), operation.failed)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
-                staged = job.staged
-                assert staged is not None  # noqa: S101  # or it were refused
-                part = staged_part(staged.plan, staged.places, staged.arena.memory, options.planner)
+                copy = job.staging
+                assert copy is not None  # noqa: S101  # or it were refused
+                part = staged_part(copy.plan, copy.places, copy.arena.memory, options.planner)
                 return run_save(operation, job.url, options, lambda: part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
@@ -150,7 +148,7 @@ class SaveQueue:
 
     def _free(self, job: SaveJob, *, is_read: bool) -> None:
         """Give the memory back for the next save, unless somebody still reads or writes there."""
-        staging, job.staging, job.staged = job.staging, None, None
+        staging, job.staging = job.staging, None
         if staging is None:
             return
         if is_read or not staging.done():

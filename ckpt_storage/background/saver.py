@@ -246,7 +246,7 @@ class AsyncSaver:
                 world_size=self._ranks.world_size,
             )
             if block_until_staged:
-                job.staged = job.staging.run()
+                job.staging.run()
                 status.mark_staged()
             else:
                 job.staging.start()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from ckpt_storage.saves.planning import (
 )
 from ckpt_storage.saves.shardfile import Item
 
-from .arena import Arena, Arenas
+from .arena import Arenas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,6 +49,7 @@ _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Torch copies elements of some kinds only as integers."""
 
 _planned = PlanMemory()
 """Local plans of the last few structures: torch plans some 50 us an item."""
@@ -77,15 +78,6 @@ class Places:
     dtypes: list[str | None] = field(default_factory=list)
     unsafe: dict[int, str] = field(default_factory=dict)
     ties: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """One rank's part of a save, until its arena is used again."""
-
-    plan: RankPlan
-    places: Places
-    arena: Arena = field(repr=False)
 
 
 def staged_part(
@@ -133,7 +125,7 @@ class StagedItems:
                 offsets=() if chunk is None else tuple(chunk.offsets),
                 sizes=() if chunk is None else tuple(chunk.sizes),
                 payload_bytes=size_bytes,
-                views=functools.partial(self._views, start, start + size_bytes),
+                views=partial(self._views, start, start + size_bytes),
                 unsafe=places.unsafe.get(number),
             )
 
@@ -143,7 +135,10 @@ class StagedItems:
 
 
 class StagingJob:
-    """The items of one state: planned now, copied by `run`, or in a daemon thread by `start`."""
+    """A rank's part of a save: planned now, copied to `arena` by `run`, or in a thread by `start`.
+
+    It is there until the arena is used again.
+    """
 
     def __init__(
         self,
@@ -167,30 +162,28 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            plan = _rank_plan(live)
+            self.plan = _rank_plan(live)
+            self.places = Places(ties=live.ties)
+            self._sources: list[torch.Tensor] = []
+            self._starts: list[int] = []
             try:
-                places, blobs, end = self._placed(live, plan.plan)
+                blobs, end = self._place(live)
             except InvalidInputError as error:
                 error.phase = "stage"
                 raise
         self.arena = arenas.take(end)
         for start, item in blobs:
             _put(self.arena.memory, start, item)
-        self._staged = Staged(plan=plan, places=places, arena=self.arena)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
         self._error: Exception | None = None
         self._ended = threading.Event()
 
-    def _placed(
-        self, live: LocalPlan, plan: SavePlan
-    ) -> tuple[Places, list[tuple[int, Item]], int]:
-        """Return where each item goes, the blobs, and the bytes of all; note what is to copy."""
-        self._sources: list[torch.Tensor] = []
-        self._starts: list[int] = []
-        found, places = _Found(live.planner), Places(ties=live.ties)
+    def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
+        """Decide where each item goes and what is copied; return blobs, and the bytes of all."""
+        found, places = _Found(live.planner), self.places
         blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
-        for number, item in enumerate(found.items(plan)):
+        for number, item in enumerate(found.items(self.plan.plan)):
             tensor, size_bytes = found.tensor, item.payload_bytes
             start = end
             if tensor is None:
@@ -210,16 +203,16 @@ class StagingJob:
             places.dtypes.append(item.dtype)
             if start == end:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        return places, blobs, end
-
-    def run(self) -> Staged:
-        """Copy the tensors' bytes, and return all once it is there. Raises `CheckpointError`."""
-        self._run()
-        return self.wait(0)
+        return blobs, end
 
     def start(self) -> None:
         """Copy in a thread; the tensors must not change before the job is done."""
         threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
+
+    def run(self) -> None:
+        """Copy the tensors' bytes. Raises `CheckpointError`."""
+        self._run()
+        self.wait(0)
 
     def _run(self) -> None:
         try:
@@ -238,8 +231,8 @@ class StagingJob:
         """Return whether the copies have ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float) -> Staged:
-        """Return the complete copy; raises `PhaseTimeoutError` while it goes on."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the copy is complete; raises `PhaseTimeoutError` while it goes on."""
         if not self._ended.wait(timeout_s):
             raise PhaseTimeoutError(
                 f"The state was not copied to host memory within {timeout_s} s.",
@@ -249,7 +242,6 @@ class StagingJob:
             )
         if self._error is not None:
             raise self._error
-        return self._staged
 
     def _copy(self) -> None:
         memory = self.arena.memory
@@ -272,7 +264,9 @@ class StagingJob:
                 for device, (targets, sources) in pairs.items():
                     stream = self._streams.get(device)
                     with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                        _copy_batches(targets, sources, non_blocking=stream is not None)
+                        # One call for many: half of their own, and other threads run between.
+                        for batch in _batches([target.nbytes for target in targets]):
+                            torch._foreach_copy_(targets[batch], sources[batch], stream is not None)
             for stream in self._streams.values():
                 stream.synchronize()
         except (RuntimeError, MemoryError) as error:
@@ -329,19 +323,11 @@ def _put(memory: NDArray[np.uint8], start: int, item: Item) -> None:
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as elements that torch can copy; of some kinds it knows only the size."""
+    """Return a tensor as elements that torch can copy."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # named in torch's "Extending PyTorch"
         plain = tensor.as_subclass(torch.Tensor)
-        return plain if _copies(plain.dtype) else plain.view(_SAME_SIZE[plain.element_size()])
-
-
-@functools.cache
-def _copies(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
+        is_lazy = plain.is_conj() or plain.is_neg() or plain.element_size() not in _SAME_SIZE
+        return plain if is_lazy else plain.view(_SAME_SIZE[plain.element_size()])
 
 
 def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
@@ -357,15 +343,10 @@ def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.S
     return streams
 
 
-def _copy_batches(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool
-) -> None:
-    # One call for many tensors: it costs half of their own calls, and lets other threads run.
-    first = size_bytes = 0
-    for last, target in enumerate(targets, start=1):
-        size_bytes += target.numel() * target.element_size()
-        if size_bytes >= BATCH_BYTES or last == len(targets):
-            torch._foreach_copy_(
-                targets[first:last], sources[first:last], non_blocking
-            )  # torch documents its foreach functions under these names
-            first, size_bytes = last, 0
+def _batches(sizes: list[int]) -> Iterator[slice]:
+    first = total = 0
+    for last, size_bytes in enumerate(sizes, start=1):
+        total += size_bytes
+        if total >= BATCH_BYTES or last == len(sizes):
+            yield slice(first, last)
+            first, total = last, 0

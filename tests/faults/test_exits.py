@@ -276,7 +276,7 @@ def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
     ended = time.time()
     assert codes == [1], errors
     assert "ZeroDivisionError" in errors
-    assert errors.count("has not ended" if "block" in how else "is lost") == 1
+    assert errors.count("has not ended" if "block" in how else "is lost") == 1, errors
     assert ended - float(printed[-1]) < 2 + 3 + SLACK_S
 
 

@@ -1,10 +1,14 @@
-"""What is staged is the state at the call, whatever the trainer does afterwards."""
+"""What is staged is the state at the call, in memory that is reused, given back and pinned."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import io
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +17,21 @@ import numpy as np
 import pytest
 import torch
 from dcp_cases import raw_bytes, same, seeded
+from descriptors import open_files
 from saver_cases import END_S, quick_saver
 from torch import nn
 
 from ckpt_storage import load
-from ckpt_storage.background.arena import Arenas
-from ckpt_storage.background.staging import Staged, StagingJob, staged_part
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.background import arena as arenas_module
+from ckpt_storage.background import staging
+from ckpt_storage.background.arena import Arenas, Kind
+from ckpt_storage.background.staging import StagingJob, staged_part
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
+
+MIB = 1024 * 1024
+
+KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
 
 
 class Named(torch.Tensor):
@@ -48,14 +59,21 @@ def arenas() -> Iterator[Arenas]:
         yield made
 
 
-def stage(state: Any, arenas: Arenas) -> Staged:
+def copied(state: Any, arenas: Arenas) -> StagingJob:
+    """Return what is staged of a state at once."""
+    job = StagingJob(state, arenas)
+    job.run()
+    return job
+
+
+def stage(state: Any, arenas: Arenas) -> StagingJob:
     """Return what is staged of a state at once; the next one is staged in its place."""
-    staged = StagingJob(state, arenas).run()
-    arenas.give_back(staged.arena)
-    return staged
+    job = copied(state, arenas)
+    arenas.give_back(job.arena)
+    return job
 
 
-def contents(staged: Staged) -> dict[str, bytes]:
+def contents(staged: StagingJob) -> dict[str, bytes]:
     """Return the bytes of each item, by name and offsets."""
     plan = staged.plan.plan
     local = staged_part(staged.plan, staged.places, staged.arena.memory, None)
@@ -65,7 +83,7 @@ def contents(staged: Staged) -> dict[str, bytes]:
     }
 
 
-def value(staged: Staged, name: str) -> Any:
+def value(staged: StagingJob, name: str) -> Any:
     """Return a value that is no tensor."""
     return torch.load(io.BytesIO(contents(staged)[name]), weights_only=False)
 
@@ -254,3 +272,128 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
             target: dict[str, Any] = {f"w{kind}": torch.zeros(700_000 * (kind + 1)), "step": [0, 0]}
             load(target, tmp_path / f"{step}", unsafe_pickle=True)
             assert same(target, state)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM, shared memory included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class FakeRuntime:
+    """What is called of the CUDA runtime; memory that is unlocked after it is unmapped faults."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802, ARG002
+        """Note the call, and answer as told."""
+        self.calls.append(("register", address))
+        assert size_bytes > 0
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Read the memory, and note the call."""
+        assert len(ctypes.string_at(address, 1)) == 1
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """A machine that seems to have CUDA."""
+    runtime = FakeRuntime()
+    monkeypatch.setattr(arenas_module, "cuda_runtime", lambda: runtime)
+    return runtime
+
+
+@KINDS
+def test_what_was_staged_outlives_memory_that_is_not_given_back(kind: Kind) -> None:
+    """Nobody writes into memory that somebody may still read; it goes with its last reader."""
+    with contextlib.closing(Arenas(kind)) as arenas:
+        stuck = copied({"x": seeded(1, 1000)}, arenas)
+        arena = weakref.ref(stuck.arena)
+        stuck.arena.close()
+        copied({"x": seeded(2, 1000)}, arenas)
+        assert bytes(stuck.arena.memory[:4000]) == raw_bytes(seeded(1, 1000))
+        del stuck
+        gc.collect()
+        assert arena() is None
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    """A state larger than the address space is refused with the phase; others can be staged."""
+    with contextlib.closing(Arenas()) as arenas:
+        with pytest.raises(CheckpointError, match="host memory") as caught:
+            arenas.take(1 << 60)
+        assert caught.value.phase == "stage"
+        assert arenas.take(1).size_bytes > 0
+
+
+@KINDS
+def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
+    """Resident memory and open files stand still from the second stage on."""
+    state = {str(index): torch.ones(MIB) for index in range(8)}
+    with contextlib.closing(Arenas(kind)) as arenas:
+        for step in range(22):
+            if step == 2:
+                before, files = resident_bytes(), open_files()
+            stage(state, arenas)
+        assert resident_bytes() - before < 8 * MIB
+        assert open_files() <= files
+    gc.collect()
+    assert before - resident_bytes() > 16 * MIB
+
+
+@KINDS
+def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeRuntime) -> None:
+    """An arena is registered at the first need, and unregistered when its last view dies."""
+    with contextlib.closing(Arenas(kind)) as arenas:
+        arena = arenas.take(MIB)
+        assert cuda.calls == []
+        arena.pin()
+        arena.pin()
+        address = arena.memory.ctypes.data
+        assert cuda.calls == [("register", address)]
+        view = torch.from_numpy(arena.memory[64:128])
+        arenas.give_back(arena)
+        del arena
+        assert arenas.take(5 * MIB).size_bytes > 5 * MIB
+        assert cuda.calls == [("register", address)]
+        del view
+        gc.collect()
+        assert cuda.calls == [("register", address), ("unregister", address)]
+
+
+def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
+    cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stream the memory is locked, no copy blocks, and the stream is awaited at the end."""
+    events: list[object] = []
+    copy_many = torch._foreach_copy_  # a documented name of torch's
+
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("synchronize")
+
+    def noted(targets: object, sources: object, non_blocking: object) -> None:
+        events.append(non_blocking)
+        copy_many(targets, sources, non_blocking)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(staging, "_fork_streams", lambda _: {torch.device("cpu"): Stream()})
+    monkeypatch.setattr(staging, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    state = {str(seed): seeded(seed, 500) for seed in range(5)}
+    with contextlib.closing(Arenas("shared")) as arenas:
+        for _ in range(2):
+            staged = copied(state, arenas)
+            for start, tensor in zip(staged.places.starts, state.values(), strict=True):
+                found = bytes(staged.arena.memory[start : start + tensor.nbytes])
+                assert found == raw_bytes(tensor)
+            arenas.give_back(staged.arena)
+            assert events == [True, True, True, "synchronize"]
+            events.clear()
+        assert [name for name, _ in cuda.calls] == ["register"]

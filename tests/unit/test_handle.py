@@ -23,13 +23,11 @@ from ckpt_storage.options import Phase
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
 
-NOW_S = 0.01
 
-
-def new(limit_s: float = NOW_S) -> tuple[SaveHandle, SaveStatus]:
-    """Return a save that has begun, as its user sees it and as its saver does."""
-    status = SaveStatus("file:///c", 1, limit_s=limit_s)
-    return status, status
+@pytest.fixture
+def status() -> SaveStatus:
+    """A save that has begun, as its saver sees it."""
+    return SaveStatus("file:///c", 1, limit_s=0.01)
 
 
 def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> RankProgress:
@@ -47,140 +45,120 @@ def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> RankProgress
         (ConsolidationError("x", info=INFO), SaveState.COMMITTED),
     ],
 )
-def test_error_decides_the_final_state(error: CheckpointError, state: SaveState) -> None:
+def test_error_decides_the_final_state(
+    status: SaveStatus, error: CheckpointError, state: SaveState
+) -> None:
     """Each kind of failure has a state of its own; one after the commit leaves it committed."""
-    handle, status = new()
     status.fail(error)
-    assert handle.state is state
-    assert handle.state.is_final
-    assert handle.done()
-    assert handle.exception() is error
+    assert status.state is state
+    assert status.state.is_final
+    assert status.done()
+    assert status.exception() is error
     with pytest.raises(type(error)) as caught:
-        handle.result()
+        status.result()
     assert caught.value is error
-    assert not handle.cancel()
+    assert not status.cancel()
 
 
-def test_first_end_counts() -> None:
+def test_first_end_counts(status: SaveStatus) -> None:
     """What ended stays as it ended, whatever is told later."""
-    handle, status = new()
     status.succeed(INFO)
     status.fail(StorageError("late"))
     status.mark_staged()
-    assert handle.state is SaveState.COMMITTED
-    assert handle.result() is INFO
-    assert handle.exception() is None
-    assert handle.save_id == "s1"
+    assert status.state is SaveState.COMMITTED
+    assert status.result() is INFO
+    assert status.exception() is None
+    assert status.save_id == "s1"
 
 
-def test_states_follow_phases() -> None:
-    """The state is that of this rank's phase once the state dict is staged."""
-    handle, status = new()
-    status.follow(lambda: ({1: sign(1, "write")}, None))
-    assert handle.state is SaveState.STAGING
-    assert not handle.is_staged()
-    status.mark_staged()
-    assert handle.is_staged()
+def test_states_follow_phases_once_the_state_is_staged(status: SaveStatus) -> None:
+    """The state is that of this rank's phase; progress names who has most left to do."""
+    signs = {0: sign(0, "write", 10, 20), 2: sign(2, "write", 1, 40)}
+    status.follow(lambda: (signs, "s7"), lambda _: None)
     phases: dict[Phase, SaveState] = {
         "plan": SaveState.WRITING,
         "write": SaveState.WRITING,
         "commit": SaveState.COMMITTING,
         "consolidate": SaveState.CONSOLIDATING,
     }
-    for phase, state in phases.items():
-        status.follow(lambda phase=phase: ({1: sign(1, phase)}, "s7"))  # type: ignore[misc]
-        assert handle.state is state
-        assert not handle.state.is_final
-    assert handle.save_id == "s7"
-    assert "committing" not in repr(handle)
-    assert "consolidating" in repr(handle)
-
-
-def test_progress_names_the_slowest() -> None:
-    """Progress is this rank's, and the sign of the rank that has most left to do."""
-    handle, status = new()
-    signs = {0: sign(0, "write", 10, 20), 1: sign(1, "write", 5, 9), 2: sign(2, "write", 1, 40)}
+    signs[1] = sign(1, "write", 5, 9)
+    assert status.state is SaveState.STAGING
+    assert not status.is_staged()
     status.mark_staged()
-    status.follow(lambda: (signs, "s3"))
-    progress = handle.progress()
+    assert status.is_staged()
+    for phase, state in phases.items():
+        signs[1] = sign(1, phase, 5, 9)
+        assert status.state is state
+        assert not status.state.is_final
+    assert "consolidating" in repr(status)
+    progress = status.progress()
     assert (progress.done_bytes, progress.total_bytes, progress.done_files) == (5, 9, 1)
-    assert (progress.rank, progress.save_id, progress.state) == (1, "s3", SaveState.WRITING)
+    assert (progress.rank, progress.save_id, progress.state) == (1, "s7", status.state)
     assert progress.slowest == signs[2]
     assert progress.ranks == signs
 
 
-def test_waits_end() -> None:
+def test_waits_end(status: SaveStatus) -> None:
     """Every wait ends at its limit, with an error that names the save, the rank and the state."""
-    handle, status = new()
-    for call in (
-        handle.result,
-        handle.exception,
-        lambda: handle.result(NOW_S),
-        lambda: handle.exception(0),
-    ):
-        with pytest.raises(PhaseTimeoutError, match=r"file:///c has not ended .*staging") as caught:
-            call()
-        assert caught.value.rank == 1
+    for call in (status.result, status.exception):
+        for limit_s in (None, 0):
+            with pytest.raises(
+                PhaseTimeoutError, match=r"file:///c has not ended .*staging"
+            ) as caught:
+                call(limit_s)
+            assert caught.value.rank == 1
     assert not status.is_asked_for
     with pytest.raises(PhaseTimeoutError, match="was not staged") as caught:
-        handle.wait_staged()
+        status.wait_staged()
     assert caught.value.phase == "stage"
-    assert not handle.done()
-    assert handle.state is SaveState.STAGING
+    assert not status.done()
 
 
-def test_cancel_reaches_the_save_before_and_after_it_listens() -> None:
+def test_cancel_reaches_the_save_before_and_after_it_listens(status: SaveStatus) -> None:
     """A wish to cancel is kept until the save can hear it; it ends with the save."""
-    handle, status = new()
-    assert handle.cancel()
+    assert status.cancel()
     heard: list[SaveCancelledError] = []
-    status.listen(heard.append)
-    assert handle.cancel()
+    status.follow(lambda: ({}, None), heard.append)
+    assert status.cancel()
     assert [str(error) for error in heard] == [str(heard[0])] * 2
     assert heard[0].rank == 1
     status.fail(heard[0])
-    assert handle.state is SaveState.CANCELLED
-    assert not handle.cancel()
+    assert status.state is SaveState.CANCELLED
+    assert not status.cancel()
     assert len(heard) == 2
 
 
-def test_only_staging_that_failed_is_raised_where_staging_is_waited_for() -> None:
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_only_staging_that_failed_is_raised_where_staging_is_waited_for(
+    status: SaveStatus, *, is_copied: bool
+) -> None:
     """Waiting for the copy raises why there is none; not what failed after it."""
-    handle, status = new()
+    if is_copied:
+        status.mark_staged()
     status.fail(StorageError("no memory"))
-    with pytest.raises(StorageError, match="no memory"):
-        handle.wait_staged()
-    copied, status = new()
-    status.mark_staged()
-    status.fail(StorageError("the disk is full"))
-    copied.wait_staged()
-    assert copied.state is SaveState.FAILED
+    if is_copied:
+        status.wait_staged()
+    else:
+        with pytest.raises(StorageError, match="no memory"):
+            status.wait_staged()
 
 
-def test_callbacks_are_called_once_at_the_end() -> None:
-    """A callback is called when the save ends, or at once if it has."""
-    handle, status = new()
-    called: list[SaveHandle] = []
-    handle.add_done_callback(called.append)
-    assert not called
-    status.succeed(INFO)
-    handle.add_done_callback(called.append)
-    assert called == [handle, handle]
-
-
-def test_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """An error in a user's callback is logged; the others are called and the save stands."""
-    handle, status = new()
+def test_callbacks_are_called_once_at_the_end(
+    status: SaveStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end, or at once if that has been; an error of one is logged, and harms nobody."""
     called: list[SaveHandle] = []
 
     def broken(_: SaveHandle) -> None:
         raise ValueError("the user's own")
 
-    handle.add_done_callback(broken)
-    handle.add_done_callback(called.append)
+    status.add_done_callback(broken)
+    status.add_done_callback(called.append)
+    assert not called
     with caplog.at_level(logging.ERROR, "ckpt_storage"):
         status.succeed(INFO)
-        handle.add_done_callback(broken)
-    assert called == [handle]
-    assert handle.result() is INFO
+        status.add_done_callback(broken)
+        status.add_done_callback(called.append)
+    assert called == [status, status]
+    assert status.result() is INFO
     assert len([record for record in caplog.records if "callback" in record.getMessage()]) == 2
