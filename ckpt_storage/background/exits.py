@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.calls import halt_threads
 
-from .handle import SaveStatus
+from .handle import SaveProgress, SaveStatus
 
 log = logging.getLogger("ckpt_storage")
 
@@ -25,9 +25,6 @@ _GRACE_S = 3.0
 """What a save may take beyond the deadline of its phase, to give up and to tell the other ranks."""
 
 _LOOK_S = 0.1
-_ENDING = ("ckpt-storage save", "ckpt-storage watch")
-"""Threads that end with their saves."""
-
 _END_S = 5.0
 _HALT_S = 0.3
 """Long enough for threads that wait for nothing to come to rest."""
@@ -66,21 +63,17 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
     start = moved = time.monotonic()
     seen: object = None
     while True:
-        now = time.monotonic()
-        told = [save.progress() for save in limits]
+        now, told = time.monotonic(), {save: save.progress() for save in limits}
         mark = [
             (one.state, [(s.rank, s.phase, s.done_bytes) for s in one.ranks.values()])
-            for one in told
+            for one in told.values()
         ]
         if mark != seen:
             seen, moved = mark, now
-        waiting = [
-            save
+        if all(
+            save.done() or now > min(start + timeout_s, moved + _patience_s(told[save], timeouts))
             for save, (timeout_s, timeouts) in limits.items()
-            if not save.done()
-            and now <= min(start + timeout_s, moved + min(STALL_S, _phase_s(save, timeouts)))
-        ]
-        if not waiting:
+        ):
             break
         time.sleep(_LOOK_S)
     lost = [save for save in limits if _in_flight.pop(save, None) is not None]
@@ -88,15 +81,16 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
     return lost
 
 
-def _phase_s(save: SaveStatus, timeouts: Timeouts) -> float:
-    """Return how long the phase that a save is in may take, and a bit."""
-    own = save.progress().ranks.get(save.rank)
+def _patience_s(told: SaveProgress, timeouts: Timeouts) -> float:
+    """Return how long a save may stand still."""
+    own = told.ranks.get(told.rank)
     if own is None:
         # It is staged, or waits for its turn or for the other ranks.
-        return max(timeouts.stage, timeouts.plan) + _GRACE_S
-    # Who waits for a commit waits first for the slowest write.
-    before_s = timeouts.write if own.phase == "commit" else 0.0
-    return before_s + float(getattr(timeouts, own.phase)) + _GRACE_S
+        phase_s = max(timeouts.stage, timeouts.plan)
+    else:
+        # Who waits for a commit waits first for the slowest write.
+        phase_s = getattr(timeouts, own.phase) + (timeouts.write if own.phase == "commit" else 0.0)
+    return min(STALL_S, phase_s + _GRACE_S)
 
 
 def _flush_all() -> None:
@@ -116,7 +110,8 @@ def _rest() -> None:
     halt_threads()
     end = time.monotonic() + (_HALT_S if _lost else _END_S)
     # One whose save has ended still lets go of tensors, in torch's C++.
-    ending = [thread for thread in threading.enumerate() if thread.name.startswith(_ENDING)]
+    names = ("ckpt-storage save", "ckpt-storage watch")
+    ending = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
     for thread in ending:
         thread.join(max(0.0, end - time.monotonic()))
     if ending:

@@ -25,16 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import place_of, travelling
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import (
-    CheckpointError,
-    ConsolidationError,
-    InvalidInputError,
-    RankFailedError,
-)
+from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.save import hear_outcome, look_up_outcome
+from ckpt_storage.saves.save import hear_outcome, look_up_outcome, unexported
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.calls import halted
 
@@ -211,8 +207,8 @@ def pack(options: SaveOptions) -> bytes:
 class Worker:
     """One rank's worker process, started at once and again after it died."""
 
-    def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
-        self._start = partial(_Child, rank, world_size, silence_s)
+    def __init__(self, ranks: RankGroup, silence_s: float) -> None:
+        self._start = partial(_Child, ranks.rank, ranks.world_size, silence_s)
         self._child: _Child | None = None
         try:
             self._child = self._start()
@@ -405,7 +401,7 @@ class _Run:
         """Return what the save came to whose worker is gone, or raise it in the operation."""
         operation, options = self._operation, self._job.options
         if operation.committed is not None:
-            raise _unexported(error, operation.committed)
+            raise unexported(error, operation.committed)
         is_committing = operation.is_coordinator and operation.deadline.phase == "commit"
         if not is_committing and not self._is_part_told:
             raise error
@@ -421,16 +417,6 @@ class _Run:
                 operation.phase("commit", options.timeouts.write + options.timeouts.commit)
             found = hear_outcome(operation, session, self._word)
         if options.consolidate:
-            raise _unexported(error, found)
+            raise unexported(error, found)
         log.warning("%s The save is committed all the same.", error)
         return found
-
-
-def _unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:
-    return ConsolidationError(
-        f"The save to {info.url} is committed, but its consolidation failed: {error}",
-        info=info,
-        rank=error.rank,
-        phase="consolidate",
-        next_step="The checkpoint can be loaded; call consolidate to go on with it.",
-    )

@@ -99,16 +99,12 @@ class AsyncSaver:
         self._on_error = on_error
         self._max_pending = max_pending
         self._ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
-        self._worker: Worker | None = None
-        if mode == "process":
-            with contextlib.ExitStack() as undo:
-                undo.callback(self._ranks.close)
-                self._worker = Worker(
-                    rank=self._ranks.rank,
-                    world_size=self._ranks.world_size,
-                    silence_s=self._timeouts.silence,
-                )
-                undo.pop_all()
+        try:
+            silence_s = self._timeouts.silence
+            self._worker = Worker(self._ranks, silence_s) if mode == "process" else None
+        except BaseException:
+            self._ranks.close()
+            raise
         self._arenas = Arenas("shared" if mode == "process" else "private")
         self._queue = SaveQueue(self._ranks, self._worker, self._arenas)
         self._saves: list[SaveStatus] = []
@@ -133,13 +129,13 @@ class AsyncSaver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        flush(self._saves)
+        if error is not None:
+            flush(self._saves)
         try:
-            self.close(timeout=0)
+            self.close(None if error is None else 0)
         except CheckpointError as failure:
+            if error is None:
+                raise
             error.add_note(f"Closing the saver failed too: {failure}")
 
     def save(  # the public surface, all keyword-only
@@ -184,8 +180,15 @@ class AsyncSaver:
         prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin a save; `prepare` is called first, and ranks hear what it raises."""
-        self._check_open()
-        limit_s = self._limit_s(options.timeouts)
+        check_process(self._process_id, "The AsyncSaver")
+        if self._closed:
+            raise InvalidInputError(
+                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
+            )
+        # What the phases of a save, and of those before it, may take together.
+        t = options.timeouts
+        one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        limit_s = (len(self._saves) + 1) * one_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(
                 f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
@@ -292,13 +295,6 @@ class AsyncSaver:
         """Process id of this rank's worker; None in thread mode, and while none runs."""
         return None if self._worker is None else self._worker.pid
 
-    def _check_open(self) -> None:
-        check_process(self._process_id, "The AsyncSaver")
-        if self._closed:
-            raise InvalidInputError(
-                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
-            )
-
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
         for save in saves:
@@ -316,11 +312,6 @@ class AsyncSaver:
                 failure = failure or error
         if failure is not None:
             raise failure
-
-    def _limit_s(self, t: Timeouts) -> float:
-        """Return the sum of what the phases of a save, and of those before it, may take."""
-        one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
-        return (len(self._saves) + 1) * one_s + _SLACK_S
 
 
 def _twin_of(planner: SavePlanner) -> SavePlanner:

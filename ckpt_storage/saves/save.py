@@ -351,21 +351,24 @@ def _consolidated(
             report = run_consolidate(operation, job, as_one_phase=True)
             return replace(info, export=report.output_url)
     except CheckpointError as caught:
-        error = caught
-        failure = operation.failure()
-        if failure is not None and isinstance(caught, StorageError):
-            # Requests that were given up say so; what matters is why.
-            error = failure
-        told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
-        next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
-        if isinstance(error.__cause__, ConsolidationError):
-            # Another rank's error says all of this already.
-            told, next_step = f"Rank {error.rank}: {error.__cause__}", None
-        raise ConsolidationError(
-            told,
-            info=info,
-            rank=error.rank,
-            phase=error.phase or "consolidate",
-            path=error.path,
-            next_step=next_step,
-        ) from error
+        # Requests that were given up say so; what matters is why.
+        failure = operation.failure() if isinstance(caught, StorageError) else None
+        error = failure or caught
+        raise unexported(error, info) from error
+
+
+def unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:
+    """Return the error of a save that is committed, and whose consolidation failed."""
+    told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
+    next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
+    if isinstance(error.__cause__, ConsolidationError):
+        # Another rank's error says all of this already.
+        told, next_step = f"Rank {error.rank}: {error.__cause__}", None
+    return ConsolidationError(
+        told,
+        info=info,
+        rank=error.rank,
+        phase=error.phase or "consolidate",
+        path=error.path,
+        next_step=next_step,
+    )
