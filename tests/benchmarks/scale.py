@@ -21,7 +21,6 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TextIO, cast, get_args
 from unittest.mock import patch
 
@@ -30,13 +29,10 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.commit import attempt as commit
@@ -55,12 +51,10 @@ from ckpt_storage.store.backend import Content
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-Sharding = Literal["rows", "mixed", "uneven", "hybrid"]
+Sharding = Literal["rows", "mixed"]
 """rows: every tensor cut along its first dimension. mixed: matrices so, one tensor in four whole on
-one rank, as DCP leaves replicated ones. uneven: as rows, but no two tensors have one shape.
-hybrid: eight replicas of a world cut by rows, one of which writes each chunk."""
+one rank, as DCP leaves replicated ones."""
 
-_REPLICAS = 8
 _BLOCK_BYTES = 64 << 10
 _COLUMNS = (4096, 14336, 1024, 128)
 
@@ -80,29 +74,18 @@ class World:
         if self._sharding == "mixed" and at % 4 == 3:  # one in four
             return (4096,)
         rows = 8 * self.rank_count if at % 3 else 3 * self.rank_count + 5
-        return (rows + (at if self._sharding == "uneven" else 0), _COLUMNS[at % 4])
-
-    def _is_whole(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 1
+        return (rows, _COLUMNS[at % 4])
 
     def chunks(self, rank: int) -> Iterator[tuple[str, Box]]:
         """Yield what a rank holds, by the rule of `torch.chunk`."""
         for at, (fqn, shape) in enumerate(self.shapes.items()):
-            if self._is_whole(shape):
+            if len(shape) == 1:
                 if at % self.rank_count == rank:
                     yield fqn, Box((0,), shape)
                 continue
-            shards = self.rank_count
-            part = rank
-            if self._sharding == "hybrid":
-                shards = max(1, self.rank_count // _REPLICAS)
-                replica, part = divmod(rank, shards)
-                if (31 * part + 17 * at) % _REPLICAS != replica:
-                    continue
-            step = -(-shape[0] // shards)
-            start = min(part * step, shape[0])
-            stop = min(start + step, shape[0])
-            yield fqn, Box((start, 0), (stop - start, shape[1]))
+            step = -(-shape[0] // self.rank_count)
+            start = min(rank * step, shape[0])
+            yield fqn, Box((start, 0), (min(step, shape[0] - start), shape[1]))
 
     def manifest(self, rank: int, save_id: str) -> RankManifest:
         """Return what a rank would have written."""
@@ -152,21 +135,6 @@ class World:
             files=[file],
         )
 
-    def items(self, rank: int) -> list[WriteItem]:
-        """Return the write items of a rank's final plan."""
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=TensorProperties(dtype=torch.bfloat16),
-                    size=torch.Size(self.shapes[fqn]),
-                ),
-            )
-            for fqn, box in self.chunks(rank)
-        ]
-
     def metadata(self, *, with_chunks: bool) -> Metadata:
         """Return what DCP's global plan hands to the writer."""
         state = {
@@ -193,8 +161,7 @@ class ScaleFigures:
     end of the save, `gather_s` (unpickling the reports) included; `assemble_s` is the part of it
     that checks the reports. `written_bytes` and `write_count` are the coordinator's. `metadata_s`
     and `metadata_bytes` are what `read_metadata` takes on each rank, in `metadata_read_count` reads
-    counted at the store. `plan_s` is the local plan of the front doors' load planner for one rank
-    of the same world, `places_s` finding its bytes.
+    counted at the store; `places_s` finds the bytes of one rank.
     """
 
     rank_count: int
@@ -212,9 +179,7 @@ class ScaleFigures:
     metadata_s: float
     metadata_bytes: int
     metadata_read_count: int
-    plan_s: float
     places_s: float
-    resident_bytes: int | None
     peak_resident_bytes: int
 
 
@@ -231,7 +196,7 @@ def simulate(
     """
     world = World(rank_count, tensor_count, sharding)
     url = f"memory://scale-{os.urandom(8).hex()}"
-    store = _without_shards(open_store(Location.of(url)))
+    store = cast("Store", _Remote(open_store(Location.of(url))))
     grant = commit.begin(store, overwrite=False)
     report_s: list[float] = []
     packed: list[bytes] = []
@@ -241,30 +206,28 @@ def simulate(
         report, seconds = _reported(store, manifest, with_places=stock_metadata)
         item_count += report.item_count
         report_s.append(seconds)
-        packed.append(pickle.dumps([_result(report)]))
+        packed.append(pickle.dumps(report))
     metadata = world.metadata(with_chunks=stock_metadata)
     gc.collect()
     before = _sizes(store)
     started = time.perf_counter()
-    results = [pickle.loads(data) for data in packed]  # made above
+    reports = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
     record = commit_save(
         store,
         grant,
         world_size=rank_count,
         metadata=metadata,
-        reports=[result[0].storage_data for result in results],
+        reports=reports,
         storage_meta=StorageMeta(),
         user={},
     )
     coordinator_s = time.perf_counter() - started
-    resident_bytes = _resident_bytes()
-    reports = [result[0].storage_data for result in results]
     started = time.perf_counter()
     assemble(reports, planned_of(metadata))
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
-    del results, reports
+    del reports
     answers: list[int] = []
 
     def counted(location: Location, **options: Any) -> Store:
@@ -272,9 +235,8 @@ def simulate(
 
     with patch("ckpt_storage.loads.session.open_store", counted):
         started = time.perf_counter()
-        found = CheckpointStorageReader(url).read_metadata()
+        CheckpointStorageReader(url).read_metadata()
         metadata_s = time.perf_counter() - started
-    plan_s, places_s = _loaded(store, world, found)
     return ScaleFigures(
         rank_count=rank_count,
         tensor_count=tensor_count,
@@ -291,10 +253,8 @@ def simulate(
         metadata_s=metadata_s,
         metadata_bytes=sum(answers),
         metadata_read_count=len(answers),
-        plan_s=plan_s,
-        places_s=places_s,
-        resident_bytes=resident_bytes,
-        peak_resident_bytes=_peak_resident_bytes(),
+        places_s=_places_s(store, world),
+        peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     )
 
 
@@ -317,25 +277,8 @@ def _reported(
     return report, time.perf_counter() - started
 
 
-def _result(report: RankReport) -> WriteResult:
-    return WriteResult(
-        index=MetadataIndex(f"ckpt_storage.rank.{report.rank}"),
-        size_in_bytes=sum(ref.size_bytes for ref in report.files),
-        storage_data=report,
-    )
-
-
-def _loaded(store: Store, world: World, metadata: Metadata) -> tuple[float, float]:
-    """Return the seconds of the local load plan, and of finding the bytes, for one rank."""
-    from ckpt_storage.loads.loadplanner import _items, _parts  # noqa: PLC0415  # as the planner does it
-
-    started = time.perf_counter()
-    items: list[ReadItem] = []
-    for fqn, box in world.chunks(_RANK):
-        chunks = metadata.state_dict_metadata[fqn].chunks  # type: ignore[union-attr]  # no blobs
-        own = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        items += _items(fqn, _parts(chunks, [own]))  # type: ignore[arg-type]  # lazy ones
-    plan_s = time.perf_counter() - started
+def _places_s(store: Store, world: World) -> float:
+    """Return the seconds of finding the bytes of one rank."""
     options = TransferOptions.for_storage(
         is_remote=False,
         local_threads=1,
@@ -345,10 +288,10 @@ def _loaded(store: Store, world: World, metadata: Metadata) -> tuple[float, floa
         memory_limit_bytes=None,
     )
     source = open_source(store, deadline=Deadline("load", 3600.0), options=options)
-    keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
+    keys = [(fqn, box.offsets) for fqn, box in world.chunks(_RANK)]
     started = time.perf_counter()
     source.places(keys)
-    return plan_s, time.perf_counter() - started
+    return time.perf_counter() - started
 
 
 class _Remote:
@@ -360,10 +303,6 @@ class _Remote:
 
     def __getattr__(self, name: str) -> Any:  # whatever the store has
         return getattr(self._store, name)
-
-
-def _without_shards(store: Store) -> Store:
-    return cast("Store", _Remote(store))
 
 
 class _Counted:
@@ -401,20 +340,6 @@ _READS = frozenset({"get", "read", "stat", "list"})
 
 def _sizes(store: Store) -> dict[str, int]:
     return {entry.path: entry.size_bytes or 0 for entry in store.list("")}
-
-
-def _resident_bytes() -> int | None:
-    """Return the memory of this process that is in RAM; None where no file tells."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except FileNotFoundError:
-        return None
-    return int(pages) * resource.getpagesize()
-
-
-def _peak_resident_bytes() -> int:
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def main(arguments: Sequence[str], out: TextIO) -> None:
