@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from collections import Counter
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,13 +20,14 @@ from commit_tools import cleaned
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 
+import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointGoneError
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.source import model
 from ckpt_storage.store import open_store
-from ckpt_storage.store.store import Store
+from ckpt_storage.testing.posix_faults import FaultPosix
 
 ROUNDS = 30
 
@@ -164,24 +167,6 @@ def test_a_load_that_was_overtaken_says_that_the_save_is_gone(folder: Path) -> N
     assert loaded(reader) == 2
 
 
-def test_an_opener_that_was_overtaken_opens_the_new_head(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the manifest was freed between finding the head and reading it, it looks again."""
-    save(0, folder)
-    read_log = slotlog.read_log
-
-    def slow(store: Store, **known: Any) -> slotlog.CommitLog:
-        found = read_log(store, **known)
-        monkeypatch.setattr(slotlog, "read_log", read_log)
-        save(1, folder)
-        save(2, folder)
-        return found
-
-    monkeypatch.setattr(slotlog, "read_log", slow)
-    assert loaded(CheckpointStorageReader(folder)) == 2
-
-
 @pytest.mark.parametrize(
     ("module", "name"), [(verification, "read_manifest"), (model, "read_rank_manifest")]
 )
@@ -207,3 +192,42 @@ def test_a_verification_that_was_overtaken_begins_anew(
     head = slotlog.read_log(open_store(folder)).head
     assert head is not None
     assert report.save_id == head.save_id
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("load", "manifest.json"), ("open_checkpoint", "manifest.json"), ("load", ".distcp")],
+)
+def test_a_reader_whose_save_was_freed_reads_the_new_head(
+    tmp_path: Path, way: str, name: str
+) -> None:
+    """It looks again, and gives the values of the save that is there now."""
+    ckpt_storage.save({"w": torch.zeros(4)}, tmp_path)
+    left = [torch.ones(4), torch.full((4,), 2.0)]
+
+    class Overwriting(FaultPosix):
+        """Saves over the checkpoint just before one of its files is opened."""
+
+        def open_read(self, path: str) -> int:
+            while left and path.endswith(name):
+                ckpt_storage.save({"w": left.pop(0)}, tmp_path, overwrite=True)
+            return super().open_read(path)
+
+    with patch("ckpt_storage.store.backends.local.Posix", Overwriting):
+        if way == "load":
+            state = {"w": torch.empty(4)}
+            ckpt_storage.load(state, tmp_path)
+            found = state["w"]
+        else:
+            with ckpt_storage.open_checkpoint(tmp_path) as checkpoint:
+                found = checkpoint["w"].torch()
+    assert torch.equal(found, torch.full((4,), 2.0))
+
+
+def test_verify_of_what_was_opened_says_that_it_was_deleted(tmp_path: Path) -> None:
+    """A handle verifies the save that it was opened on, or says what became of it."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path / "c")
+    with ckpt_storage.open_checkpoint(tmp_path / "c") as opened:
+        shutil.rmtree(tmp_path / "c" / "commits")
+        with pytest.raises(ckpt_storage.CheckpointGoneError, match="was deleted since"):
+            opened.verify()

@@ -46,14 +46,10 @@ def circle() -> dict[str, Any]:
     return found
 
 
-def in_background(mode: Any) -> Callable[[dict[str, Any], Path], object]:
-    """Return what saves in the background."""
-
-    def act(state: dict[str, Any], path: Path) -> object:
-        with AsyncSaver(mode=mode, timeout=60, on_error="warn") as saver:
-            return saver.save(state, path).result(60)
-
-    return act
+def in_background(state: dict[str, Any], path: Path) -> object:
+    """Save in the background; a worker gets only what was staged."""
+    with AsyncSaver(mode="thread", timeout=60, on_error="warn") as saver:
+        return saver.save(state, path).result(60)
 
 
 def by_dcp(state: dict[str, Any], path: Path) -> None:
@@ -69,8 +65,7 @@ UINT4: torch.dtype = vars(torch)["uint4"]
 DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "save": ckpt_storage.save,
     "dcp.save": by_dcp,
-    "thread": in_background("thread"),
-    "process": in_background("process"),
+    "AsyncSaver": in_background,
 }
 
 # Of these torch's own planner fails under dcp.save, before a storage writer is asked.

@@ -1,4 +1,4 @@
-"""What a save and a load cost in memory beyond the state itself, as the kernel counts it."""
+"""What saves, loads and reads cost in memory beyond the values, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from pathlib import Path
 from typing import Any, Self
 
 import dcp_cases
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import ckpt_storage
+from ckpt_storage import open_checkpoint
 from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20
 STATE_MIB = 400
 SLACK_MIB = 40
 """Clients, checksums, tables, and what the allocator does not give back."""
+
+READ_MIB, READ_LIMIT_MIB = 160, 32
+READ_SLACK_MIB = 60
+"""Pieces of elements as float64, buffers of threads, and what the allocator keeps."""
 
 OPTIONS = {"memory_limit_bytes": 32 * MIB, "part_bytes": 4 * MIB}
 
@@ -159,3 +165,46 @@ def test_nothing_of_a_state_waits_for_the_collector(
         assert [ref() for ref in refs] == [None] * 3
     finally:
         gc.enable()
+
+
+def save_large(folder: Path) -> None:
+    """Save a tensor of 160 MiB twice, the second with one element changed; and warm up."""
+    large = torch.full((READ_MIB, MIB // 4), 0.5)
+    for name in ("left", "right"):
+        dcp_cases.save({"a": large, "b": large[:1]}, folder / name)
+        large[7, 7] = 3.0
+    opened = open_checkpoint(folder / "left")
+    opened.stats("b")
+    opened.diff(folder / "right", names=["b"])
+
+
+def peak_of_reading(_rank: int, folder: Path) -> dict[str, float]:
+    """Read, summarise and compare; return the peak of each in MiB."""
+    save_large(folder)
+    peaks: dict[str, float] = {}
+    left = open_checkpoint(folder / "left", memory_limit_bytes=READ_LIMIT_MIB * MIB)
+    right = open_checkpoint(folder / "right", memory_limit_bytes=READ_LIMIT_MIB * MIB)
+    with Peak() as peak:
+        assert left.stats("a").max == 0.5
+    peaks["stats"] = peak.mib
+    with Peak() as peak:
+        (change,) = left.diff(right).changed
+        assert change.at == (7, 7)
+    peaks["diff"] = peak.mib
+    with Peak() as peak:
+        assert left["a"][::3, ::5].shape == (54, 52_429)
+    peaks["strided"] = peak.mib - 54 * 52_429 * 4 / MIB
+    with Peak() as peak:
+        total = sum(float(row[0]) for row in left["a"])
+        assert total == READ_MIB / 2
+    peaks["rows"] = peak.mib
+    with Peak() as peak:
+        assert np.asarray(left["a"]).shape == (READ_MIB, MIB // 4)
+    peaks["whole"] = peak.mib - READ_MIB
+    return peaks
+
+
+def test_reading_is_bounded(ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing needs more than the limit and a few pieces, however large the tensor."""
+    (peaks,) = ranks.run(peak_of_reading, tmp_path, world_size=1)
+    assert {name: mib for name, mib in peaks.items() if mib > READ_LIMIT_MIB + READ_SLACK_MIB} == {}

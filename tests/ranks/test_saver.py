@@ -461,23 +461,6 @@ def test_two_savers_do_not_meet(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_two_savers, str(tmp_path), "process", world_size=2)
 
 
-def _sub_group(rank: int, folder: str, mode: Any) -> str:
-    if rank == 1:
-        return "does not take part"
-    group = dist.new_group([0, 2], use_local_synchronization=True)
-    with quick_saver(mode, process_group=group) as saver:
-        info = save_step(saver, folder, rank, 0).result(END_S)
-        save_step(saver, folder, rank, 1).result(END_S)
-    assert same(loaded(f"{folder}/step-0", rank), state_of(rank, 0))
-    return info.name
-
-
-def test_sub_group_saves_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """Members of a sub-group save; the others never call anything."""
-    names = ranks.run(_sub_group, str(tmp_path), "process", world_size=3)
-    assert names == ["step-0", "does not take part", "step-0"]
-
-
 def _short_group(rank: int, folder: str) -> list[object]:
     """Save in a group from several threads, and with a saver; leave it and forget it."""
     alone = dist.new_group([0])
