@@ -254,10 +254,9 @@ class Worker:
             # A thread of it may still read the state that is given up now.
             self.close()
         operation.is_void = outcome.is_void
-        if outcome.error is not None:
-            raise outcome.error
-        assert outcome.info is not None  # noqa: S101  # there is one or the other
-        return outcome.info
+        if isinstance(outcome.found, CheckpointError):
+            raise outcome.found
+        return outcome.found
 
 
 class _Run:

@@ -102,10 +102,9 @@ class Beat:
 class Outcome:
     """How a save ended; `is_clean`: no thread was left behind that may still read the state."""
 
-    info: CheckpointInfo | None = None
-    error: CheckpointError | None = None
-    is_clean: bool = True
-    is_void: bool = False
+    found: CheckpointInfo | CheckpointError
+    is_clean: bool
+    is_void: bool
 
 
 def _step(name: str) -> Any:  # noqa: ANN401  # each step has a type of its own
@@ -197,35 +196,37 @@ class _Worker:
             self._send(outcome)
 
     def _outcome(self, job: Job) -> Outcome:
-        info: CheckpointInfo | None = None
-        failure: CheckpointError | None = None
-        memory = self._arenas[job.arena_id]
+        found: CheckpointInfo | CheckpointError
         try:
             with as_checkpoint_errors(f"the save to {job.url}", self._group.rank):
-                if job.plan is not None:
-                    self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
-                    for key in list(self._plans)[:-KEPT_PLANS]:
-                        del self._plans[key]
-                plan, options = self._plans[job.plan_key], _options(job.options)
-                self._operation = PipedOperation(
-                    self._send, self._group, job.number, options.timeouts
-                )
-                info = run_save(
-                    self._operation,
-                    job.url,
-                    options,
-                    lambda: staged_part(plan, job.places, memory, options.planner),
-                    in_background=True,
-                )
+                found = self._run(job)
         except CheckpointError as error:
-            failure = travelling(error)
+            found = travelling(error)
         begun = self._operation
         return Outcome(
-            info=info,
-            error=failure,
+            found=found,
             is_clean=abandoned_thread_count() == 0,
             is_void=begun is not None and begun.is_void,
         )
+
+    def _run(self, job: Job) -> CheckpointInfo:
+        if job.plan is not None:
+            self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
+            for key in list(self._plans)[:-KEPT_PLANS]:
+                del self._plans[key]
+        try:
+            options: SaveOptions = pickle.loads(job.options)  # noqa: S301  # our trainer's
+        except BaseException as error:
+            raise InvalidInputError(
+                "The planner or another argument cannot be read in the worker process: "
+                f"{type(error).__name__}: {error}.",
+                phase="plan",
+                next_step="Define its class at the top of a module, or use mode='thread'.",
+            ) from error
+        plan, memory = self._plans[job.plan_key], self._arenas[job.arena_id]
+        part = staged_part(plan, job.places, memory, options.planner)
+        self._operation = PipedOperation(self._send, self._group, job.number, options.timeouts)
+        return run_save(self._operation, job.url, options, lambda: part, in_background=True)
 
     def _beat(self) -> None:
         pause, parent_pid = threading.Event(), os.getppid()
@@ -250,7 +251,11 @@ class _Worker:
                 message = self._pipe.recv()
                 operation = self._operation
                 if isinstance(message, Job):
-                    self._take_memory(message)
+                    for arena_id in set(self._arenas) - set(message.arena_ids):
+                        del self._arenas[arena_id]
+                    if message.with_file:
+                        file = reduction.recv_handle(self._pipe)
+                        self._arenas[message.arena_id] = map_shared(file, message.arena_bytes)
                     self._jobs.put(message)
                 elif operation is not None and isinstance(message, Reply):
                     operation.replies.put(message)
@@ -259,26 +264,6 @@ class _Worker:
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)
-
-    def _take_memory(self, job: Job) -> None:
-        for arena_id in set(self._arenas) - set(job.arena_ids):
-            del self._arenas[arena_id]
-        if job.with_file:
-            file = reduction.recv_handle(self._pipe)
-            self._arenas[job.arena_id] = map_shared(file, job.arena_bytes)
-
-
-def _options(packed: bytes) -> SaveOptions:
-    try:
-        options: SaveOptions = pickle.loads(packed)  # noqa: S301  # from our own trainer
-    except BaseException as error:
-        raise InvalidInputError(
-            "The planner or another argument cannot be read in the worker process: "
-            f"{type(error).__name__}: {error}.",
-            phase="plan",
-            next_step="Define its class at the top of a module, or use mode='thread'.",
-        ) from error
-    return options
 
 
 def worker_main(rank: int, world_size: int, log_level: int, pipe: Connection) -> None:
