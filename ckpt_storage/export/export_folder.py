@@ -21,6 +21,7 @@ from ckpt_storage.format.exports import (
     ExportRecord,
     Holder,
     Names,
+    Sealed,
     export_path,
     is_file_record,
     is_output_file,
@@ -35,7 +36,7 @@ from ckpt_storage.store.store import Store
 
 from .folder import FolderOutput, holder_of, listed, trusted
 from .layout import Layout
-from .output import Made, Sealed, Site, Taken
+from .output import Made, Site, Taken
 from .plan import Plan
 from .weights import index_document, with_suffix
 

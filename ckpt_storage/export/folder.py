@@ -30,7 +30,7 @@ from ckpt_storage.format.exports import (
     HOLDER_PATH,
     INDEX_NAME,
     Holder,
-    WeightFileRecord,
+    Sealed,
     is_file_record,
     is_output_file,
     is_weight_file,
@@ -38,10 +38,10 @@ from ckpt_storage.format.exports import (
     weight_file_path,
 )
 from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker
-from ckpt_storage.store.backend import ObjectInfo, Part
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
-from .output import Made, Output, Sealed, Site, Taken
+from .output import Made, Output, Site, Taken
 from .plan import Plan
 
 log = logging.getLogger("ckpt_storage")
@@ -62,14 +62,7 @@ class FolderOutput(Output):
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
-        record = WeightFileRecord(
-            fingerprint=identity,
-            file=sealed.file,
-            token=sealed.token,
-            write_id=sealed.write_id,
-            parts=[part.to_json() for part in sealed.parts],
-        )
-        self.store.replace(weight_file_path(identity, number), record.encode())
+        self.store.replace(weight_file_path(identity, number), sealed.encode(identity))
 
     def hold(self, earlier: Holder | None) -> Taken:
         """Become the holder, and end the uploads that an earlier one left open.
@@ -120,19 +113,13 @@ class FolderOutput(Output):
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
         found: list[Sealed] = []
-
-        def decode(path: str, data: bytes) -> None:
-            one = WeightFileRecord.decode(data, path=path)
-            if one.fingerprint == self.plan.identity:
-                parts = tuple(Part.from_json(part) for part in one.parts)
-                found.append(
-                    Sealed(file=one.file, token=one.token, write_id=one.write_id, parts=parts)
-                )
+        identity = self.plan.identity
 
         def read(path: str) -> None:
-            trusted(self.store, path, partial(decode, path))
+            decode = partial(Sealed.decode, path=path, fingerprint=identity)
+            found.extend(filter(None, [trusted(self.store, path, decode)]))
 
-        paths = [one.path for one in listed(self.store, records_folder(self.plan.identity))]
+        paths = [one.path for one in listed(self.store, records_folder(identity))]
         self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
         return found
 

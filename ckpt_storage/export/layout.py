@@ -6,13 +6,15 @@ Pure values. A layout says nothing of ranks, of storages, or of which file a sto
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import TensorInfo
+
+T = TypeVar("T")
 
 Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
 
@@ -152,6 +154,31 @@ def out_file(
         crc32c=crc32c,
         edges=tuple(edges),
     )
+
+
+def split_by_size(
+    values: Iterable[T], max_file_bytes: int, size_of: Callable[[T], int]
+) -> list[list[T]]:
+    """Return the values per file, cut as Hugging Face's libraries cut.
+
+    A file is closed by the first value that would not fit; one that is larger than a file may be
+    gets its own, and what came before it goes on filling its file
+    (`huggingface_hub.split_state_dict_into_shards_factory`).
+    """
+    groups: list[list[T]] = []
+    current: list[T] = []
+    current_bytes = 0
+    for value in values:
+        size = size_of(value)
+        if size > max_file_bytes:
+            groups.append([value])
+            continue
+        if current and current_bytes + size > max_file_bytes:
+            groups.append(current)
+            current, current_bytes = [], 0
+        current.append(value)
+        current_bytes += size
+    return [*groups, current] if current else groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

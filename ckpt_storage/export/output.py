@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_storage._version import __version__
 from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.exports import Sealed
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, endpoint_of, open_store
-from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
@@ -92,16 +92,6 @@ class Site:
     def close(self) -> None:
         """Close all stores."""
         self._stores.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """A file of which every byte is durable; without its name yet if there is a token."""
-
-    file: FileRef
-    token: str = ""
-    write_id: str = ""
-    parts: Sequence[Part] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

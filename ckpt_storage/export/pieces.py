@@ -35,11 +35,10 @@ _COPY_BYTES = 256 << 20
 class Piece:
     """Elements of one chunk of the source that go to one place of an output file.
 
-    Source: `region` of the chunk of `segment` that begins at `chunk_offsets` (None: stored bytes),
-    seen as an array of `chunk_sizes`; 1-dimensional where its elements follow one another in the
-    segment, so that its part of an interval is one run.
-    Destination: the array of shape `dest_sizes` whose first byte is byte `dest_start` of the file;
-    in it the box of `region.sizes` at `dest_offsets`.
+    Source: `region` of the chunk that begins at `chunk_offsets` (None: stored bytes), seen as an
+    array of `chunk_sizes`; 1-dimensional where its elements follow one another in the segment.
+    Destination: the array of shape `dest_sizes` that begins at byte `dest_start` of the file; in it
+    the box of `region.sizes` at `dest_offsets`.
     """
 
     segment: Elements | Stored
@@ -120,9 +119,6 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of bytes [first, last) of the file, of a segment that begins at `origin`."""
     wanted, size = segment.box, segment.item_bytes
-    if info.chunk_at(wanted.offsets) == wanted:
-        yield _run_piece(segment, wanted.offsets, wanted.volume, origin, first, last)
-        return
     targets, at = [], first
     for inner in interval_boxes(wanted.sizes, (first - origin) // size, (last - origin) // size):
         offsets = tuple(a + b for a, b in zip(inner.offsets, wanted.offsets, strict=True))

@@ -47,13 +47,11 @@ class Region:
 class Plan:
     """All that is written, and by whom.
 
-    Every byte is in one of `regions`, which are in order, but for the files of `checks`, position
-    to rank: they are said to be complete, and their rank reads them back, and writes those that are
-    damaged. Files without bytes are the coordinator's.
-
-    `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places; neither
-    for ranks nor for names of files. `able` is the output storage, and `part_bytes` the size of a
-    part that suits it: smaller ones are planned where that balances the ranks.
+    Every byte is in one of `regions`, in order, but for files said to be complete. `checks`
+    maps their positions to the rank that reads them back, and makes damaged ones again. Files
+    without bytes are the coordinator's. `identity` (sha256, hex) stands for the content, not for
+    ranks or file names. `able` is the output storage, and `part_bytes` suits it: smaller parts are
+    planned where that balances the ranks.
     """
 
     layout: Layout

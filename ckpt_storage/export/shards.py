@@ -10,7 +10,7 @@ import pickle
 import socket
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.source.model import TensorInfo
 
-from .layout import Elements, Fixed, Layout, Segment, boxes_of, elements_of, out_file
+from .layout import Elements, Fixed, Layout, Segment, boxes_of, elements_of, out_file, split_by_size
 from .write import Span, joined
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def lay_out_shards(
     fqns: dict[str, int] = {}
     dtypes: dict[str, int] = {}
     files, tables = [], []
-    for number, group in enumerate(_groups(tensors, blobs, max_file_bytes)):
+    chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
+    values: list[tuple[str, Segment]] = [*chunks, *sorted(blobs.items())]
+    for number, group in enumerate(split_by_size(values, max_file_bytes, _filling_bytes)):
         segments: list[Segment] = []
         edges: list[int] = []
         rows: list[tuple[Any, ...]] = []
@@ -88,28 +90,15 @@ def lay_out_shards(
     return Shards(layout=layout, tables=tables, fqns=list(fqns), dtypes=list(dtypes))
 
 
+def _filling_bytes(value: tuple[str, Segment]) -> int:
+    # Objects never fill a file.
+    return value[1].size_bytes if isinstance(value[1], Elements) else 0
+
+
 _COLUMNS = (
     *("fqn", "dtype", "offsets", "sizes"),
     *("item_start", "item_bytes", "payload_start", "payload_bytes"),
 )
-
-
-def _groups(
-    tensors: Iterable[TensorInfo], blobs: Mapping[str, Segment], max_file_bytes: int
-) -> Iterator[list[tuple[str, Segment]]]:
-    """Yield what goes into each file; objects never fill one."""
-    group: list[tuple[str, Segment]] = []
-    size = 0
-    chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
-    for fqn, part in [*chunks, *sorted(blobs.items())]:
-        part_bytes = part.size_bytes if isinstance(part, Elements) else 0
-        if group and size + part_bytes > max_file_bytes:
-            yield group
-            group, size = [], 0
-        group.append((fqn, part))
-        size += part_bytes
-    if group:
-        yield group
 
 
 def rank_manifest(

@@ -9,17 +9,20 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .layout import Elements, Fixed, Layout, OutFile, boxes_of, elements_of, out_file
+from .layout import Elements, Fixed, Layout, OutFile, boxes_of, elements_of, out_file, split_by_size
 from .options import ConsolidateOptions
 from .select import choose_model
 
 DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
+
+_size_of = attrgetter("size_bytes")
 
 
 def lay_out_model(
@@ -31,7 +34,7 @@ def lay_out_model(
     """
     tensors, skipped = choose_model(source, options, ties)
     if options.fqn_to_index_mapping is None:
-        groups = _split_by_size(tensors, options.file_limit_bytes)
+        groups = split_by_size(tensors, options.file_limit_bytes, _size_of)
     else:
         groups = _split_by_index(tensors, options.fqn_to_index_mapping)
     return Layout(files=_weight_files(groups), skipped=skipped)
@@ -39,7 +42,7 @@ def lay_out_model(
 
 def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
     """Return weight files of all `tensors` under their FQNs, in order."""
-    groups = _split_by_size(list(map(elements_of, tensors)), max_file_bytes)
+    groups = split_by_size(map(elements_of, tensors), max_file_bytes, _size_of)
     return Layout(files=_weight_files(groups or [[]]))
 
 
@@ -95,29 +98,6 @@ def index_document(
         "weight_map": {one.name: file.name for file in layout.files for one in file.elements},
     }
     return (json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _split_by_size(tensors: Sequence[Elements], max_file_bytes: int) -> list[list[Elements]]:
-    """Return the tensors per file, cut as Hugging Face's libraries cut.
-
-    A file is closed by the first tensor that would not fit; one that is larger than a file may be
-    gets its own, and what came before it goes on filling its file
-    (`huggingface_hub.split_state_dict_into_shards_factory`).
-    """
-    groups: list[list[Elements]] = []
-    current: list[Elements] = []
-    current_bytes = 0
-    for tensor in tensors:
-        size = tensor.size_bytes
-        if size > max_file_bytes:
-            groups.append([tensor])
-            continue
-        if current and current_bytes + size > max_file_bytes:
-            groups.append(current)
-            current, current_bytes = [], 0
-        current.append(tensor)
-        current_bytes += size
-    return [*groups, current] if current else groups
 
 
 def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> list[list[Elements]]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .output import Made, Output, Sealed, Taken
+from .output import Made, Output, Taken
 from .plan import Region
 from .write import UNKNOWN_CRC, Portion, RegionWriter, Span, joined
 
@@ -50,7 +51,7 @@ class _Result:
     """What one rank did: portions; receipts of shared files; files it sealed or found sound."""
 
     portions: list[Portion] = field(default_factory=list)
-    receipts: dict[int, Sequence[Part]] = field(default_factory=dict)
+    receipts: dict[int, list[Part]] = field(default_factory=dict)
     sealed: dict[int, Sealed] = field(default_factory=dict)
 
 
@@ -192,7 +193,8 @@ class Work:
         else:
             file = self._reference(at, joined(portion.spans)[2])
             if self._is_together and file.crc32c != UNKNOWN_CRC:
-                token, write_id, parts = upload.token(), upload.write_id, upload.receipts()
+                parts = [part.to_json() for part in upload.receipts()]
+                token, write_id = upload.token(), upload.write_id
                 self._seal(at, Sealed(file=file, token=token, write_id=write_id, parts=parts))
             else:
                 upload.complete(region.file_bytes)
@@ -209,7 +211,7 @@ class Work:
             for portion in result.portions:
                 spans.setdefault(portion.file, []).extend(portion.spans)
         for at in self._shared:
-            parts = [part for one in results for part in one.receipts.get(at, ())]
+            parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
             sealed[at] = Sealed(file=self._reference(at, joined(spans[at])[2]), parts=parts)
         self._task.check_unchanged()
         self._output.check_held()
@@ -217,7 +219,7 @@ class Work:
         def name(at: int, one: Sealed) -> None:
             file, own = one.file, self._shared.get(at)
             upload = own or self._site.target.join(file.path, one.token, write_id=one.write_id)
-            upload.complete(file.size_bytes, receipts=one.parts)
+            upload.complete(file.size_bytes, receipts=[*map(Part.from_json, one.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
             elif at in self._taken.sealed and not self._is_sound(file):

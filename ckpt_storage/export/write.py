@@ -118,11 +118,10 @@ End = Callable[[Region, Upload, Portion], None]
 
 
 class RegionWriter:
-    """Writes regions of a plan on one rank, paced by both storages.
+    """Writes regions of a plan on one rank, within the memory limit, paced by both storages.
 
-    Buffers take at most `options.memory_limit_bytes` of the process's budget. `on_bytes` gets the
-    bytes that are done; it is called from several threads. After a failure the writer must not be
-    used again, since a thread that hangs may still fill a buffer.
+    `on_bytes` gets the bytes that are done, in several threads. After a failure the writer must not
+    be used again: a thread that hangs may still fill a buffer.
     """
 
     def __init__(
@@ -154,8 +153,8 @@ class RegionWriter:
         """Write all parts of all regions side by side.
 
         Where the storage wants parts in order, each region is one thread's. `begin` gives the
-        upload of a region; `end` is called, in some thread, once all of the region was written to
-        it. Raises what the stores raise, naming tensor and rank.
+        upload of a region; `end` is called, in some thread, once all of it was written. Raises what
+        the stores raise, naming tensor and rank.
         """
         site, options = self.site, self.site.options
         count = max(options.thread_count, _LEAST_THREADS)

@@ -24,7 +24,7 @@ __all__ = [
     "Holder",
     "IndexTag",
     "Names",
-    "WeightFileRecord",
+    "Sealed",
     "export_path",
     "is_file_record",
     "is_output_file",
@@ -139,36 +139,39 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFileRecord:
+class Sealed:
     """A file of which every byte is durable.
 
     With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
     has to be completed with.
     """
 
-    fingerprint: str
     file: FileRef
     token: str = ""
     write_id: str = ""
     parts: Sequence[Sequence[int | str | None]] = ()
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body: dict[str, Any] = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+    def encode(self, fingerprint: str) -> bytes:
+        """Return the sealed document of a file of that output."""
+        body: dict[str, Any] = {"fingerprint": fingerprint, "file": self.file.as_json()}
         if self.token:
             parts = [list(part) for part in self.parts]
             body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
         return _sealed("weight_file", body, {})
 
     @classmethod
-    def decode(cls, data: bytes, *, path: str) -> Self:
-        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
+    def decode(cls, data: bytes, *, path: str, fingerprint: str) -> Self:
+        """Return what a document says of a file of that output.
+
+        Raises `IntegrityError`, `FormatError`.
+        """
         get = _opened(data, "weight_file", path)
         parts = get.body.get("parts", [])
         if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
             get.fail("has no list of parts")
+        if _fingerprint(get) != fingerprint:
+            get.fail("is of another output")
         return cls(
-            fingerprint=_fingerprint(get),
             file=get.object("file").ref(),
             token=str(get.body.get("token", "")),
             write_id=str(get.body.get("write_id", "")),

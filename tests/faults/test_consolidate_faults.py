@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,7 @@ def model(version: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": seeded(10 * version + i, 300, 100) for i in range(4)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How one rank ended."""
-
-    report: ConsolidationReport | None = None
-    error: BaseException | None = None
+Ended = ConsolidationReport | BaseException
 
 
 class Folder:
@@ -90,16 +84,11 @@ class Folder:
         self.whole: dict[int, cases.Tensors] = {}
         for version in (1, 2):
             self.run(version, f"whole{version}")
-            self.whole[version] = tensors_of(self.files(f"whole{version}"))
+            self.whole[version] = tensors_of(files_in(root / f"whole{version}"))
 
     def _wrapped(self, location: Location, backend: Backend) -> Backend:
         is_output = not location.path.endswith(("v1", "v2"))
         return self._wrap(self._rank.value, backend) if is_output else backend
-
-    @property
-    def rank_of_this_thread(self) -> int:
-        """The rank that this thread plays."""
-        return int(self._rank.value)
 
     def fresh(self, kind: str) -> str:
         """Return a new output folder; for "replace" with an export of version 1 in it."""
@@ -108,10 +97,6 @@ class Folder:
         if kind == "replace":
             shutil.copytree(self.root / "old", self.root / folder)
         return folder
-
-    def files(self, folder: str) -> dict[str, bytes]:
-        """Return what lies in an output folder."""
-        return files_in(self.root / folder)
 
     def run(
         self,
@@ -142,11 +127,9 @@ class Folder:
             try:
                 with coordinator.operation("the test", timeouts=job.setting.timeouts) as operation:
                     operation.meet(job.terms())
-                    report = run_consolidate(operation, job)
+                    ended[rank] = run_consolidate(operation, job)
             except BaseException as error:  # noqa: BLE001  # the death of a process, too
-                ended[rank] = Ended(error=error)
-            else:
-                ended[rank] = Ended(report=report)
+                ended[rank] = error
 
         threads = [
             threading.Thread(target=rank_main, args=(rank,), daemon=True)
@@ -198,7 +181,7 @@ def test_every_fault_of_a_rank_is_survived(
     file_count = {2: 1, 3: 4}[world_size]
     folder.run(2, reference, world_size=world_size, wrap=watch, file_count=file_count)
     calls: Sequence[Call] = dry[faulty].script.calls
-    whole = folder.files(reference)
+    whole = files_in(folder.root / reference)
     assert folder.version_of(whole) == 2
     for action, (number, call) in itertools.product(ACTIONS, enumerate(calls)):
         if ACTIONS[action] and call.operation not in ACTIONS[action].split("|"):
@@ -211,17 +194,17 @@ def test_every_fault_of_a_rank_is_survived(
             return FaultBackend(backend, [rule] if rank == faulty else [])
 
         ended = folder.run(2, output, world_size=world_size, wrap=wrap, file_count=file_count)
-        files = folder.files(output)
+        files = files_in(folder.root / output)
         version = folder.version_of(files)
-        failed = [one.error for one in ended if one.error is not None]
+        failed = [one for one in ended if isinstance(one, BaseException)]
         assert len(failed) in {0, world_size}, at
         assert all(isinstance(one, CheckpointError | SimulatedCrash) for one in failed), at
         assert version in ({1, 2} if kind == "replace" else {None, 2}) if failed else {2}, at
         if failed and action == "error" and call.operation != "abort_upload":
             assert not _half_written(files), at
-        again = folder.run(2, output, file_count=file_count)
-        assert again[0].error is None, f"{at}: {again[0].error!r}"
-        assert _content(folder.files(output)) == _content(whole), at
+        again = folder.run(2, output, file_count=file_count)[0]
+        assert isinstance(again, ConsolidationReport), f"{at}: {again!r}"
+        assert _content(files_in(folder.root / output)) == _content(whole), at
         shutil.rmtree(folder.root / output)
 
 
@@ -243,9 +226,7 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return what must be the same however often a run died; who and when does not count."""
     kept: dict[str, Any] = {}
     for name, data in files.items():
-        kept[name] = data
-        if name.startswith(".ckpt-storage/"):
-            kept[name] = None
+        kept[name] = None if name.startswith(".ckpt-storage/") else data
         if name.endswith("output.json"):
             body = json.loads(data)["body"]
             kept[name] = (body["files"], body["index"])
@@ -258,7 +239,7 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
     output = "run/hf"
 
     folder.run(2, output, wrap=dying_at("complete_upload", 3), file_count=4)
-    files = folder.files(output)
+    files = files_in(folder.root / output)
     assert len([name for name in files if name.endswith(".safetensors")]) == 3
     assert folder.version_of(files) is None
     url = str(folder.root / output)
@@ -270,24 +251,24 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
         assert "still being written" in problem.message
         told = cli_tools.call("verify", checked)
         assert (told.exit_code, "still being written" in told.stdout) == (1, True)
-    assert folder.run(2, output, file_count=4)[0].error is None
-    assert folder.version_of(folder.files(output)) == 2
+    assert isinstance(folder.run(2, output, file_count=4)[0], ConsolidationReport)
+    assert folder.version_of(files_in(folder.root / output)) == 2
     assert ckpt_storage.verify(str(folder.root / "run")).ok
 
 
 def test_files_get_their_names_together(folder: Folder) -> None:
     """Who lists sees none of a new export before all are written; other ranks keep them all."""
     output = folder.fresh("replace")
-    before = {name for name in folder.files(output) if name.endswith(".safetensors")}
+    before = {name for name in files_in(folder.root / output) if name.endswith(".safetensors")}
     folder.run(2, output, wrap=dying_at("complete_upload"), file_count=4)
-    files = folder.files(output)
+    files = files_in(folder.root / output)
     assert {name for name in files if name.endswith(".safetensors")} == before
     assert len([name for name in files if ".tmp-" in name]) == 4
-    report = folder.run(2, output, world_size=3, file_count=4)[0].report
-    assert report is not None
+    report = folder.run(2, output, world_size=3, file_count=4)[0]
+    assert isinstance(report, ConsolidationReport)
     assert len(report.resumed) == 4
     assert not any(report.rank_bytes)
-    assert folder.version_of(folder.files(output)) == 2
+    assert folder.version_of(files_in(folder.root / output)) == 2
 
 
 def test_a_record_of_other_content_is_not_trusted(folder: Folder) -> None:
@@ -295,12 +276,12 @@ def test_a_record_of_other_content_is_not_trusted(folder: Folder) -> None:
     output = folder.fresh("first")
 
     folder.run(1, output, wrap=dying_at("put.*", path="index"))
-    assert folder.version_of(folder.files(output)) is None
+    assert folder.version_of(files_in(folder.root / output)) is None
     (ended,) = folder.run(2, output)
-    assert ended.report is not None
-    assert not ended.report.resumed
-    assert folder.version_of(folder.files(output)) == 2
-    assert len([name for name in folder.files(output) if name.endswith(".safetensors")]) == 2
+    assert isinstance(ended, ConsolidationReport)
+    assert not ended.resumed
+    assert folder.version_of(files_in(folder.root / output)) == 2
+    assert len(list((folder.root / output).glob("*.safetensors"))) == 2
 
 
 def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> None:
@@ -321,10 +302,10 @@ def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> Non
             return super().get(path, max_bytes=max_bytes)
 
     (ended,) = folder.run(1, output, wrap=lambda _, backend: Overtaken(backend), file_count=4)
-    assert [one.error for one in overtaken] == [None]
-    assert isinstance(ended.error, ConsolidationError)
-    assert "taken over" in str(ended.error)
-    assert folder.version_of(folder.files(output)) == 2
+    assert isinstance(overtaken[0], ConsolidationReport)
+    assert isinstance(ended, ConsolidationError)
+    assert "taken over" in str(ended)
+    assert folder.version_of(files_in(folder.root / output)) == 2
 
 
 @pytest.mark.parametrize(
@@ -333,7 +314,7 @@ def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> Non
 def test_a_damaged_shard_publishes_nothing(folder: Folder, what: str, kind: str) -> None:
     """Both ranks raise an error that names file and tensor; the old export stays as it was."""
     output = folder.fresh(kind)
-    before = folder.files(output)
+    before = files_in(folder.root / output)
     (shard,) = (folder.root / "v2").glob("saves/*/*.distcp")
     data = shard.read_bytes()
     try:
@@ -346,15 +327,13 @@ def test_a_damaged_shard_publishes_nothing(folder: Folder, what: str, kind: str)
     finally:
         shard.write_bytes(data)
     for one in ended:
-        assert isinstance(one.error, IntegrityError | RankFailedError), ended
-        assert shard.name in str(one.error)
-        assert "model.w" in str(one.error)
-        assert "rank 0" in str(one.error)
-    files = folder.files(output)
+        assert isinstance(one, IntegrityError | RankFailedError), ended
+        assert all(what in str(one) for what in (shard.name, "model.w", "rank 0"))
+    files = files_in(folder.root / output)
     assert folder.version_of(files) == (1 if before else None)
     weights = [name for name in files if name.endswith(".safetensors")]
     assert weights == [name for name in before if name.endswith(".safetensors")]
-    assert folder.run(2, output)[0].error is None
+    assert isinstance(folder.run(2, output)[0], ConsolidationReport)
 
 
 def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
@@ -389,8 +368,8 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
         return Member(backend) if rank else Keeper(backend)
 
     for one in folder.run(2, folder.fresh("replace"), world_size=2, wrap=wrap, file_count=1):
-        assert isinstance(one.error, IntegrityError | RankFailedError), one
-        assert shard.name in str(one.error)
+        assert isinstance(one, IntegrityError | RankFailedError), one
+        assert shard.name in str(one)
 
 
 def test_an_output_that_only_one_node_has_is_refused(folder: Folder) -> None:
@@ -402,6 +381,6 @@ def test_an_output_that_only_one_node_has_is_refused(folder: Folder) -> None:
         return backend_of(own, Settings(sync_files=False)) if rank else backend
 
     for one in folder.run(2, output, world_size=2, wrap=wrap):
-        assert isinstance(one.error, CheckpointError)
-        assert "what rank 0 writes there is not seen" in str(one.error)
-    assert folder.files(output) == {}
+        assert isinstance(one, CheckpointError)
+        assert "what rank 0 writes there is not seen" in str(one)
+    assert files_in(folder.root / output) == {}
