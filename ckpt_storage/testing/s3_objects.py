@@ -6,7 +6,6 @@ Bodies are lists of views, which are never copied and, once stored, never change
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 import secrets
 import threading
@@ -15,39 +14,43 @@ import time
 # Only test clients on this machine reach the server, and expat expands no external entities.
 import xml.etree.ElementTree as ET
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
 from crc32c import crc32c
 
-_SOURCE, _CHECKSUM, _PAGE = "x-amz-copy-source", "x-amz-checksum-", "encoding-type prefix"
-_CONDITIONS = "if-match if-none-match"
-# What is asked for: the name of the operation, and the parameters and conditions it knows.
+_SOURCE, _CHECKSUM = "x-amz-copy-source", "x-amz-checksum-"
+_MARKERS = ("uploads", "uploadId", "delete", "list-type")
+# Operations by method, place, marker among the parameters, and whether it is a copy.
 _ROUTES = {
-    "HEAD bucket": ("head_bucket", ""),
-    "GET bucket list-type": ("list", f"list-type {_PAGE} max-keys delimiter continuation-token"),
-    "GET bucket uploads": (
-        "list_uploads",
-        f"uploads {_PAGE} max-uploads key-marker upload-id-marker",
-    ),
-    "POST bucket delete": ("bulk_delete", "delete"),
-    "GET object": ("get", "if-match"),
-    "HEAD object": ("head", "if-match"),
-    "PUT object": ("put", _CONDITIONS),
-    "PUT object copy": ("copy", f"{_CONDITIONS} {_SOURCE}-if-match"),
-    "DELETE object": ("delete", "if-match"),
-    "POST object uploads": ("create_upload", "uploads"),
-    "PUT object uploadId": ("part", "partNumber uploadId"),
-    "PUT object uploadId copy": ("part_copy", f"partNumber uploadId {_SOURCE}-if-match"),
-    "POST object uploadId": ("complete", f"uploadId {_CONDITIONS}"),
-    "DELETE object uploadId": ("abort", "uploadId"),
+    "HEAD bucket": "head_bucket",
+    "GET bucket list-type": "list",
+    "GET bucket uploads": "list_uploads",
+    "POST bucket delete": "bulk_delete",
+    "GET object": "get",
+    "HEAD object": "head",
+    "PUT object": "put",
+    "PUT object copy": "copy",
+    "DELETE object": "delete",
+    "POST object uploads": "create_upload",
+    "PUT object uploadId": "part",
+    "PUT object uploadId copy": "part_copy",
+    "POST object uploadId": "complete",
+    "DELETE object uploadId": "abort",
 }
-_KNOWN = {op: {*words.split(), "x-id"} for op, words in _ROUTES.values()}
-_CRCS = {"crc32": zlib.crc32, "crc32c": crc32c}
+_KNOWN = {
+    *(*_MARKERS, "if-match", "if-none-match", f"{_SOURCE}-if-match"),
+    *("continuation-token", "delimiter", "encoding-type", "key-marker", "max-keys", "max-uploads"),
+    *("partNumber", "prefix", "upload-id-marker", "x-id"),
+}
+"""Parameters and conditions."""
+_CRCS = {f"{_CHECKSUM}crc32": zlib.crc32, f"{_CHECKSUM}crc32c": crc32c}
+_SETTINGS = {_CHECKSUM + name for name in ("algorithm", "mode", "type")}
 
 Body = list[memoryview]
 _Home = dict[str, "_Stored"]
@@ -57,67 +60,82 @@ _Parts = dict[int, "_Stored"]
 class Answer(NamedTuple):
     """An answer; its length is added when it is sent."""
 
-    status: int
-    headers: Mapping[str, str]
-    body: Body
+    status: int = 200
+    headers: Mapping[str, str] = MappingProxyType({})
+    body: Sequence[memoryview] = ()
 
 
 @dataclass
 class S3Error(Exception):
-    """A refusal: HTTP status, S3's code, and the condition that failed, if one did."""
+    """A refusal: HTTP status and S3's code."""
 
     status: int
     code: str
     message: str = ""
-    condition: str | None = None
+
+    def answer(self) -> Answer:
+        """Return the answer that tells of it."""
+        return _document("Error", {"Code": self.code, "Message": self.message}, self.status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request of path style; names of headers are in lower case."""
 
-    op: str
+    method: str
     bucket: str
     key: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    body: Body
-    time_s: float = field(default_factory=time.time)
+    body: Body = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        """What is asked for, "unknown" if that is not implemented."""
+        place = "object" if self.key else "bucket" if self.bucket else "service"
+        marker = [name for name in _MARKERS if name in self.query]
+        copy = ["copy"] if _SOURCE in self.headers else []
+        return _ROUTES.get(" ".join([self.method, place, *marker, *copy]), "unknown")
 
     def checksum(self) -> dict[str, str]:
         """Return the header with a checksum of the body, if there is one."""
-        names = {name for name in self.headers if name.startswith(_CHECKSUM)}
-        names -= {_CHECKSUM + other for other in ("algorithm", "mode", "type")}
-        if len(names) > 1 or (not names and "x-amz-sdk-checksum-algorithm" in self.headers):
-            raise S3Error(400, "InvalidRequest", "Expecting a single x-amz-checksum- header")
-        if names - {_CHECKSUM + known for known in _CRCS}:
-            raise S3Error(501, "NotImplemented", f"{names}")
-        return {name: self.headers[name] for name in names}
+        names = [name for name in self.headers if name.startswith(_CHECKSUM)]
+        return {name: self.headers[name] for name in names if name not in _SETTINGS}
+
+    def checksum_of(self, body: Body) -> dict[str, str]:
+        """Return the checksum of parts, or of their object, that this beginning asked for."""
+        name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
+        return {name: _digest(name, body)} if name != _CHECKSUM else {}
 
     def spelt(self, name: str) -> str:
         """Return a name for a listing: percent-encoded if asked, as XML cannot hold every name."""
         return quote(name) if self.query.get("encoding-type") == "url" else name
+
+    def limit(self, name: str, most: int) -> int:
+        """Return how many entries of a listing are asked for."""
+        return min(most, int(self.query.get(name, most)))
 
     def kept(self) -> dict[str, str]:
         """Return the headers that stay with an object."""
         kept = {name: text for name, text in self.headers.items() if name.startswith("x-amz-meta-")}
         return {"content-type": self.headers.get("content-type", "binary/octet-stream"), **kept}
 
-    def items(self, root_name: str, name: str) -> list[dict[str, str]]:
+    def items(self, name: str) -> list[dict[str, str]]:
         """Return the elements of that name in the document in the body, at least one."""
         try:
-            root = ET.fromstring(b"".join(self.body))  # noqa: S314 - as for the import
+            found = [
+                {child.tag.rpartition("}")[2]: child.text or "" for child in node}
+                for node in ET.fromstring(b"".join(self.body))  # noqa: S314 - as for the import
+                if node.tag.rpartition("}")[2] == name
+            ]
         except ET.ParseError:
-            raise S3Error(400, "MalformedXML") from None
-        for node in root.iter():
-            node.tag = node.tag.rpartition("}")[2]
-        items = [{child.tag: child.text or "" for child in node} for node in root.iter(name)]
-        if root.tag != root_name or not items:
+            found = []
+        if not found:
             raise S3Error(400, "MalformedXML")
-        return items
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Stored:
     """An object or a part; `kept` and `checksum` are headers."""
 
@@ -137,18 +155,9 @@ class _Stored:
 
     def fields(self) -> dict[str, object]:
         told = {
-            f"Checksum{name[len(_CHECKSUM) :].upper()}": text
-            for name, text in self.checksum.items()
+            f"Checksum{name[len(_CHECKSUM) :].upper()}": crc for name, crc in self.checksum.items()
         }
         return {"ETag": self.etag, "LastModified": _spelt_time(self.time_s), **told}
-
-
-def operation_of(method: str, bucket: str, key: str, words: Collection[str]) -> str:
-    """Name what a request with these parameters and headers asks for, "unknown" if none of ours."""
-    place = "object" if key else "bucket" if bucket else "service"
-    marker = [name for name in ("uploads", "uploadId", "delete", "list-type") if name in words]
-    copy = ["copy"] if _SOURCE in words else []
-    return _ROUTES.get(" ".join([method, place, *marker, *copy]), ("unknown", ""))[0]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -163,7 +172,6 @@ class S3Objects:
     ignore_preconditions: bool = False
     min_part_bytes: int = 5 << 20
     list_page_count: int = 1000
-    omit_condition_element: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _buckets: dict[str, _Home] = field(default_factory=dict, init=False)
     _uploads: dict[str, tuple[Request, _Parts]] = field(default_factory=dict, init=False)
@@ -175,7 +183,7 @@ class S3Objects:
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """Put an object."""
         with self._lock:
-            self._buckets[bucket][key] = _Stored(body=[memoryview(data)])
+            self._buckets[bucket][key] = _Stored([memoryview(data)])
 
     def dump(self, bucket: str | None = None) -> dict[str, bytes]:
         """Return copies of all objects of a bucket (None: of the only one) by key, in order."""
@@ -197,39 +205,31 @@ class S3Objects:
                 self._check(request, home.get(request.key))
                 answer: Answer = getattr(self, f"_{request.op}")(request, home)
         except S3Error as error:
-            return self.refusal(error)
+            return error.answer()
+        except (KeyError, ValueError) as error:
+            return S3Error(400, "InvalidArgument", repr(error)).answer()
         return answer
+
+    def _refuse_unknown(self, request: Request) -> None:
+        conditions = {name for name in request.headers if re.match("(x-amz-.*)?if-", name)}
+        claims = request.checksum()
+        unknown = ({*request.query} | conditions) - _KNOWN | (claims.keys() - _CRCS.keys())
+        if request.op == "unknown" or unknown:
+            raise S3Error(501, "NotImplemented", f"{request.op} with {sorted(unknown)}")
+        # The checksum with a completion is that of the object.
+        if request.op != "complete":
+            _verify(claims, request.body)
 
     def _home(self, request: Request) -> _Home:
         home = self._buckets.get(request.bucket)
         if home is None:
             raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist")
-        upload_id = request.query.get("uploadId")
-        begun, _ = self._uploads.get(upload_id or "", (None, None))
-        if upload_id and (begun is None or begun.key != request.key):
+        upload_id = request.query.get("uploadId", "")
+        if upload_id and (
+            upload_id not in self._uploads or self._uploads[upload_id][0].key != request.key
+        ):
             raise S3Error(404, "NoSuchUpload", "It may have been aborted or completed")
         return home
-
-    def refusal(self, error: S3Error) -> Answer:
-        """Return the answer that tells of an error."""
-        condition = None if self.omit_condition_element else error.condition
-        fields = {"Code": error.code, "Message": error.message, "Condition": condition}
-        return _document("Error", fields)._replace(status=error.status)
-
-    def _refuse_unknown(self, request: Request) -> None:
-        words = {*request.query}
-        if not self.ignore_preconditions or request.op in {"get", "head"}:
-            words |= {name for name in request.headers if re.match("(x-amz-.*)?if-", name)}
-        known = _KNOWN.get(request.op, set())
-        if not known or words - known or words.issuperset(_CONDITIONS.split()):
-            raise S3Error(501, "NotImplemented", f"{request.op} with {sorted(words)}")
-        # The checksum with a completion is that of the object.
-        claims = {} if request.op == "complete" else request.checksum()
-        for name in ({"content-md5"} & request.headers.keys()) | claims.keys():
-            text, actual = request.headers[name], _digest(name, request.body)
-            if text != actual:
-                code = "BadDigest" if len(text) == len(actual) else "InvalidDigest"
-                raise S3Error(400, code, f"{name} of the body is {actual}")
 
     def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:
         """Raise unless the conditions hold for what is there."""
@@ -239,14 +239,13 @@ class S3Objects:
             return
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):
             raise S3Error(501, "NotImplemented", "A condition with anything but one ETag")
-        if match is not None and found is None:
-            raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
-        if found is not None and (match or "").strip('"') != found.etag.strip('"'):
-            name = "If-None-Match" if match is None else "If-Match"
-            raise S3Error(412, "PreconditionFailed", f"{name} does not hold", name)
+        if match is not None:
+            found = _existing(found)
+        if found is not None and (absent or (match or "").strip('"') != found.etag.strip('"')):
+            raise S3Error(412, "PreconditionFailed", "The condition does not hold")
 
     def _head_bucket(self, _request: Request, _home: _Home) -> Answer:
-        return Answer(200, {}, [])
+        return Answer()
 
     def _list(self, request: Request, home: _Home) -> Answer:
         prefix, delimiter = (request.query.get(name, "") for name in ("prefix", "delimiter"))
@@ -258,7 +257,7 @@ class S3Objects:
             # Rolled up names come in the order of their keys, so a page may end at any of them.
             if name > after:
                 entries[name] = home[key] if cut < 0 else None
-        page = list(entries.items())[: self._limit(request, "max-keys")]
+        page = list(entries.items())[: request.limit("max-keys", self.list_page_count)]
         is_cut = 0 < len(page) < len(entries)
         fields = {
             "Name": request.bucket,
@@ -281,33 +280,27 @@ class S3Objects:
         # Without an id the marker stands behind all uploads of its key.
         marker = query.get("key-marker", ""), query.get("upload-id-marker", "~")
         left = sorted(
-            (upload.key, upload_id, upload.time_s)
-            for upload_id, (upload, _) in self._uploads.items()
-            if upload.bucket == request.bucket
-            and upload.key.startswith(query.get("prefix", ""))
-            and (upload.key, upload_id) > marker
+            (begun.key, upload_id)
+            for upload_id, (begun, _) in self._uploads.items()
+            if begun.bucket == request.bucket and begun.key.startswith(query.get("prefix", ""))
         )
-        page = left[: self._limit(request, "max-uploads")]
+        left = [upload for upload in left if upload > marker]
+        page = left[: request.limit("max-uploads", self.list_page_count)]
+        last_key, last_id = page[-1] if page else ("", "")
         fields = {
             "Bucket": request.bucket,
             "IsTruncated": len(page) < len(left),
-            "NextKeyMarker": request.spelt(page[-1][0]) if page else None,
-            "NextUploadIdMarker": page[-1][1] if page else None,
+            "NextKeyMarker": request.spelt(last_key),
+            "NextUploadIdMarker": last_id,
             "EncodingType": query.get("encoding-type"),
-            "Upload": [
-                {"Key": request.spelt(key), "UploadId": name, "Initiated": _spelt_time(time_s)}
-                for key, name, time_s in page
-            ],
+            "Upload": [{"Key": request.spelt(key), "UploadId": name} for key, name in page],
         }
         return _document("ListMultipartUploadsResult", fields)
-
-    def _limit(self, request: Request, name: str) -> int:
-        return min(_whole(request.query.get(name, str(self.list_page_count))), self.list_page_count)
 
     def _bulk_delete(self, request: Request, home: _Home) -> Answer:
         if not request.checksum() and "content-md5" not in request.headers:
             raise S3Error(400, "InvalidRequest", "Content-MD5 or a checksum is required")
-        items = request.items("Delete", "Object")
+        items = request.items("Object")
         if len(items) > 1000 or any(item.keys() != {"Key"} for item in items):
             raise S3Error(400, "MalformedXML")
         for item in items:
@@ -315,15 +308,14 @@ class S3Objects:
         is_quiet = b"<Quiet>true</Quiet>" in b"".join(request.body)
         return _document("DeleteResult", {"Deleted": [] if is_quiet else items})
 
-    def _get(self, request: Request, _home: _Home) -> Answer:
-        stored = self._existing(request.bucket, request.key)
+    def _get(self, request: Request, home: _Home) -> Answer:
+        stored = _existing(home.get(request.key))
         modified = formatdate(stored.time_s, usegmt=True)
         headers = {**stored.kept, "ETag": stored.etag, "Last-Modified": modified}
         if asked := request.headers.get("range"):
-            bounds = _range(asked, stored.size_bytes)
-            if bounds is None:
+            start, stop = _range(asked, stored.size_bytes)
+            if start >= stop:
                 raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
-            start, stop = bounds
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{stored.size_bytes}"
             return Answer(206, headers, _cut(stored.body, start, stop))
         if request.headers.get(f"{_CHECKSUM}mode") == "ENABLED":
@@ -332,117 +324,95 @@ class S3Objects:
 
     _head = _get
 
-    def _existing(self, bucket: str, key: str) -> _Stored:
-        found = self._buckets.get(bucket, {}).get(key)
-        if found is None:
-            raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
-        return found
-
     def _put(self, request: Request, home: _Home) -> Answer:
-        stored = _Stored(body=request.body, kept=request.kept(), checksum=request.checksum())
-        home[request.key] = stored
-        return Answer(200, stored.headers(), [])
+        home[request.key] = stored = _Stored(request.body, request.kept(), request.checksum())
+        return Answer(200, stored.headers())
 
     def _copy(self, request: Request, home: _Home) -> Answer:
         # Stock torch's writer over fsspec renames by it.
-        if request.headers.get("x-amz-metadata-directive", "COPY") != "COPY":
-            raise S3Error(501, "NotImplemented", "A copy with metadata of its own")
         source = self._source(request)
-        home[request.key] = stored = _Stored(body=source.body, kept=source.kept)
+        home[request.key] = stored = _Stored(source.body, source.kept)
         return _document("CopyObjectResult", stored.fields())
 
     def _source(self, request: Request) -> _Stored:
         bucket, _, key = unquote(request.headers[_SOURCE]).removeprefix("/").partition("/")
-        source = self._existing(bucket, key)
+        source = _existing(self._buckets.get(bucket, {}).get(key))
         self._check(request, source, f"{_SOURCE}-")
         return source
 
     def _delete(self, request: Request, home: _Home) -> Answer:
         home.pop(request.key, None)
-        return Answer(204, {}, [])
+        return Answer(204)
 
     def _create_upload(self, request: Request, _home: _Home) -> Answer:
-        name = request.headers.get(f"{_CHECKSUM}algorithm", "")
-        kind = request.headers.get(f"{_CHECKSUM}type", "COMPOSITE")
-        if name.lower() not in ("", *_CRCS) or kind not in ("COMPOSITE", "FULL_OBJECT"):
-            raise S3Error(501, "NotImplemented", f"The checksum {name} {kind}")
         # Uploads of one key are listed by age, which their ids tell.
         upload_id = f"{time.time_ns()}{secrets.token_hex(8)}"
         self._uploads[upload_id] = request, {}
         fields = {"Bucket": request.bucket, "Key": request.key, "UploadId": upload_id}
-        told = {f"{_CHECKSUM}algorithm": name, f"{_CHECKSUM}type": kind} if name else {}
         answer = _document("InitiateMultipartUploadResult", fields)
+        told = {name: request.headers[name] for name in _SETTINGS & request.headers.keys()}
         return answer._replace(headers={**answer.headers, **told})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
-        return Answer(200, self._store_part(request, request.body).headers(), [])
+        return Answer(200, self._store_part(request, request.body).headers())
 
     def _part_copy(self, request: Request, _home: _Home) -> Answer:
         source = self._source(request)
-        start, stop = 0, source.size_bytes
-        if asked := request.headers.get(f"{_SOURCE}-range"):
-            start, stop = _range(asked, stop) or (0, 0)
-            if asked != f"bytes={start}-{stop - 1}":
-                raise S3Error(400, "InvalidArgument", f"{asked} of {source.size_bytes} bytes")
+        size = source.size_bytes
+        asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{size - 1}")
+        start, stop = _range(asked, size)
+        if asked != f"bytes={start}-{stop - 1}":
+            raise S3Error(400, "InvalidArgument", f"{asked} of {size} bytes")
         part = self._store_part(request, _cut(source.body, start, stop))
         return _document("CopyPartResult", part.fields())
 
     def _store_part(self, request: Request, body: Body) -> _Stored:
-        number = _whole(request.query.get("partNumber", ""))
+        number = int(request.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "The part number is not within 1 and 10000")
         begun, parts = self._uploads[request.query["uploadId"]]
-        checksum = request.checksum()
-        if algorithm := begun.headers.get(f"{_CHECKSUM}algorithm", "").lower():
-            name = _CHECKSUM + algorithm
-            checksum = checksum or {name: _digest(name, body)}
-            if name not in checksum:
-                raise S3Error(400, "InvalidRequest", "The checksum is not of the upload's kind")
-        parts[number] = part = _Stored(body=body, checksum=checksum)
+        checksum = request.checksum() or begun.checksum_of(body)
+        parts[number] = part = _Stored(body, checksum=checksum)
         return part
 
     def _complete(self, request: Request, home: _Home) -> Answer:
         # An upload is forgotten once it is complete, so that a repeated request gets NoSuchUpload,
         # as from MinIO and Ceph; AWS repeats its answer for a while. A refused one stays open.
-        begun, all_parts = self._uploads[request.query["uploadId"]]
-        parts = self._named_parts(all_parts, request)
-        body = [piece for part in parts for piece in part.body]
-        claim, checksum = request.checksum(), {}
-        if algorithm := begun.headers.get(f"{_CHECKSUM}algorithm", "").lower():
-            name = _CHECKSUM + algorithm
-            checksum = {name: _digest(name, body)}
-        if claim and claim != (checksum or {name: _digest(name, body) for name in claim}):
-            raise S3Error(400, "BadDigest", "The object's checksum differs")
-        etag = f'"{secrets.token_hex(16)}-{len(parts)}"'
-        stored = _Stored(body=body, kept=begun.kept(), checksum=checksum, etag=etag)
-        home[request.key] = stored
+        begun, parts = self._uploads[request.query["uploadId"]]
+        named = [
+            (int(part["PartNumber"]), part["ETag"].strip('"')) for part in request.items("Part")
+        ]
+        numbers = [number for number, _ in named]
+        if sorted(set(numbers)) != numbers:
+            raise S3Error(400, "InvalidPartOrder", "The parts are not in ascending order")
+        if not {*named} <= {(number, part.etag.strip('"')) for number, part in parts.items()}:
+            raise S3Error(400, "InvalidPart", "A part is not there as it is named")
+        if any(parts[number].size_bytes < self.min_part_bytes for number in numbers[:-1]):
+            raise S3Error(400, "EntityTooSmall", f"A part is below {self.min_part_bytes} bytes")
+        body = [piece for number in numbers for piece in parts[number].body]
+        _verify(request.checksum(), body)
+        etag = f'"{secrets.token_hex(16)}-{len(numbers)}"'
+        home[request.key] = stored = _Stored(body, begun.kept(), begun.checksum_of(body), etag)
         del self._uploads[request.query["uploadId"]]
         fields = {"Bucket": request.bucket, "Key": request.key, **stored.fields()}
         return _document("CompleteMultipartUploadResult", fields)
 
-    def _named_parts(self, parts: _Parts, request: Request) -> list[_Stored]:
-        named = request.items("CompleteMultipartUpload", "Part")
-        numbers = [_whole(item.get("PartNumber", "")) for item in named]
-        if sorted(set(numbers)) != numbers:
-            raise S3Error(400, "InvalidPartOrder", "The parts are not in ascending order")
-        etags = [parts[number].etag if number in parts else "none" for number in numbers]
-        if [tag.strip('"') for tag in etags] != [item.get("ETag", "").strip('"') for item in named]:
-            raise S3Error(400, "InvalidPart", "A part is not there as it is named")
-        found = [parts[number] for number in numbers]
-        if any(part.size_bytes < self.min_part_bytes for part in found[:-1]):
-            raise S3Error(400, "EntityTooSmall", f"A part is below {self.min_part_bytes} bytes")
-        return found
-
     def _abort(self, request: Request, _home: _Home) -> Answer:
         del self._uploads[request.query["uploadId"]]
-        return Answer(204, {}, [])
+        return Answer(204)
 
 
-def _document(name: str, fields: Mapping[str, object]) -> Answer:
+def _existing(found: _Stored | None) -> _Stored:
+    if found is None:
+        raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
+    return found
+
+
+def _document(name: str, fields: Mapping[str, object], status: int = 200) -> Answer:
     # What is None is left out.
     space = "" if name == "Error" else ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}{space}>{_xml(fields)}</{name}>'
-    return Answer(200, {"Content-Type": "application/xml"}, [memoryview(text.encode())])
+    return Answer(status, {"Content-Type": "application/xml"}, [memoryview(text.encode())])
 
 
 def _xml(value: object) -> str:
@@ -459,19 +429,11 @@ def _spelt_time(time_s: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time_s))
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise S3Error(400, "InvalidArgument", f"{text!r} is no whole number")
-    return int(text)
-
-
-def _range(text: str, size: int) -> tuple[int, int] | None:
-    found = re.fullmatch(r"bytes=(?:(\d+)-(\d*)|-(\d+))", text)
-    if found is None:
-        return None
-    start = int(found[1]) if found[1] else max(0, size - int(found[3]))
-    stop = min(size, int(found[2]) + 1) if found[2] else size
-    return (start, stop) if start < stop else None
+def _range(text: str, size: int) -> tuple[int, int]:
+    """Return the first byte of a range and the one behind it."""
+    first, _, last = text.removeprefix("bytes=").partition("-")
+    start = int(first) if first else max(0, size - int(last))
+    return start, min(size, int(last) + 1) if first and last else size
 
 
 def _cut(body: Body, start: int, stop: int) -> Body:
@@ -483,13 +445,15 @@ def _cut(body: Body, start: int, stop: int) -> Body:
     return found
 
 
+def _verify(claims: Mapping[str, str], body: Body) -> None:
+    for name, text in claims.items():
+        if text != (actual := _digest(name, body)):
+            raise S3Error(400, "BadDigest", f"{name} of the body is {actual}")
+
+
 def _digest(header: str, body: Body) -> str:
-    """Return what a header with a digest says of a body."""
-    if header == "content-md5":
-        raw = hashlib.md5(b"".join(body), usedforsecurity=False).digest()
-    else:
-        value = 0
-        for piece in body:
-            value = _CRCS[header.removeprefix(_CHECKSUM)](piece, value)
-        raw = value.to_bytes(4, "big")
-    return base64.b64encode(raw).decode()
+    """Return what a header with a checksum says of a body."""
+    value = 0
+    for piece in body:
+        value = _CRCS[header](piece, value)
+    return base64.b64encode(value.to_bytes(4, "big")).decode()

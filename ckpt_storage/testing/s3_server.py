@@ -1,7 +1,7 @@
 """A small S3 in memory that fails as told, for tests and examples: path style, any credentials.
 
 It is strict where checkpoints depend on it: conditions hold atomically, an upload is invisible
-until it is complete, digests are verified, and what is not implemented is refused with 501.
+until it is complete, checksums are verified, and what is not implemented is refused with 501.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, Literal, NoReturn, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 from urllib.parse import parse_qsl, unquote
 
 from ckpt_storage.errors import InvalidInputError
 
-from .s3_objects import Answer, Request, S3Error, S3Objects, operation_of
+from .s3_objects import Answer, Request, S3Error, S3Objects
 
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules", "main"]
 
 _LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 _RESET = struct.pack("ii", 1, 0)
-
 
 Action = Literal["delay", "hang", "ignore_range", "lost", "reset", "status", "torn", "truncate"]
 CrashWhen = Literal["before", "after", "torn"]
@@ -111,79 +110,20 @@ class RequestRecord:
     fault: str = ""
 
 
-@dataclass(kw_only=True, eq=False)
-class _Journal:
-    """Which requests go wrong, and the log of all; safe to share."""
-
-    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
-    _log: list[RequestRecord] = field(default_factory=list, init=False)
-    _rules: list[FaultRule] = field(default_factory=list, init=False)
-    _matches: Counter[int] = field(default_factory=Counter, init=False)
-
-    def faults(self, rules: Iterable[FaultRule]) -> None:
-        """Replace all fault rules, whose matches count from now on; an empty list ends them."""
-        with self._changed:
-            self._rules = list(rules)
-            self._matches.clear()
-
-    def reset_counters(self) -> None:
-        """Forget all requests; the next one has sequence number 1."""
-        with self._changed:
-            self._log = []
-
-    @property
-    def requests(self) -> list[RequestRecord]:
-        """All requests since the counters were reset, in order of arrival."""
-        with self._changed:
-            return list(self._log)
-
-    def wait_for(
-        self, satisfied: Callable[[list[RequestRecord]], bool], *, timeout_s: float = 30.0
-    ) -> None:
-        """Wait until `satisfied(requests)` holds; it runs under a lock and must be quick.
-
-        Raises `TimeoutError`.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: satisfied(self._log), timeout_s):
-                raise TimeoutError(f"did not see the requests waited for in {timeout_s} s")
-
-    def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
-        """Number a request; return its record and the rule that hits it, if its `fault` says so."""
-        with self._changed:
-            rule = self._hit(op, key)
-            record = RequestRecord(seq=len(self._log) + 1, op=op, bucket=bucket, key=key)
-            record.fault = rule.action if rule else ""
-            self._log.append(record)
-            self._changed.notify_all()
-            return record, rule or FaultRule(action="delay")
-
-    def _hit(self, op: str, key: str) -> FaultRule | None:
-        for index, rule in enumerate(self._rules):
-            if re.fullmatch(rule.op, op) and re.search(rule.key, key):
-                self._matches[index] += 1
-                hits = self._matches[index] - rule.after
-                if hits > 0 and (rule.times == 0 or hits <= rule.times):
-                    return rule
-        return None
-
-    def note(self, record: RequestRecord, name: str, value: int) -> None:
-        """Set a figure of a record."""
-        with self._changed:
-            setattr(record, name, value)
-            self._changed.notify_all()
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
-class S3Server(_Journal, S3Objects):
+class S3Server(S3Objects):
     """One server on this machine, run as a context manager; `port` 0 takes a free one.
 
-    The other settings are those of `S3Objects`, what it does wrong on purpose say `faults`.
+    The other settings are those of `S3Objects`. `faults` says what it does wrong on purpose.
     """
 
     port: int = 0
     stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _listener: _Listener | None = field(default=None, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _log: list[RequestRecord] = field(default_factory=list, init=False)
+    _rules: list[FaultRule] = field(default_factory=list, init=False)
+    _matches: Counter[int] = field(default_factory=Counter, init=False)
 
     def __enter__(self) -> Self:
         if self._listener is not None:
@@ -218,6 +158,56 @@ class S3Server(_Journal, S3Objects):
         """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
         client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
         return {"key": "test", "secret": "test", "client_kwargs": client}
+
+    def faults(self, rules: Iterable[FaultRule]) -> None:
+        """Replace all fault rules, whose matches count from now on; an empty list ends them."""
+        with self._changed:
+            self._rules = list(rules)
+            self._matches.clear()
+
+    def reset_counters(self) -> None:
+        """Forget all requests; the next one has sequence number 1."""
+        with self._changed:
+            self._log = []
+
+    @property
+    def requests(self) -> list[RequestRecord]:
+        """All requests since the counters were reset, in order of arrival."""
+        with self._changed:
+            return list(self._log)
+
+    def wait_for(
+        self, satisfied: Callable[[list[RequestRecord]], bool], *, timeout_s: float = 30.0
+    ) -> None:
+        """Wait until `satisfied(requests)` holds; it runs under a lock and must be quick.
+
+        Raises `TimeoutError`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: satisfied(self._log), timeout_s):
+                raise TimeoutError(f"did not see the requests waited for in {timeout_s} s")
+
+    def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
+        """Number a request; return its record and the rule that hits it, if its `fault` says so."""
+        with self._changed:
+            record = RequestRecord(seq=len(self._log) + 1, op=op, bucket=bucket, key=key)
+            self._log.append(record)
+            self._changed.notify_all()
+            for index, rule in enumerate(self._rules):
+                if re.fullmatch(rule.op, op) and re.search(rule.key, key):
+                    self._matches[index] += 1
+                    hits = self._matches[index] - rule.after
+                    if hits > 0 and (rule.times == 0 or hits <= rule.times):
+                        record.fault = rule.action
+                        return record, rule
+            return record, FaultRule(action="delay")
+
+    def note(self, record: RequestRecord, **figures: int) -> None:
+        """Set figures of a record."""
+        with self._changed:
+            for name, value in figures.items():
+                setattr(record, name, value)
+            self._changed.notify_all()
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -258,18 +248,20 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         owner = cast("_Listener", self.server).owner
         path, _, query = self.path.partition("?")
         bucket, _, key = unquote(path).removeprefix("/").partition("/")
-        headers = {name.lower(): text.strip() for name, text in self.headers.items()}
-        words = dict(parse_qsl(query, keep_blank_values=True))
-        op = operation_of(self.command, bucket, key, {*words, *headers})
-        request = Request(op=op, bucket=bucket, key=key, query=words, headers=headers, body=[])
-        record, rule = owner.begin(op, bucket, key)
+        request = Request(
+            method=self.command,
+            bucket=bucket,
+            key=key,
+            query=dict(parse_qsl(query, keep_blank_values=True)),
+            headers={name.lower(): text.strip() for name, text in self.headers.items()},
+        )
+        record, rule = owner.begin(request.op, bucket, key)
         answer = self._answer(owner, request, record, rule)
         data = [] if self.command == "HEAD" else answer.body
         if record.fault == "truncate":
             data = [memoryview(b"".join(data))[: sum(map(len, data)) // 2]]
         # Before it is sent, so that a client that has its answer finds it in the log.
-        owner.note(record, "bytes_out", sum(map(len, data)))
-        owner.note(record, "status", answer.status)
+        owner.note(record, bytes_out=sum(map(len, data)), status=answer.status)
         self.send_response(answer.status)
         for name, text in answer.headers.items():
             self.send_header(name, text)
@@ -286,30 +278,25 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         self, owner: S3Server, request: Request, record: RequestRecord, rule: FaultRule
     ) -> Answer:
         fault, headers = record.fault, {**request.headers}
-        if fault == "reset":
-            self._reset()
-        if owner.stopping.wait({"delay": rule.delay_s, "hang": None}.get(fault, 0.0)):
+        if fault in {"delay", "hang"} and owner.stopping.wait(
+            rule.delay_s if fault == "delay" else None
+        ):
             raise ConnectionAbortedError
         if fault == "ignore_range":
             headers.pop("range", None)
-        body = self._body(headers, is_torn=fault == "torn")
-        owner.note(record, "bytes_in", sum(map(len, body)))
-        if fault == "torn":
-            self._reset()
+        body = [] if fault == "reset" else self._body(headers, is_torn=fault == "torn")
+        owner.note(record, bytes_in=sum(map(len, body)))
         if fault == "status":
-            return owner.refusal(S3Error(rule.status, rule.code, "injected by a fault rule"))
-        answer = owner.answer(replace(request, headers=headers, body=body))
-        if fault == "lost":
-            self._reset()
+            return S3Error(rule.status, rule.code, "injected by a fault rule").answer()
+        answer = Answer()
+        if fault not in {"reset", "torn"}:
+            answer = owner.answer(replace(request, headers=headers, body=body))
+        if fault in {"lost", "reset", "torn"}:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            raise ConnectionAbortedError
         return answer
 
-    def _reset(self) -> NoReturn:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        raise ConnectionAbortedError
-
-    def _body(
-        self, headers: MutableMapping[str, str], *, is_torn: bool = False
-    ) -> list[memoryview]:
+    def _body(self, headers: dict[str, str], *, is_torn: bool) -> list[memoryview]:
         """Read the body; trailers are added to the headers."""
         size = int(headers.get("content-length", 0))
         if is_torn or "x-amz-decoded-content-length" not in headers:

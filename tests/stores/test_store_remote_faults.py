@@ -123,18 +123,6 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -
     assert server.dump("bkt") == {"run/saves/a/x": b"another's"}
 
 
-@pytest.mark.parametrize("omit", [False, True])
-def test_a_taken_name_is_told_whatever_the_answer_looks_like(omit: bool) -> None:  # noqa: FBT001  # a parameter
-    """A 412 means "exists", also without the element that says which condition failed."""
-    with S3Server(omit_condition_element=omit) as server:
-        server.create_bucket("bkt")
-        store = plain(server)
-        store.create("commits/1", b"one")
-        with pytest.raises(StorageError) as caught:
-            store.create("commits/1", b"two")
-        assert caught.value.kind == "exists"
-
-
 def test_every_condition_is_sent_in_one_request(server: S3Server) -> None:
     """A create of any size is one put: parts lose the condition on some servers."""
     store = plain(server)
