@@ -95,13 +95,12 @@ def begin(
 def _claim(store: Store, save_id: str) -> None:
     """Make the folders of an attempt, and the file that shows that it began."""
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
-    probed = probe_exclusive_create(store)
-    if not probed.exclusive:
+    if why_not := probe_exclusive_create(store):
         log.warning(
             "%s is single-writer: %s. Two jobs that save to one id at the same time are not told "
             "apart there.",
             store.url,
-            probed.reason,
+            why_not,
         )
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(begun_path(save_id), seal(begun))

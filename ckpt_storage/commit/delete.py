@@ -212,7 +212,7 @@ def _removed(store: Store, found: CommitLog) -> bool | None:
         return False
     try:
         for slot, content in slots.items():
-            if content.version is None or not probe_conditional_delete(store):
+            if content.version is None or probe_conditional_delete(store):
                 return None
             store.delete_version(slot_path(slot), content.version)
     except UnsupportedByStoreError:

@@ -225,7 +225,7 @@ def take_slot(
     record = SlotRecord(type=kind, slot=slot, head=head, write_id=new_write_id(), **stamp(), **said)
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = slot_path(slot), record.encode()
-    create = store.create if probe_exclusive_create(store).exclusive else store.create_alone
+    create = store.create_alone if probe_exclusive_create(store) else store.create
     try:
         try:
             create(path, data)

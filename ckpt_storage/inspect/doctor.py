@@ -197,8 +197,7 @@ class _Visit:
     def _create(self) -> str:
         if not self.store.capabilities.exclusive_create:
             return "this kind of storage has no exclusive creation"
-        found = try_exclusive_create(self.store, self._new("created"))
-        return "" if found.exclusive else found.reason
+        return try_exclusive_create(self.store, self._new("created"))
 
     def _replace_if_match(self) -> str:
         store, path = self.store, self._new("replaced")

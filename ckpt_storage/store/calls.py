@@ -41,10 +41,7 @@ _NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsup
 system_random = SystemRandom().random
 
 CLEAN_UP_S = 3.0
-"""What discarding a failed upload may take: its saver must report within 5 s of its deadline.
-
-What is not discarded in time is a leftover, which the next save that overwrites frees.
-"""
+"""What discarding a failed upload may take: its saver must report within 5 s of its deadline."""
 
 _JOIN_S = 5.0
 
@@ -64,8 +61,7 @@ _serving = threading.local()
 def halt_threads() -> None:
     """Let daemon threads that come to a call here, or to `halted`, stay there for good.
 
-    For an interpreter that ends. A daemon thread that returns from C++ then is ended in the middle
-    of it, which takes the whole process down (pybind11's `gil_scoped_release` is `noexcept`).
+    For an interpreter that ends: a daemon thread that returns from C++ then takes the process down.
     """
     _HALT.set()
 
@@ -142,8 +138,8 @@ def _end_all(idle: list[_Worker]) -> None:
 class TimedPool:
     """Runs calls in threads of its own, as many as there are callers at a time.
 
-    May be used by several threads and survives fork (the child starts afresh). `close`
-    ends the threads that wait; those still in a call end after it.
+    May be used by several threads and survives fork. `close` ends the threads that wait; those
+    still in a call end after it.
     """
 
     def __init__(self, name: str) -> None:
@@ -167,10 +163,9 @@ class TimedPool:
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
 
-        They count from the last `moved`, but `most_s` (seconds) is the limit of it all.
-
-        Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon
-        after `cancelled` returned True.
+        They count from the last `moved`, but `most_s` (seconds) is the limit of it all. Raises
+        `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon after
+        `cancelled` returned True.
         """
         halted()
         worker = self._take()
@@ -195,9 +190,25 @@ class TimedPool:
             if not worker.abandon(what):
                 worker.calls.put(None)
             raise
+        if worker.is_abandoned and is_cancelled:
+            raise AbandonedError(
+                f"The {what} was given up, because what it belongs to has failed.",
+                kind="timeout",
+                next_step="Look at the first failure.",
+            )
         if worker.is_abandoned:
-            raise _given_up(what, timeout_s, is_late=not is_cancelled, again=repeatable)
-        self._give_back(worker)
+            raise AbandonedError(
+                f"The {what} did not end within {timeout_s:.3g} s and was given up.",
+                kind="timeout",
+                retryable=repeatable,
+                next_step="Check that the storage answers; if it is only slow, raise "
+                "Timeouts(request=...).",
+            )
+        with self._lock:
+            if self._closed:
+                worker.calls.put(None)
+            else:
+                self._idle.append(worker)
         try:
             if error is not None:
                 raise error
@@ -226,47 +237,14 @@ class TimedPool:
                 return self._idle.pop()
         return _Worker(f"{self._name} {next(self._numbers)}")
 
-    def _give_back(self, worker: _Worker) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(worker)
-                return
-        worker.calls.put(None)
-
-
-def _given_up(what: str, timeout_s: float, *, is_late: bool, again: bool) -> AbandonedError:
-    if not is_late:
-        return AbandonedError(
-            f"The {what} was given up, because what it belongs to has failed.",
-            kind="timeout",
-            next_step="Look at the first failure.",
-        )
-    return AbandonedError(
-        f"The {what} did not end within {timeout_s:.3g} s and was given up.",
-        kind="timeout",
-        retryable=again,
-        next_step="Check that the storage answers; if it is only slow, raise "
-        "Timeouts(request=...).",
-    )
-
 
 def nothing_was_done(error: StorageError) -> bool:
     """Return whether an error proves that the storage did not carry out the request."""
-    if error.kind == "throttled":
-        return True
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         # __context__ may be an earlier attempt's error, which proves nothing of this one.
         cause = cause.__cause__
-    return cause is not None
-
-
-@dataclass(slots=True)
-class _Refreshes:
-    """How often credentials were renewed, shared by a caller and its views."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    count: int = 0
+    return cause is not None or error.kind == "throttled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,11 +253,9 @@ class Caller:
 
     All end by `deadlines`. Once `cancelled` returns True, or what a deadline belongs to has failed,
     no attempt is begun any more; by such a failure those under way are left behind, too.
-    `throttled` is called after every answer that asks for fewer requests.
-
-    Delays between attempts have full jitter (see `RetryPolicy`). `refresh` looks credentials up
-    again; it is called once for all calls that meet one expiry. `clock`, `sleep` and `random` stand
-    in for time in tests.
+    `throttled` is called after every answer that asks for fewer requests. `refresh` looks
+    credentials up again, once for all calls that meet one expiry; `refreshed` has an entry for each
+    time. `clock`, `sleep` and `random` stand in for time in tests.
     """
 
     url: str
@@ -293,7 +269,8 @@ class Caller:
     cancelled: Callable[[], bool] = bool
     throttled: Callable[[], object] = bool  # a default of a field
     pool: TimedPool = field(default_factory=lambda: TimedPool("ckpt-storage io"))
-    refreshes: _Refreshes = field(default_factory=_Refreshes)
+    refreshing: threading.Lock = field(default_factory=threading.Lock)
+    refreshed: list[None] = field(default_factory=list)
 
     def cleaning_up(self) -> Caller:
         """Return a caller with a deadline of its own, near and for discarding what failed."""
@@ -312,7 +289,7 @@ class Caller:
 
         `what` names it for messages. `extra_s` (seconds) lengthens each attempt.
         """
-        seen_count, may_refresh = self.refreshes.count, True
+        seen_count, may_refresh = len(self.refreshed), True
         start_s, attempt = self.clock(), 1
         while True:
             try:
@@ -344,17 +321,19 @@ class Caller:
             attempt += 1
 
     def pause(self, attempt: int) -> bool:
-        """Sleep as after an attempt that failed; return whether there is time for another one."""
+        """Sleep as after an attempt that failed; return whether there is time for another one.
+
+        Delays have full jitter (see `RetryPolicy`).
+        """
         ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
         delay_s = self.random() * min(self.policy.max_delay_s, ceiling_s)
-        if self._is_over() or delay_s >= self._left_s():
+        if delay_s >= self._left_s():
             return False
-        while self._is_watched() and delay_s > LOOK_S and not self._is_over():
-            self.sleep(LOOK_S)
-            delay_s -= LOOK_S
-        if not self._is_over():
-            self.sleep(delay_s)
-        return True
+        while delay_s > 0 and not self._is_over():
+            step_s = min(LOOK_S, delay_s) if self._is_watched() else delay_s
+            self.sleep(step_s)
+            delay_s -= step_s
+        return not self._is_over()
 
     def _once(
         self, what: str, call: Callable[[], T], *, repeat: Repeat = "always", extra_s: float = 0.0
@@ -391,18 +370,16 @@ class Caller:
         return self.cancelled() or self._has_failed()
 
     def _left_s(self) -> float:
-        """Return the seconds until the nearest deadline."""
         return min((deadline.remaining_s() for deadline in self.deadlines), default=math.inf)
 
     def _refresh(self, seen_count: int) -> None:
         """Renew credentials unless another thread has done so since `seen_count` was read."""
-        shared = self.refreshes
         left_s = min(self.request_timeout_s, self._left_s())
-        if not shared.lock.acquire(timeout=max(0.0, left_s)):
+        if not self.refreshing.acquire(timeout=max(0.0, left_s)):
             return
         try:
-            if shared.count == seen_count:
+            if len(self.refreshed) == seen_count:
                 self._once(f"refresh of the credentials for {self.url}", self.refresh)
-                shared.count += 1
+                self.refreshed.append(None)
         finally:
-            shared.lock.release()
+            self.refreshing.release()

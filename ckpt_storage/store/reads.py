@@ -37,8 +37,8 @@ def fill(
     ranges: Iterable[Range],
     size_bytes: int | None,
     is_beyond: Callable[[Exception], bool],
-) -> Exception | None:
-    """Fill ranges of an object of `size_bytes`, once; return what their iterator raised.
+) -> list[Exception]:
+    """Fill ranges of an object of `size_bytes`, once; return what their iterator raised, if it did.
 
     Raises `IntegrityError` if the object has another length or ends early, a retryable
     `StorageError` if only the answer does, and what the backend raises. `is_beyond` tells an error
@@ -50,16 +50,16 @@ def fill(
     except ShortReadError as error:
         position = error.position
     except Exception as error:
-        if lent.failure is not None:
-            if isinstance(lent.failure, IntegrityError) and size_bytes is not None:
+        if lent.failures:
+            if isinstance(lent.failures[0], IntegrityError) and size_bytes is not None:
                 # A file of another length is told as such, not by the first wrong block.
                 _check_length(path, shown, size_bytes, backend.stat(path).size_bytes)
-            return lent.failure
+            return lent.failures
         if not is_beyond(error):
             raise
         position = lent.start
     else:
-        return None
+        return []
     total_bytes = backend.stat(path).size_bytes
     _check_length(path, shown, size_bytes, total_bytes)
     start, stop = lent.start, lent.stop
@@ -89,18 +89,10 @@ class _Lent:
     def __init__(self, ranges: Iterable[Range]) -> None:
         self._ranges = ranges
         self.start = self.stop = 0
-        self.failure: Exception | None = None
+        self.failures: list[Exception] = []
 
     def __iter__(self) -> Iterator[Range]:
-        ranges = iter(self._ranges)
-        while True:
-            try:
-                start, view = next(ranges)
-            except StopIteration:
-                return
-            except Exception as error:
-                self.failure = error
-                raise
+        for start, view in self._noted():
             if not view.nbytes:
                 continue
             self.start, self.stop = start, start + view.nbytes
@@ -114,6 +106,13 @@ class _Lent:
                 with contextlib.suppress(BufferError):
                     lent.release()
             moved()
+
+    def _noted(self) -> Iterator[Range]:
+        try:
+            yield from self._ranges
+        except Exception as error:
+            self.failures.append(error)
+            raise
 
 
 def _check_length(path: str, shown: str, size_bytes: int | None, found_bytes: int | None) -> None:

@@ -43,13 +43,12 @@ class Store:
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
     `bounded`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
-    says what it means; it holds no credentials. A thread that was given up may still end its
-    call: after kind "timeout" from a read or a part, its memory must not be used for anything else.
+    says what it means; it holds no credentials. After kind "timeout" from a read or a part, its
+    memory must not be used for anything else: a thread that was given up may still fill it.
 
-    `backend` may be made late, in the first call, by a callable. `url` names the root for messages
-    and `scrub` takes credentials out of them; `scope` tells what is one storage. `clock`, `sleep`
-    and `random` stand in for time in tests. May be used by several threads and by children of
-    fork; it is not pickled.
+    A callable makes the backend in the first call. `url` names the root for messages, `scrub` takes
+    credentials out of them, and `scope` tells what is one storage. `clock`, `sleep` and `random`
+    stand in for time in tests. May be used by several threads and by children of fork.
     """
 
     def __init__(
@@ -72,9 +71,7 @@ class Store:
         self._scrub = scrub
         self._open = backend
         # Shared by all views; of two threads that open it at once, both go on with one.
-        self._opened: dict[str, Backend] = {}
-        if isinstance(backend, Backend):
-            self._opened[""] = backend
+        self._opened: list[Backend] = [backend] if isinstance(backend, Backend) else []
         self._is_view = False
         self._caller = Caller(
             url=url,
@@ -95,8 +92,8 @@ class Store:
     @property
     def capabilities(self) -> Capabilities:
         """What the storage can do; nothing is asked of it."""
-        known = self._opened.get("") or self.run("opening", "", lambda backend: backend)
-        return known.capabilities
+        known = self._opened[:1] or [self.run("opening", "", lambda backend: backend)]
+        return known[0].capabilities
 
     def shown(self, path: str) -> str:
         """Return the URL of a path, for messages."""
@@ -157,27 +154,21 @@ class Store:
     def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
         """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
         try:
-            known = self._opened.get("")
-            if known is None and not isinstance(self._open, Backend):
-                known = self._opened.setdefault("", self._open())
-            assert known is not None  # noqa: S101  # what is open from the start is known
-            return call(known)
+            if not self._opened and not isinstance(self._open, Backend):
+                self._opened.append(self._open())
+            return call(self._opened[0])
         except Exception as error:  # noqa: BLE001  # backends raise any type
-            failure = self.explain(error, operation, path)
-        # Raised here, not where it was caught: the foreign one may carry credentials, and
-        # its traceback the caller's buffers.
-        try:
-            raise failure
-        finally:
-            # The traceback leads to this frame, and the frame must not lead back.
-            del failure
+            failure = [self.explain(error, operation, path)]
+        # Not raised where it was caught: the foreign one may carry credentials, and its traceback
+        # the caller's buffers. That of this one leads here, and nothing here leads back to it.
+        raise failure.pop()
 
     def _refresh(self) -> None:
         self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
 
     def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
         """Return what an exception of the backend means, without credentials."""
-        known = self._opened.get("")
+        known = self._opened[0] if self._opened else None
         if known is not None and not isinstance(error, CheckpointError):
             error = known.explain(error) or error
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
@@ -219,12 +210,9 @@ class Store:
             lambda backend: fill(backend, path, self.shown(path), ranges, size_bytes, is_beyond),
             repeat="unless-abandoned",
         )
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            # The traceback leads to this frame, and the frame must not lead back.
-            del failure
+        if failure:
+            # As in `_bordered`.
+            raise failure.pop()
 
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name, visible only complete, durable on return.
@@ -259,8 +247,7 @@ class Store:
         """Put a whole object in place of what may be there; durable on return.
 
         With `if_match` only if the object is still of that version, else kind "precondition"; a
-        lost answer is settled as by `create`. Without it, not repeated after it was given up: the
-        late one might overtake.
+        lost answer is settled as by `create`. Without it, one that was given up is not repeated.
         """
         if if_match is None:
             self.put_once(path, data, what="replace", repeat="unless-abandoned")
@@ -434,9 +421,8 @@ class Store:
         """
         if self._is_view:
             return
-        opened = self._opened.get("")
         try:
-            if opened is not None and type(opened).close is not Backend.close:
+            if self._opened and type(self._opened[0]).close is not Backend.close:
                 self.cleaning_up().run(
                     "closing", "", lambda backend: backend.close(), repeat="unless-abandoned"
                 )

@@ -57,8 +57,6 @@ DAY_S = 24 * 3600.0
 
 QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
 
-_KEPT = probe.ProbeResult(exclusive=True, reason="One step of a dict.")
-
 Gate = Callable[[str, str], None]
 T = TypeVar("T")
 
@@ -258,9 +256,9 @@ class DictStore(Facade):
         self._faults = FaultBackend(self.inner, rules)
         self.script = self._faults.script
         super().__init__(self._faults, url="dict://root", policy=QUICK)
-        place = os.getpid(), self.url
-        probe._RESULTS[place] = _KEPT  # noqa: SLF001  # looked at elsewhere
-        probe._DELETIONS[place] = True  # noqa: SLF001  # as above
+        for ask in (probe.try_exclusive_create, probe._try_conditional_delete):  # noqa: SLF001
+            # Looked at elsewhere.
+            probe._RESULTS[os.getpid(), self.url, ask.__name__] = ""  # noqa: SLF001
 
     def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
         """Do what is called, without a thread of its own: there are many thousands of calls."""
