@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, StorageError
 from ckpt_storage.options import Phase, Timeouts
@@ -19,6 +19,8 @@ LOOK_S = 0.2
 
 NEVER_S = 10 * 365 * 86_400.0
 """No work lasts longer; infinity is no number that clocks and locks take."""
+
+Clock: TypeAlias = Callable[[], float]
 
 
 class Watch(Protocol):
@@ -49,7 +51,7 @@ class Watch(Protocol):
 
 
 class _Unwatched(Watch):
-    """An operation that nothing is told of."""
+    """None."""
 
 
 class Deadline:
@@ -58,13 +60,13 @@ class Deadline:
     With a `watch`, the phase also gives up soon after its operation failed elsewhere.
     """
 
-    __slots__ = ("_at", "_clock", "is_watched", "phase", "timeout_s", "watch")
+    __slots__ = ("_clock", "at_monotonic_s", "is_watched", "phase", "timeout_s", "watch")
 
     def __init__(
         self,
         phase: Phase,
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         *,
         watch: Watch | None = None,
     ) -> None:
@@ -73,17 +75,12 @@ class Deadline:
         self.watch: Watch = watch or _Unwatched()
         self.is_watched = watch is not None
         self._clock = clock
-        self._at = clock() + timeout_s
+        self.at_monotonic_s = clock() + timeout_s
 
     @classmethod
     def of(cls, timeouts: Timeouts, phase: Phase) -> Deadline:
         """Return the deadline of a phase that begins now."""
         return cls(phase, getattr(timeouts, phase))
-
-    @property
-    def at_monotonic_s(self) -> float:
-        """The instant on `time.monotonic`'s scale."""
-        return self._at
 
     def has_failed(self) -> bool:
         """Return whether the operation that the phase belongs to cannot go on."""
@@ -91,10 +88,10 @@ class Deadline:
 
     def remaining_s(self) -> float:
         """Return the seconds left, 0 when there are none."""
-        return max(0.0, self._at - self._clock())
+        return max(0.0, self.at_monotonic_s - self._clock())
 
     def sleep(self, seconds: float) -> None:
-        """Pause for `seconds`, less where the instant or a failure of the operation is nearer."""
+        """Pause, for less where the instant or a failure of the operation is nearer."""
         end = time.monotonic() + min(seconds, self.remaining_s())
         while (left_s := end - time.monotonic()) > 0 and not self.has_failed():
             time.sleep(min(left_s, LOOK_S) if self.is_watched else left_s)
@@ -107,7 +104,7 @@ class Deadline:
         failure = self.watch.failure()
         if failure is not None:
             raise failure
-        if self._clock() >= self._at:
+        if self._clock() >= self.at_monotonic_s:
             raise self.error(what)
 
     @contextmanager
@@ -139,12 +136,8 @@ class Deadline:
 
 
 def _timeout(phase: Phase, timeout_s: float, what: str) -> PhaseTimeoutError:
-    return PhaseTimeoutError(
-        f"{what} {timeout_s:g} s ({phase} phase).",
-        phase=phase,
-        timeout_s=timeout_s,
-        next_step=f"Check the storage, or raise Timeouts.{phase}.",
-    )
+    text, step = f"{what} {timeout_s:g} s ({phase} phase).", "Check the storage, or raise Timeouts."
+    return PhaseTimeoutError(text, phase=phase, timeout_s=timeout_s, next_step=f"{step}{phase}.")
 
 
 class Stalling(Watch):
@@ -160,12 +153,12 @@ class Stalling(Watch):
         what: str,
         *,
         beside: Watch | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._beside = beside or _Unwatched()
         self._phase: Phase = phase
         self._timeout_s = timeout_s
-        self._what = what
+        self._what = f"{what} has not moved for"
         self._clock = clock
         self._lock = threading.Lock()
         self._moved_s = clock()
@@ -175,8 +168,7 @@ class Stalling(Watch):
         """Return the error of work that stands still, the same one from then on."""
         with self._lock:
             if self._failure is None and self._clock() - self._moved_s >= self._timeout_s:
-                what = f"{self._what} has not moved for"
-                self._failure = _timeout(self._phase, self._timeout_s, what)
+                self._failure = _timeout(self._phase, self._timeout_s, self._what)
             failure = self._failure
         return self._beside.failure() or failure
 
