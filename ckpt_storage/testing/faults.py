@@ -1,12 +1,9 @@
-"""A backend that fails as it is told to, for testing what stands on storages.
+"""A backend that fails as it is told to; `posix_faults` plays the same script for system calls.
 
     store = Store(FaultBackend(MemoryBackend(), [Rule(action="lost_answer")]), url="memory://x")
 
-`posix_faults` plays the same script for system calls.
-
-A crash is simulated by `SimulatedCrash`: once raised, every later operation of the wrapper
-raises it too, from any thread, as if the process had died. What the storage then holds is
-examined through another store.
+A crash is a `SimulatedCrash`: once raised, every later operation of the wrapper raises it too, from
+any thread, as if the process had died. What the storage then holds, another store tells.
 """
 
 from __future__ import annotations
@@ -77,10 +74,9 @@ class Rule:
 
 def storage_error(rule: Rule, path: str) -> StorageError:
     """Return what a backend raises by a rule."""
+    kind = UnsupportedByStoreError if rule.kind == "unsupported" else StorageError
     message = f"A rule of the test says so ({rule.action} of {path})."
-    if rule.kind == "unsupported":
-        return UnsupportedByStoreError(message, kind=rule.kind)
-    return StorageError(message, kind=rule.kind, retryable=rule.retryable)
+    return kind(message, kind=rule.kind, retryable=rule.retryable)
 
 
 class Script:
@@ -127,21 +123,24 @@ class Script:
         rule = self._next(operation, path)
         if rule is None:
             return call()
-        if rule.action in {"torn", "short"} and half is None:
-            raise InvalidInputError(f"{operation} cannot be {rule.action}.")
-        if rule.action == "error":
+        action = rule.action
+        if action == "error":
             raise self._error(rule, path)
-        if rule.action == "crash_before":
+        if action == "crash_before":
             self._crash()
-        if rule.action == "delay":
+        if action == "delay":
             time.sleep(rule.delay_s)
-        if rule.action == "hang":
+        if action == "hang":
             self._hung.release()
             self._released.wait()
-        result = half() if half and rule.action in {"torn", "short"} else call()
-        if rule.action in {"torn", "crash_after"}:
+        if action in {"torn", "short"}:
+            if half is None:
+                raise InvalidInputError(f"{operation} cannot be {action}.")
+            call = half
+        result = call()
+        if action in {"torn", "crash_after"}:
             self._crash()
-        if rule.action == "lost_answer":
+        if action == "lost_answer":
             raise self._error(rule, path)
         return result
 
@@ -157,14 +156,11 @@ class Script:
             self.calls.append(Call(operation=operation, path=path))
             chosen = None
             for i, rule in enumerate(self._rules):
-                if rule.operation and not re.fullmatch(rule.operation, operation):
-                    continue
-                if not re.search(rule.path, path):
-                    continue
-                self._seen_counts[i] += 1
-                hit = self._seen_counts[i] - rule.skip_count
-                if chosen is None and hit > 0 and (rule.hit_count is None or hit <= rule.hit_count):
-                    chosen = rule
+                if re.fullmatch(rule.operation or ".*", operation) and re.search(rule.path, path):
+                    self._seen_counts[i] += 1
+                    hit = self._seen_counts[i] - rule.skip_count
+                    if hit > 0 and (rule.hit_count is None or hit <= rule.hit_count):
+                        chosen = chosen or rule
             return chosen
 
 

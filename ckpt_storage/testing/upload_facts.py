@@ -47,12 +47,13 @@ def fill(known: Capabilities) -> int:
 
 
 def send(upload: Upload, parts: Sequence[bytes], order: Iterable[int] | None = None) -> None:
-    """Write parts to an upload, in `order` if given, each as two buffers."""
+    """Write parts to an upload, in `order` if given, each as two buffers, which are used again."""
     starts = [sum(map(len, parts[:i])) for i in range(len(parts))]
     for i in range(len(parts)) if order is None else order:
-        view = memoryview(parts[i])
-        middle = len(view) // 3
+        buffer = bytearray(parts[i])
+        view, middle = memoryview(buffer), len(buffer) // 3
         upload.write_part(i, starts[i], [view[:middle], view[middle:]], last=i == len(parts) - 1)
+        buffer[:] = bytes(len(buffer))
 
 
 def kind_of(call: Callable[..., object], *args: object, **more: object) -> str:
@@ -95,20 +96,6 @@ class UploadFacts:
         """The size in bytes of a part of these facts."""
         return fill(backend.capabilities)
 
-    @pytest.fixture
-    def shared_size(self, backend: Backend, size: int) -> int:
-        """The same, where uploads can be joined."""
-        if not backend.capabilities.tokens_travel:
-            pytest.skip("the backend declares no tokens that travel")
-        return size
-
-    @pytest.fixture
-    def copied_size(self, backend: Backend, size: int) -> int:
-        """The size in bytes of a part that the storage can copy."""
-        if backend.capabilities.copy_min_bytes is None:
-            pytest.skip("the backend declares no copies")
-        return max(backend.capabilities.copy_min_bytes, size)
-
     @pytest.mark.parametrize("tail_bytes", [0, 1, 1000])
     def test_parts_arrive_whole(
         self, store: Store, second: Store, size: int, tail_bytes: int
@@ -125,15 +112,12 @@ class UploadFacts:
             upload.complete(2 * size + tail_bytes)
         assert second.get(_PATH).data == b"".join(parts)
         assert paths_of(second) == [_PATH]
+        # A single part may be smaller than any minimum, and even empty.
+        alone = store.upload(_PATH)
+        send(alone, [pattern(tail_bytes)])
+        alone.complete(tail_bytes)
+        assert second.get(_PATH).data == pattern(tail_bytes)
         assert second.abort_uploads("") == 0
-
-    @pytest.mark.parametrize("size_bytes", [0, 1, 1000])
-    def test_one_part_arrives_whole(self, store: Store, second: Store, size_bytes: int) -> None:
-        """A single part may be smaller than any minimum, and even empty."""
-        upload = store.upload(_PATH)
-        send(upload, [pattern(size_bytes)])
-        upload.complete(size_bytes)
-        assert second.get(_PATH).data == pattern(size_bytes)
 
     def test_a_part_may_be_sent_again(self, store: Store, second: Store, size: int) -> None:
         """The same part sent twice counts once, or is refused for good."""
@@ -152,17 +136,6 @@ class UploadFacts:
         send(upload, parts, [1])
         upload.complete(size + 10)
         assert second.get(_PATH).data == b"".join(parts)
-
-    def test_buffers_may_be_used_again(self, store: Store, second: Store, size: int) -> None:
-        """What is written into a buffer after its part was sent does not reach the object."""
-        buffer = bytearray(size)
-        upload = store.upload(_PATH)
-        for number in range(2):
-            buffer[:] = pattern(size, number)
-            upload.write_part(number, number * size, [memoryview(buffer)], last=number == 1)
-        buffer[:] = bytes(size)
-        upload.complete(2 * size)
-        assert second.get(_PATH).data == pattern(size, 0) + pattern(size, 1)
 
     def test_abort_leaves_nothing(self, store: Store, second: Store, size: int) -> None:
         """At any point, also after a total that was not sent, there is no object and no upload."""
@@ -247,13 +220,14 @@ class UploadFacts:
             assert not store.can_copy_from(second)
             upload = store.upload(_PATH)
             with pytest.raises(UnsupportedByStoreError):
-                upload.copy_part(_copied(CopySource(scope="", address="", path=""), 0, size))
+                _copy(upload, second, 0, size)
             upload.abort()
         assert paths_of(store) == []
 
-    def test_members_write_one_object(self, store: Store, second: Store, shared_size: int) -> None:
+    def test_members_write_one_object(self, store: Store, second: Store, size: int) -> None:
         """The object holds what owner and members wrote; numbers may be left out."""
-        size, ends = shared_size, [pattern(shared_size, i) for i in range(4)] + [pattern(17, 4)]
+        _skip_unless_shared(store)
+        ends = [*(pattern(size, i) for i in range(4)), pattern(17, 4)]
         owner = store.upload(_PATH, if_absent=True, copies=True)
         token = owner.token()
 
@@ -276,10 +250,11 @@ class UploadFacts:
         assert second.abort_uploads("") == 0
 
     def test_a_receipt_that_is_missing_is_a_gap(
-        self, store: Store, second: Store, shared_size: int
+        self, store: Store, second: Store, size: int
     ) -> None:
         """A part whose receipt did not come is a gap; a member aborts nothing."""
-        size, parts = shared_size, [pattern(shared_size, 1), pattern(shared_size, 2), b"end"]
+        _skip_unless_shared(store)
+        parts = [pattern(size, 1), pattern(size, 2), b"end"]
         owner = store.upload(_PATH, if_absent=True, copies=True)
         member = second.join(_PATH, owner.token())
         send(owner, parts, [0, 2])
@@ -293,43 +268,45 @@ class UploadFacts:
 
     @pytest.mark.parametrize("is_complete", [True, False])
     def test_who_joins_late_changes_nothing(
-        self, store: Store, second: Store, shared_size: int, *, is_complete: bool
+        self, store: Store, second: Store, size: int, *, is_complete: bool
     ) -> None:
         """No object is changed or made by the token of an upload that ended."""
-        parts = [pattern(shared_size), b"end"]
+        _skip_unless_shared(store)
         owner = store.upload(_PATH, if_absent=True, copies=True)
         token = owner.token()
-        send(owner, parts)
+        send(owner, [pattern(size), b"end"])
         if is_complete:
-            owner.complete(shared_size + 3)
+            owner.complete(size + 3)
         else:
             owner.abort()
         with contextlib.suppress(CheckpointError):
             late = second.join(_PATH, token)
-            send(late, [pattern(shared_size, 9)])
+            send(late, [pattern(size, 9)])
             late.receipts()
         assert paths_of(store) == ([_PATH] if is_complete else [])
-        assert not is_complete or store.get(_PATH).data == b"".join(parts)
+        assert not is_complete or store.get(_PATH).data == pattern(size) + b"end"
 
-    @pytest.mark.parametrize(("start", "cut"), [(0, 0), (7, 5), (4096, 4096)])
-    def test_a_copied_part_holds_the_range(
-        self, store: Store, second: Store, copied_size: int, start: int, cut: int
-    ) -> None:
-        """The storage copies exactly the range, and a checksum that it tells is right."""
-        size, data = copied_size, pattern(start + copied_size + cut, 1)
-        second.put(_SOURCE, data)
-        assert store.can_copy_from(second)
-        upload = store.upload(_PATH)
-        told = _copy(upload, second, start, size, source_bytes=len(data), last=False)
-        assert told in {None, crc32c(data[start : start + size])}
-        upload.write_part(1, size, [memoryview(b"end")], last=True)
-        upload.complete(size + 3)
-        assert second.get(_PATH).data == data[start : start + size] + b"end"
-        assert second.get(_SOURCE).data == data
+    def test_a_copied_part_holds_the_range(self, store: Store, second: Store, size: int) -> None:
+        """The storage copies exactly the range, and a checksum that it tells is right.
 
-    def test_a_copy_of_nothing_fails(self, store: Store, second: Store, copied_size: int) -> None:
-        """A missing source is "not-found"; one of another length or too short is damage."""
-        size = copied_size
+        A missing source is "not-found"; one of another length or too short is damage.
+        """
+        least_bytes = store.capabilities.copy_min_bytes
+        if least_bytes is None:
+            pytest.skip("the backend declares no copies")
+        size = max(least_bytes, size)
+        for start, cut in ((0, 0), (7, 5), (4096, 4096)):
+            data = pattern(start + size + cut, 1)
+            second.put(_SOURCE, data)
+            assert store.can_copy_from(second)
+            upload = store.upload(_PATH)
+            told = _copy(upload, second, start, size, source_bytes=len(data), last=False)
+            assert told in {None, crc32c(data[start : start + size])}
+            upload.write_part(1, size, [memoryview(b"end")], last=True)
+            upload.complete(size + 3)
+            assert second.get(_PATH).data == data[start : start + size] + b"end"
+            assert second.get(_SOURCE).data == data
+        second.delete([_SOURCE, _PATH])
         upload = store.upload(_PATH)
         assert kind_of(_copy, upload, second, 0, size) == "not-found"
         second.put(_SOURCE, pattern(size))
@@ -340,14 +317,13 @@ class UploadFacts:
         assert (paths_of(second), second.abort_uploads("")) == ([_SOURCE], 0)
 
 
-def _copied(source: CopySource, start: int, length: int, **more: Any) -> PartCopy:  # noqa: ANN401  # fields
-    """Return the first part as a copy, the last one unless told otherwise."""
-    part: dict[str, Any] = {"number": 0, "offset": 0, "last": True, **more}
-    return PartCopy(source=source, start=start, length=length, **part)
+def _skip_unless_shared(store: Store) -> None:
+    if not store.capabilities.tokens_travel:
+        pytest.skip("the backend declares no tokens that travel")
 
 
 def _copy(upload: Upload, store: Store, start: int, length: int, **more: Any) -> int | None:  # noqa: ANN401  # fields
-    """Copy from the object that these facts copy."""
-    source = store.copy_source(_SOURCE)
-    assert source is not None
-    return upload.copy_part(_copied(source, start, length, **more))
+    """Copy from the object that these facts copy, to the first part, the last unless told so."""
+    source = store.copy_source(_SOURCE) or CopySource(scope="", address="", path="")
+    place: dict[str, Any] = {"number": 0, "offset": 0, "last": True, **more}
+    return upload.copy_part(PartCopy(source=source, start=start, length=length, **place))

@@ -28,15 +28,14 @@ PART_BYTES = 64 * KIB
 class CountingBackend(LocalBackend):
     """A folder that says it is remote, and counts how many reads are under way at a time.
 
-    Each read waits until as many as `together` have been under way, or for `patience_s`.
+    Each read waits until as many as `together` have been under way.
     """
 
     capabilities = dataclasses.replace(LocalBackend.capabilities, is_remote=True)
 
-    def __init__(self, root: str, together: int, patience_s: float = 5) -> None:
+    def __init__(self, root: str, together: int) -> None:
         super().__init__(root)
         self.together = together
-        self.patience_s = patience_s
         self.most = 0
         self.buffers: set[int] = set()
         self._now = 0
@@ -48,7 +47,7 @@ class CountingBackend(LocalBackend):
             self._now += 1
             self.most = max(self.most, self._now)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self.together, timeout=self.patience_s)
+            self._changed.wait_for(lambda: self.most >= self.together, timeout=5)
         try:
             return super().read(path, self._noted(ranges))
         finally:
@@ -59,11 +58,6 @@ class CountingBackend(LocalBackend):
         for start, view in ranges:
             self.buffers.add(id(view.obj))
             yield start, view
-
-
-def facade(backend: Backend) -> Store:
-    """Return a store over a backend."""
-    return Store(backend, url="test://")
 
 
 def content(count: int) -> bytes:
@@ -98,37 +92,29 @@ def options_for(parts: int, threads: int = 16) -> TransferOptions:
     )
 
 
+def read(store: Backend, options: TransferOptions, reads: list[RangeRead]) -> None:
+    """Do the reads."""
+    RangeReader(Store(store, url="test://"), options, Deadline("load", 60)).run(reads)
+
+
 @pytest.mark.parametrize("parts", [1, 3, 8])
-def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
-    """As many reads are under way as the memory allows, no more, in as many buffers."""
+def test_reads_of_one_process_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
+    """Of two transfers together as many are under way as the memory allows one, and no more."""
     (tmp_path / "f").write_bytes(content(24))
     store = CountingBackend(str(tmp_path), parts)
-    got: dict[int, bytes] = {}
-    deadline = Deadline("load", 60)
-    RangeReader(facade(store), options_for(parts), deadline).run(reads_of(24, got))
-    assert store.most == parts
-    assert len(store.buffers) <= parts
-    assert b"".join(got[number] for number in range(24)) == content(24)
-
-
-def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:
-    """Two transfers at a time have together no more under way than the limit allows one."""
-    (tmp_path / "f").write_bytes(content(16))
-    store = CountingBackend(str(tmp_path), 8, patience_s=0.2)
     results: list[dict[int, bytes]] = [{}, {}]
     threads = [
-        threading.Thread(
-            target=RangeReader(facade(store), options_for(4), Deadline("load", 60)).run,
-            args=(reads_of(16, got),),
-        )
+        threading.Thread(target=read, args=(store, options_for(parts), reads_of(24, got)))
         for got in results
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert store.most == 4
-    assert all(b"".join(got[i] for i in range(16)) == content(16) for got in results)
+    assert store.most == parts
+    assert len(store.buffers) <= 2 * parts
+    for got in results:
+        assert b"".join(got[number] for number in range(24)) == content(24)
 
 
 def test_memory_is_given_back_after_a_failure(tmp_path: Path) -> None:
@@ -138,10 +124,10 @@ def test_memory_is_given_back_after_a_failure(tmp_path: Path) -> None:
         failing = CountingBackend(str(tmp_path), 1)
         reads = [*reads_of(8, {}), RangeRead(path="absent", start=0, stop=PART_BYTES)]
         with pytest.raises(StorageError):
-            RangeReader(facade(failing), options_for(2), Deadline("load", 60)).run(reads)
+            read(failing, options_for(2), reads)
     got: dict[int, bytes] = {}
     store = CountingBackend(str(tmp_path), 2)
-    RangeReader(facade(store), options_for(2), Deadline("load", 60)).run(reads_of(8, got))
+    read(store, options_for(2), reads_of(8, got))
     assert store.most == 2
     assert len(got) == 8
 
@@ -156,10 +142,10 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
         if view[0] == 1:
             raise IntegrityError("no", path="f", offset=1)
 
-    reads = [dataclasses.replace(read, done=refuse) for read in reads_of(4, {})]
+    reads = [dataclasses.replace(each, done=refuse) for each in reads_of(4, {})]
     store = LocalBackend(str(tmp_path))
     with pytest.raises(IntegrityError, match="no"):
-        RangeReader(facade(store), options_for(4, threads=1), Deadline("load", 60)).run(reads)
+        read(store, options_for(4, threads=1), reads)
     assert delivered == [0, 1]
 
 
@@ -211,16 +197,10 @@ def test_a_piece_that_is_read_again_is_checked_again() -> None:
         expected = crc32c.crc32c(block)
         wrong.extend(at + i for i, crc in zip(starts, crcs, strict=True) if crc != expected)
 
-    read = RangeRead(
-        path="x",
-        start=0,
-        stop=8 * len(block),
-        into=memoryview(bytearray(8 * len(block))),
-        check=check,
-        block_bytes=len(block),
-    )
-    options = TransferOptions(thread_count=1)
-    RangeReader(store, options, Deadline("load", 60)).run([read])
+    size = 8 * len(block)
+    into = memoryview(bytearray(size))
+    whole = RangeRead(path="x", start=0, stop=size, into=into, check=check, block_bytes=len(block))
+    RangeReader(store, TransferOptions(thread_count=1), Deadline("load", 60)).run([whole])
     store.close()
     assert backend.attempt_count == 2
     assert wrong == [0]

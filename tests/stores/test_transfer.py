@@ -60,15 +60,10 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
     store = Store(SlowBackend(str(tmp_path), release), url="slow://")
     done: list[str] = []
     target = bytearray(1000)
+    into, note = memoryview(target), done.append
     reads = [
         RangeRead(path="bad", start=0, stop=1),
-        RangeRead(
-            path="slow",
-            start=0,
-            stop=1000,
-            into=memoryview(target),
-            done=lambda _: done.append("slow"),
-        ),
+        RangeRead(path="slow", start=0, stop=1000, into=into, done=lambda _: note("slow")),
     ]
     threading.Timer(0.3, release.set).start()
     with pytest.raises(StorageError, match="no"):
@@ -139,32 +134,18 @@ def test_odd_folders_do_not_hide_checkpoints(tmp_path: Path) -> None:
     assert names == ["step-9", "step-10", "~"]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"thread_count": 0},
-        {"memory_limit_bytes": 0},
-        {"part_bytes": 16e6},
-        {"part_bytes": True},
-        {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19},
-    ],
-)
-def test_limits_that_cannot_be_kept_are_refused_at_once(bad: dict[str, Any]) -> None:
+def test_limits_that_cannot_be_kept_are_refused_at_once() -> None:
     """0 is not taken for the default, and a float not for a number of bytes."""
-    with pytest.raises(InvalidInputError):
-        CheckpointStorageWriter("/nowhere", **bad)
+    tight = {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19}
+    refused: list[dict[str, Any]] = [{"thread_count": 0}, {"memory_limit_bytes": 0}, tight]
+    for bad in [*refused, {"part_bytes": 16e6}, {"part_bytes": True}]:
+        with pytest.raises(InvalidInputError):
+            CheckpointStorageWriter("/nowhere", **bad)
 
 
 def test_a_memory_limit_below_the_storages_least_part_is_refused() -> None:
     """Parts are never silently larger than the limit allows."""
-    capabilities = Capabilities(
-        kind="s3",
-        exclusive_create=True,
-        atomic_replace=True,
-        if_match=True,
-        parallel_parts=True,
-        min_part_bytes=5 << 20,
-    )
+    capabilities = Capabilities(kind="s3", parallel_parts=True, min_part_bytes=5 << 20)
     enough = TransferOptions(part_bytes=1 << 20, memory_limit_bytes=10 << 20)
     assert part_bytes_for(capabilities, enough, 10) == 5 << 20
     tight = TransferOptions(part_bytes=1 << 20, memory_limit_bytes=9 << 20)

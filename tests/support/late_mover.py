@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -23,17 +22,7 @@ class LateMover:
 
     def __init__(self, delay_s: float = 0.002) -> None:
         self._delay_s = delay_s
-        self._jobs: queue.SimpleQueue[tuple[torch.Tensor, Use, threading.Event] | None]
-        self._jobs = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="late mover", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            data, use, ended = job
-            time.sleep(self._delay_s)
-            use(data.clone())
-            ended.set()
+        self._thread = ThreadPoolExecutor(1)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Return plain memory."""
@@ -41,16 +30,14 @@ class LateMover:
 
     def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
         """Queue an upload."""
-        ended = threading.Event()
-        self._jobs.put((data, use, ended))
-        return lambda: _wait(ended)
+
+        def upload() -> None:
+            time.sleep(self._delay_s)
+            use(data.clone())
+
+        job = self._thread.submit(upload)
+        return lambda: job.result(_WAIT_S)
 
     def finish(self) -> None:
         """Return when all uploads have ended; none is begun any more."""
-        self._jobs.put(None)
-        self._thread.join(_WAIT_S)
-
-
-def _wait(ended: threading.Event) -> None:
-    if not ended.wait(_WAIT_S):
-        raise TimeoutError
+        self._thread.shutdown()

@@ -42,8 +42,7 @@ class Noted(Pacer):
     def __init__(self, *args: Any, **kw: Any) -> None:
         super().__init__(*args, **kw)
         self.heard = 0
-        self.lowest = self.limit()
-        self.start = self.limit()
+        self.lowest = self.start = self.limit()
 
     def slowed_down(self) -> None:
         """Count."""
@@ -109,10 +108,7 @@ def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> No
     BUDGET.reset()
     export(server)
     assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
-    both = [
-        threading.Thread(target=export, args=(server,)),
-        threading.Thread(target=copy, args=(server,)),
-    ]
+    both = [threading.Thread(target=job, args=(server,)) for job in (export, copy)]
     for thread in both:
         thread.start()
     for thread in both:
@@ -122,14 +118,14 @@ def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> No
     assert ckpt_storage.verify("s3://bkt/run", storage_options=options_of(server)).ok
 
 
+@pytest.mark.parametrize("job", [export, copy])
 @pytest.mark.parametrize("op", ["part", "get"])
-def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
-    """An export and a copy that are refused leave the whole budget to the next."""
+def test_what_fails_gives_its_memory_back(
+    server: S3Server, op: str, job: Callable[[S3Server], None]
+) -> None:
+    """An export or copy that is refused leaves the whole budget to the next."""
     key = "safetensors|hf/|[0-9a-f]{32}/saves.*distcp" if op == "part" else "distcp"
     server.faults([FaultRule(op=op, key=key, action="status", status=403, times=0)])
     with pytest.raises(CheckpointError):
-        export(server)
-    assert BUDGET.held_bytes == 0
-    with pytest.raises(CheckpointError):
-        copy(server)
+        job(server)
     assert BUDGET.held_bytes == 0
