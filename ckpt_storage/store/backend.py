@@ -26,9 +26,9 @@ class Capabilities:
     kind: family of storages, for messages and tuning.
     is_remote: a request costs a network round trip.
     shared: other processes see what this one writes.
-    exclusive_create: `put(if_absent=True)` is decided by the storage, in one step. Without it
-        only one job may save to a place at a time.
-    if_match: `put(if_match=...)` is decided by the storage, in one step.
+    exclusive_create: the storage decides `put(if_absent=True)` in one step. Without it only one
+        job may save to a place at a time.
+    if_match: the storage decides `put(if_match=...)` in one step.
     atomic_replace: while an object is replaced, readers see the old or the new one.
     parallel_parts: parts may come in any order, from several threads.
     min_part_bytes: least size of a part that is not the last.
@@ -37,9 +37,8 @@ class Capabilities:
     part_alignment_bytes: where parts of two processes meet, the offset is a multiple of this.
     streams_parts: parts are sent from where they lie; else memory for one copy is reckoned with.
     tokens_travel: another process may use the token of an upload.
-    last_part_publishes: the storage takes the last part only together with the completion. The
-        facade then holds it back and calls `put_part(last=True)` just before `complete_upload`.
-        That call may publish the object, so both are repeated, and looked after, as one.
+    last_part_publishes: the storage takes the last part only with the completion. The facade then
+        calls `put_part(last=True)` just before `complete_upload`, and repeats both as one.
     lists_uploads: `list_uploads` finds open uploads.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); no copies where `copy_min_bytes` is None.
@@ -191,8 +190,8 @@ class Backend(abc.ABC):
     Paths are relative to the root, use "/", and are "" only in `list`. Methods block, are called
     from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
     `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
-    are understood, `StorageError(kind=...)` says it exactly. Deadlines, repeats, lost replies
-    and error texts are the business of `Store`. Making a backend asks nothing of the storage.
+    are understood, `StorageError(kind=...)` says it exactly. `Store` has deadlines, repeats and
+    error texts. Making a backend asks nothing of the storage.
     """
 
     capabilities: Capabilities
@@ -207,16 +206,16 @@ class Backend(abc.ABC):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a whole small object and its version, from one answer, never from a cache.
 
-        Of an object longer than `max_bytes` do not read all. Raise `TooLongError` where its length
-        is told first; else return any more than `max_bytes` bytes, and the caller refuses it.
+        Of one longer than `max_bytes` do not read all: raise `TooLongError`, or return any more
+        than that.
         """
 
     @abc.abstractmethod
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Fill the memory of each range; return the object's size, if the storage told it.
 
-        Take the next range from the iterator only when the last one is filled: what it held is
-        checked then. Raise `ShortReadError` if the object, or the answer, ends within one.
+        Take the next range only when the last one is filled: it is checked then. Raise
+        `ShortReadError` if the object, or the answer, ends within one.
         """
 
     @abc.abstractmethod
@@ -291,22 +290,17 @@ class Backend(abc.ABC):
         """Make the root and these folders below it, where the storage has such things."""
         del folders
 
-    def delete_folder(self, path: str) -> bool:
+    def delete_folder(self, path: str) -> bool:  # noqa: ARG002
         """Delete a folder and all below it; return False to have it listed and deleted."""
-        del path
         return False
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of that version, in one step of the storage.
 
-        Raise `StorageError(kind="precondition")` for another version, and
-        `UnsupportedByStoreError` where the storage does not decide it. One that is not there is no
-        error, unless the storage answers as for another version.
+        Raise `StorageError(kind="precondition")` for another version; for one that is not there, or
+        nothing. Raise `UnsupportedByStoreError` where the storage does not decide it.
         """
-        del version
-        raise UnsupportedByStoreError(
-            f"{path} cannot be deleted only if it is of a given version.", kind="unsupported"
-        )
+        raise UnsupportedByStoreError(f"{path} of {version} is not deleted.", kind="unsupported")
 
     def flush_parts(self, path: str, token: str) -> None:
         """Make the parts durable that this process has put, before another one completes.
@@ -319,14 +313,12 @@ class Backend(abc.ABC):
         """Let go of an upload that another process began, and will complete or abort."""
         del path, token
 
-    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:  # noqa: ARG002
         """Yield the open uploads below a folder, and those of the very path `prefix`."""
-        del prefix
         return iter(())
 
-    def copy_source(self, path: str) -> CopySource | None:
+    def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002
         """Return the object as `copy_part` takes it, None if it cannot; "" stands for the root."""
-        del path
         return None
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
@@ -343,14 +335,11 @@ class Backend(abc.ABC):
         told = self.stat(probe_path).modified_s
         self.delete([probe_path])
         if told is None:
-            raise UnsupportedByStoreError(
-                "This storage tells no times of its objects.", kind="unsupported"
-            )
+            raise UnsupportedByStoreError("No times of objects are told.", kind="unsupported")
         return told
 
-    def explain(self, error: BaseException) -> StorageError | None:
+    def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002
         """Return what an exception of this storage's client means; None: what it means anywhere."""
-        del error
         return None
 
 
