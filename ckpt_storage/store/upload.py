@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -21,8 +21,6 @@ from .calls import AbandonedError, moved
 
 if TYPE_CHECKING:
     from .store import Store
-
-T = TypeVar("T")
 
 SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
@@ -102,8 +100,14 @@ class Upload:
         self._send(
             number,
             f"write of part {number}",
-            lambda backend, token: _sent(backend, self._path, token, part, buffers, last=last),
+            lambda backend, token: self._put_part(backend, token, part, buffers, last=last),
         )
+
+    def _put_part(
+        self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
+    ) -> Part:
+        told = backend.put_part(self._path, token, part.number, part.offset, data, last=last)
+        return replace(part, receipt=told)
 
     def _fits_put(self, part: Part) -> bool:
         most_bytes = self._capabilities.max_put_bytes
@@ -161,8 +165,8 @@ class Upload:
         with self._lock:
             self._has_ended_writing = True
             held = self._held
-            parts = {*self._parts.values(), *receipts}
-        ordered = _whole({*parts, held[0]} if held else parts, total_bytes, shown=self._shown)
+            parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
+        ordered = _whole(parts, total_bytes, shown=self._shown)
         if self._token is None and (self._fits_put(held[0]) if held else not ordered):
             self._finish(total_bytes, self._put)
         else:
@@ -186,7 +190,10 @@ class Upload:
                 return
             self._state = "aborted"
             self._held = None
-        self._store.cleaning_up().run("abort of the upload", self._path, self._discard)
+        store = self._store.cleaning_up()
+        store.run("abort of the upload", self._path, self._discard)
+        if self._may_be_visible:
+            self._delete_ours(store)
 
     def _begun(self) -> str:
         """Return the token, for which the upload may have to be begun."""
@@ -200,10 +207,7 @@ class Upload:
     def _begin(self, backend: Backend) -> str:
         self._begin_count += 1
         token = backend.begin_upload(
-            self._path,
-            write_id=self.write_id,
-            if_absent=self._if_absent,
-            copies=self._copies,
+            self._path, write_id=self.write_id, if_absent=self._if_absent, copies=self._copies
         )
         try:
             moved()
@@ -248,7 +252,7 @@ class Upload:
     def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
             part, data = self._held
-            last = _sent(backend, self._path, token, part, [memoryview(data)], last=True)
+            last = self._put_part(backend, token, part, [memoryview(data)], last=True)
             parts = [last if one is part else one for one in parts]
         backend.complete_upload(
             self._path, token, parts, write_id=self.write_id, if_absent=self._if_absent
@@ -296,22 +300,19 @@ class Upload:
             backend.abort_upload(self._path, token)
         if self._begin_count > (token is not None):
             self._abort_unseen(backend)
-        if self._may_be_visible:
-            self._delete_ours(backend)
 
-    def _delete_ours(self, backend: Backend) -> None:
+    def _delete_ours(self, store: Store) -> None:
         try:
-            found = backend.stat(self._path)
-            if found.write_id == self.write_id and found.version is not None:
-                backend.delete_version(self._path, found.version)
-            elif found.write_id == self.write_id:
-                backend.delete([self._path])
-        except Exception as error:
-            failure = self._store.explain(error, "upload", self._path)
-            kind = failure.kind if isinstance(failure, StorageError) else ""
-            if kind == "unsupported":
-                backend.delete([self._path])
-            elif kind not in {"not-found", "precondition"}:
+            found = store.stat(self._path)
+            if found.write_id == self.write_id:
+                if found.version is not None:
+                    store.delete_version(self._path, found.version)
+                else:
+                    store.delete([self._path])
+        except StorageError as error:
+            if error.kind == "unsupported":
+                store.delete([self._path])
+            elif error.kind not in {"not-found", "precondition"}:
                 raise
 
     def _abort_unseen(self, backend: Backend) -> None:
@@ -350,20 +351,6 @@ class Upload:
         return StorageError(
             f"The upload of {self._shown} {what}.", path=self._shown, next_step=next_step
         )
-
-
-def _sent(
-    backend: Backend,
-    path: str,
-    token: str,
-    part: Part,
-    buffers: Sequence[memoryview],
-    *,
-    last: bool,
-) -> Part:
-    """Put a part and return it with its receipt."""
-    receipt = backend.put_part(path, token, part.number, part.offset, buffers, last=last)
-    return replace(part, receipt=receipt)
 
 
 def _joined(buffers: Sequence[memoryview]) -> bytes:

@@ -164,12 +164,8 @@ def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     def run(number: int) -> None:
         results[number] = calls[number]()
 
-    with Workers(
-        len(calls),
-        name="ckpt-storage side by side",
-        deadline=Deadline("commit", math.inf),
-        grace_s=_REPORT_S,
-    ) as workers:
+    name, deadline = "ckpt-storage side by side", Deadline("commit", math.inf)
+    with Workers(len(calls), name=name, deadline=deadline, grace_s=_REPORT_S) as workers:
         for number in range(len(calls)):
             workers.submit(partial(run, number))
         workers.drain()

@@ -11,7 +11,6 @@ from ckpt_storage.options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, Tra
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.pacing import Pacer
 
 from .budget import BUDGET
@@ -105,7 +104,7 @@ class ObjectWriter:
     `memory_limit_bytes`. What is written must stay as it is until `complete` returns.
     """
 
-    def __init__(  # two call sites, all named
+    def __init__(  # call sites name all of them
         self,
         store: Store,
         path: str,
@@ -119,23 +118,23 @@ class ObjectWriter:
         self.part_bytes = part_bytes_for(capabilities, options, planned_bytes)
         self._part: list[memoryview] = []
         self._part_size = 0
-        self._path = path
         self._what = f"Writing {path}"
         self._limit_bytes = options.memory_limit_bytes
         self._cost_bytes = self.part_bytes * copies_of(capabilities)
         self._deadline = deadline
         self._on_bytes = on_bytes
-        self._upload: Upload | None = None
         self._part_count = 0
         self._sent_bytes = 0
         self._claimed_bytes = 0
         most = options.thread_count if capabilities.parallel_parts else 1
         most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
         self._pacer = Pacer(most, start=_FIRST_REQUESTS if capabilities.is_remote else most)
-        self._store = store.bounded(deadline, throttled=self._pacer.slowed_down)
-        self._is_remote = capabilities.is_remote
-        self._thread_count = most
+        self._upload = store.bounded(deadline, throttled=self._pacer.slowed_down).upload(path)
         self._workers: Workers | None = None
+        if capabilities.is_remote or most > 1:
+            self._workers = Workers(
+                most, name=f"write {path}", deadline=deadline, limit=self._pacer.limit
+            )
 
     def write(self, view: memoryview) -> None:
         """Append bytes. Waits until there is memory for them; raises what sending a part raised."""
@@ -155,7 +154,6 @@ class ObjectWriter:
     def _send(self, *, last: bool) -> None:
         views, size_bytes = self._part, self._part_size
         self._part, self._part_size = [], 0
-        upload = self._begun()
         number, offset = self._part_count, self._sent_bytes
         claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
         self._part_count += 1
@@ -163,21 +161,17 @@ class ObjectWriter:
 
         def send() -> None:
             begin_s = time.monotonic()
-            upload.write_part(number, offset, views, last=last)
-            self._sent(time.monotonic() - begin_s, size_bytes)
+            self._upload.write_part(number, offset, views, last=last)
+            self._pacer.succeeded(time.monotonic() - begin_s, size_bytes)
+            self._deadline.watch.advanced(size_bytes)
+            self._on_bytes(size_bytes)
 
         def end() -> None:
             views.clear()
             BUDGET.release(claimed_bytes)
 
-        try:
-            workers = self._started_workers()
-        except BaseException:
-            # A process may have no more threads.
-            end()
-            raise
-        if workers is not None:
-            workers.submit(send, ended=end)
+        if self._workers is not None:
+            self._workers.submit(send, ended=end)
             return
         try:
             self._deadline.check(self._what)
@@ -185,44 +179,22 @@ class ObjectWriter:
         finally:
             end()
 
-    def _sent(self, seconds: float, size_bytes: int) -> None:
-        self._pacer.succeeded(seconds, size_bytes)
-        self._deadline.watch.advanced(size_bytes)
-        self._on_bytes(size_bytes)
-
-    def _started_workers(self) -> Workers | None:
-        if self._workers is None and (self._is_remote or self._thread_count > 1):
-            self._workers = Workers(
-                self._thread_count,
-                name=f"write {self._path}",
-                deadline=self._deadline,
-                limit=self._pacer.limit,
-            )
-        return self._workers
-
     def complete(self) -> None:
         """Wait until all parts are on the storage, make the object visible and durable.
 
         Raises what failed.
         """
         self._send(last=True)
-        upload = self._begun()
         if self._workers is not None:
             self._workers.drain()
-        upload.complete(self._sent_bytes)
+        self._upload.complete(self._sent_bytes)
         self._deadline.watch.ended_file()
         self._stop()
 
     def abort(self) -> None:
         """Discard everything; idempotent. Raises `StorageError` if that fails."""
         self._stop()
-        if self._upload is not None:
-            self._upload.abort()
-
-    def _begun(self) -> Upload:
-        if self._upload is None:
-            self._upload = self._store.upload(self._path)
-        return self._upload
+        self._upload.abort()
 
     def _stop(self) -> None:
         if self._workers is not None:
