@@ -242,7 +242,7 @@ def test_a_rank_that_never_comes_is_no_wait_for_ever(tmp_path: Path) -> None:
     """Who waits for a unit of one that reads nothing raises by the deadline of the reads."""
     ranks = replicated(tmp_path, lambda _: None)
     deadline = ranks.parts[0]._deadline  # noqa: SLF001  # shorter than that of the others
-    deadline.at_monotonic_s = time.monotonic() + 0.5  # noqa: SLF001
+    deadline.at_monotonic_s = time.monotonic() + 0.5
     del ranks.parts[1]
     assert isinstance(ranks.run()[0], PhaseTimeoutError)
     assert left() == []
