@@ -48,15 +48,15 @@ class FaultPosix(Posix):
 
     def open_new(self, path: str) -> int:
         """Create a file; with a lost answer the file is there and its descriptor is not."""
-        return self._open("open_new", path, self.inner.open_new)
+        return self._open(self.inner.open_new, path)
 
     def open_read(self, path: str) -> int:
         """Open a file."""
-        return self._open("open_read", path, self.inner.open_read)
+        return self._open(self.inner.open_read, path)
 
     def open_write(self, path: str) -> int:
         """Open a file that another process made."""
-        return self._open("open_write", path, self.inner.open_write)
+        return self._open(self.inner.open_write, path)
 
     pwritev = played(
         Posix.pwritev,
@@ -78,17 +78,16 @@ class FaultPosix(Posix):
             if fd in self._open_paths:
                 self._really_close(fd)
 
-    def _open(self, operation: str, path: str, call: Callable[[str], int]) -> int:
+    def _open(self, call: Callable[[str], int], path: str) -> int:
         opened = []
 
         def keep() -> int:
-            fd = call(path)
-            opened.append(fd)
-            self._open_paths[fd] = path
-            return fd
+            opened.append(call(path))
+            self._open_paths[opened[0]] = path
+            return opened[0]
 
         try:
-            return self.script.play(operation, path, keep)
+            return self.script.play(call.__name__, path, keep)
         except OSError:
             for fd in opened:
                 self._really_close(fd)

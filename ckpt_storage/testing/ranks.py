@@ -1,11 +1,7 @@
 """Ranks for tests: processes that join a gloo group, run functions together and are ended for sure.
 
-Importing torch costs seconds a process, so ranks are forked from one process that has imported it,
-and a `RankPool` keeps its processes and runs many functions in them, each in a process group of its
-own: one that failed or is stuck harms no later one.
-
-Functions and their arguments travel by pickle. A function must be importable in a new process:
-defined at the top of a module, neither nested nor a lambda.
+They are forked from one process that has imported torch, and a `RankPool` keeps them. Functions and
+their arguments travel by pickle, so a function is defined at the top of a module.
 """
 
 from __future__ import annotations
@@ -81,9 +77,9 @@ _Job = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 class RankPool:
     """`world_size` live processes that run functions as ranks; a context manager.
 
-    Each starts with the first job that needs it, and anew after a job in which a rank died or that
-    did not end in time. They end with `close`, with the interpreter, and with this process however
-    it ends; what they started ends with them.
+    Each function has a process group of its own. A process starts with the first job that needs it,
+    and anew after a job in which a rank died or that did not end in time. All end, with what they
+    started, with `close`, with the interpreter, and with this process however it ends.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
@@ -148,14 +144,29 @@ class RankPool:
         for _, connection in self._ranks[:count]:
             connection.send_bytes(packed)
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        outcomes: dict[int, RankOutcome[T]] = {}
-        while len(outcomes) < count and self._collect(count, outcomes, end):
-            pass
-        if len(outcomes) < count or any(_died(outcome) for outcome in outcomes.values()):
+        left: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(count)}
+        late = "It did not end in time."
+        outcomes = [RankOutcome[T](rank=rank, failure=late) for rank in range(count)]
+        is_broken = False
+        while left and (ready := wait(list(left), max(0.0, end - time.monotonic()))):
+            for one in ready:
+                rank = left.pop(one)
+                try:
+                    value, failure, sent = self._ranks[rank][1].recv()
+                except (EOFError, OSError):
+                    is_broken = True
+                    process = self._ranks[rank][0]
+                    process.join(_STOP_TIMEOUT_S)
+                    died = f"It died with exit code {process.exitcode}."
+                    outcomes[rank] = RankOutcome(rank=rank, failure=died)
+                else:
+                    error = None if sent is None else pickle.loads(sent)  # noqa: S301  # our own
+                    outcomes[rank] = RankOutcome(
+                        rank=rank, value=value, failure=failure, error=error
+                    )
+        if left or is_broken:
             _kill(self._ranks)
-        for rank in set(range(count)) - set(outcomes):
-            outcomes[rank] = RankOutcome(rank=rank, failure="It did not end in time.")
-        return [outcomes[rank] for rank in range(count)]
+        return outcomes
 
     def _start(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -164,30 +175,10 @@ class RankPool:
             ours, theirs = context.Pipe()
             # The server of forks has the environment of the time when it began.
             args = (rank, theirs, dict(os.environ))
-            process = context.Process(
-                target=_rank_main, args=args, name=f"rank {rank}", daemon=False
-            )
+            process = context.Process(target=_rank_main, args=args, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-
-    def _collect(self, count: int, outcomes: dict[int, RankOutcome[T]], end: float) -> bool:
-        """Take in what has ended; return False once the time is up."""
-        waiting = {self._ranks[rank][1]: rank for rank in range(count) if rank not in outcomes}
-        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
-        for connection in ready:
-            rank = waiting[connection]  # type: ignore[index]  # only connections were given
-            process = self._ranks[rank][0]
-            try:
-                value, failure, packed = self._ranks[rank][1].recv()
-            except (EOFError, OSError):
-                process.join(_STOP_TIMEOUT_S)
-                failure = f"{_DIED} with exit code {process.exitcode}."
-                outcomes[rank] = RankOutcome(rank=rank, failure=failure)
-            else:
-                error = None if packed is None else pickle.loads(packed)  # noqa: S301  # our own
-                outcomes[rank] = RankOutcome(rank=rank, value=value, failure=failure, error=error)
-        return bool(ready)
 
 
 def run_ranks(
@@ -199,13 +190,6 @@ def run_ranks(
     """
     with RankPool(world_size, timeout_s=timeout_s) as pool:
         return pool.outcomes(function, *args)
-
-
-_DIED = "It died"
-
-
-def _died(outcome: RankOutcome[Any]) -> bool:
-    return outcome.failure is not None and outcome.failure.startswith(_DIED)
 
 
 def _discard(ranks: list[tuple[ForkServerProcess, Connection]], folder: str) -> None:
