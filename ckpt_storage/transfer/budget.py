@@ -14,11 +14,9 @@ _LOOK_S = 0.2
 class Budget:
     """Bytes of buffers in flight, counted for all transfers of the process together.
 
-    Each transfer names its own ceiling for the sum, so the strictest one is kept while it takes
-    part. First come, first served: a large claim is not starved by small ones. Safe in any thread.
-
-    A holder must not wait for more: it claims all that one step needs at once, so that what is
-    held is always on its way to being released.
+    Each transfer names its own ceiling for the sum. First come, first served: a large claim is not
+    starved by small ones. A holder must not wait for more: it claims all that one step needs at
+    once. Safe in any thread.
     """
 
     def __init__(self) -> None:
@@ -48,10 +46,11 @@ class Budget:
         what `deadline` knows of a failure elsewhere; nothing is claimed then.
         """
         turn = object()
+        most_bytes = max(0, limit_bytes - byte_count)
         with self._changed:
             self._queue.append(turn)
             try:
-                while not self._fits(turn, byte_count, limit_bytes):
+                while self._queue[0] is not turn or self._held_bytes > most_bytes:
                     self._changed.wait(min(_LOOK_S, deadline.remaining_s() + 0.001))
                     deadline.check("Waiting for memory to send or read with")
                 self._held_bytes += byte_count
@@ -66,16 +65,9 @@ class Budget:
             self._held_bytes -= byte_count
             self._changed.notify_all()
 
-    def _fits(self, turn: object, byte_count: int, limit_bytes: int) -> bool:
-        is_next = self._queue[0] is turn
-        return is_next and (not self._held_bytes or self._held_bytes + byte_count <= limit_bytes)
-
 
 BUDGET = Budget()
-"""What all writes of this process share; ranks on one node have one each.
-
-Reads have another (`fetching`): who reads in order to write holds memory already, and must not wait
-for more of the same.
-"""
+"""What all writes of this process share. Reads have another: who reads in order to write holds
+memory already, and must not wait for more of the same."""
 
 os.register_at_fork(after_in_child=BUDGET.reset)

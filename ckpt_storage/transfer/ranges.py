@@ -26,9 +26,7 @@ _READ_GRACE_S = 330.0
 _PIECE_BYTES = 1 << 20
 """Read from a disk and checked before it leaves a processor's second-level cache."""
 
-_BUDGET = Budget()
-"""Of this process's reads. Not that of its writes: one that waits for what it is to write holds
-memory already, and nobody may hold some and wait for more."""
+_BUDGET = Budget()  # not that of writes, which says why
 
 os.register_at_fork(after_in_child=_BUDGET.reset)
 
@@ -109,7 +107,7 @@ class _Run:
         self._limit_bytes = reader.options.memory_limit_bytes
         self._buffer_bytes = max((r.stop - r.start for r in reads if r.into is None), default=0)
         # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
-        self._buffers: list[memoryview] = []
+        self.buffers: list[memoryview] = []
         dearest = max(map(self._cost_bytes, reads))
         affordable = self._limit_bytes // max(1, dearest)
         self._most = max(1, min(reader.options.thread_count, len(reads), affordable))
@@ -129,11 +127,11 @@ class _Run:
                 batches = [list(those) for _, those in same]
             for batch in batches:
                 self.deadline.check(f"Reading {batch[0].path}")
-                self._claim(batch)
+                cost_bytes = self._claim(batch)
                 try:
                     self._read(batch)
                 finally:
-                    self._release(batch)
+                    _BUDGET.release(cost_bytes)
             return
         # A read that still runs after a failure would write into targets that the caller may
         # fill from elsewhere by then: wait for it, as long as one request may take.
@@ -147,8 +145,8 @@ class _Run:
         with workers:
             try:
                 for batch in batches:
-                    self._claim(batch)
-                    workers.submit(partial(self._read, batch), ended=partial(self._release, batch))
+                    ended = partial(_BUDGET.release, self._claim(batch))
+                    workers.submit(partial(self._read, batch), ended=ended)
                 workers.drain()
             finally:
                 # Before the threads are waited for.
@@ -159,14 +157,12 @@ class _Run:
         buffer_bytes = self._buffer_bytes if read.into is None else 0
         return buffer_bytes + (read.stop - read.start if self._is_remote else 0)
 
-    def _claim(self, batch: Sequence[RangeRead]) -> None:
+    def _claim(self, batch: Sequence[RangeRead]) -> int:
         # One at a time is under way.
         cost_bytes = max(map(self._cost_bytes, batch))
         if cost_bytes:
             _BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)
-
-    def _release(self, batch: Sequence[RangeRead]) -> None:
-        _BUDGET.release(max(map(self._cost_bytes, batch)))
+        return cost_bytes
 
     def _read(self, batch: Sequence[RangeRead]) -> None:
         first = batch[0]
@@ -187,13 +183,9 @@ class _Run:
         """Return a buffer for the longest read."""
         # One list operation is atomic: no lock.
         try:
-            return self._buffers.pop()
+            return self.buffers.pop()
         except IndexError:
             return memoryview(bytearray(self._buffer_bytes))
-
-    def keep(self, buffer: memoryview) -> None:
-        """Use a buffer again."""
-        self._buffers.append(buffer)
 
 
 class _Ranges:
@@ -240,7 +232,7 @@ class _Ranges:
             raise CheckpointError(f"The read of {read.path} was given up.")
         read.done(self._view)
         if self._buffer is not None:
-            run.keep(self._buffer)
+            run.buffers.append(self._buffer)
         length = read.stop - read.start
         run.deadline.watch.advanced(length)
         run.on_bytes(length)

@@ -205,28 +205,17 @@ def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     assert copy.__notes__ == error.__notes__
 
 
-def test_delays_grow_with_full_jitter(bench: Bench) -> None:
-    """Each delay is the random fraction of a ceiling that doubles up to the maximum."""
-    fractions = iter([0.5, 0.25, 1.0, 0.1, 0.5])
-    store = bench.store(
-        fault("get", hit_count=5),
-        policy=RetryPolicy(attempt_count=6, first_delay_s=1.0, max_delay_s=5.0),
-        random=lambda: next(fractions),
-    )
-    store.get("x")
-    assert bench.slept == [0.5 * 1, 0.25 * 2, 1.0 * 4, 0.1 * 5, 0.5 * 5]
-
-
-def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
-    """A delay that would pass the deadline is not slept; the failure comes back at once."""
+def test_delays_grow_with_full_jitter_and_end_with_the_deadline(bench: Bench) -> None:
+    """Each is the random fraction of a ceiling that doubles; none is slept beyond the deadline."""
+    fractions = iter([0.5, 0.25, 1.0, 0.1, 0.5, 1.0])
     store = bench.store(
         fault("get", hit_count=None),
-        policy=RetryPolicy(attempt_count=100, first_delay_s=1.0, max_delay_s=1.0),
-    ).bounded(Deadline("load", 2.25, bench.clock))
-    error = error_of(lambda: store.get("x").data)
-    assert error.kind == "connection"
-    assert bench.slept == [0.5] * 4
-    assert bench.calls.count("get") == 5
+        policy=RetryPolicy(attempt_count=100, first_delay_s=1.0, max_delay_s=5.0),
+        random=lambda: next(fractions),
+    ).bounded(Deadline("load", 9.0, bench.clock))
+    assert error_of(lambda: store.get("x")).kind == "connection"
+    assert bench.slept == [0.5 * 1, 0.25 * 2, 1.0 * 4, 0.1 * 5, 0.5 * 5]
+    assert bench.calls.count("get") == 6
 
 
 def put_if(store: Store, operation: str, version: str | None) -> None:
@@ -276,22 +265,17 @@ def test_what_another_put_or_nobody_can_tell_is_no_success(
 @pytest.mark.parametrize("linked", ["cause", "context"])
 def test_a_refused_connection_proves_that_nothing_was_done(bench: Bench, linked: str) -> None:
     """Refused by the cause itself: repeated. Refused some time earlier: it is read back first."""
+    error = StorageError("No answer.", kind="connection", retryable=True)
+    setattr(error, f"__{linked}__", ConnectionRefusedError())
+    failures = [error]
 
     class Refusing(Remote):
         """Refuses the first create."""
 
-        attempt_count = 0
-
-        def put(self, path: str, data: Buffers, **how: object) -> None:
-            self.attempt_count += 1
-            if self.attempt_count > 1:
-                super().put(path, data, **how)  # type: ignore[arg-type]
-                return
-            error = StorageError("No answer.", kind="connection", retryable=True)
-            if linked == "cause":
-                raise error from ConnectionRefusedError()
-            error.__context__ = ConnectionRefusedError()
-            raise error
+        def put(self, path: str, data: Buffers, **how: Any) -> None:
+            if failures:
+                raise failures.pop()
+            super().put(path, data, **how)
 
     store = bench.store(backend=Refusing(bench.location))
     store.create("commits/1", b"one")
@@ -299,37 +283,20 @@ def test_a_refused_connection_proves_that_nothing_was_done(bench: Bench, linked:
     assert bench.calls == [*asked, "put_absent"]
 
 
-class Expiring(Remote):
-    """A backend whose token is refused until `cured_by` refreshes; negative: for good."""
-
-    def __init__(self, location: Location, *, cured_by: int) -> None:
-        super().__init__(location)
-        self.cured_by = cured_by
-        self.refresh_count = 0
-
-    def refresh(self) -> None:
-        """Fetch another token."""
-        self.refresh_count += 1
-
-    def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Read with the token there is."""
-        if not 0 <= self.cured_by <= self.refresh_count:
-            raise StorageError(
-                "The token is no good.", kind="credentials", retryable=self.cured_by > 0
-            )
-        return super().get(path, max_bytes=max_bytes)
-
-
-def test_expired_credentials_are_refreshed_once(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("hit_count", "retryable", "refresh_count"), [(1, True, 1), (2, True, 1), (1, False, 0)]
+)
+def test_expired_credentials_are_refreshed_once(
+    bench: Bench, hit_count: int, refresh_count: int, *, retryable: bool
+) -> None:
     """One refresh is tried without waiting; if it does not or cannot help, the error comes back."""
-    for cured_by, refresh_count in ((1, 1), (2, 1), (-1, 0)):
-        inner = Expiring(bench.location, cured_by=cured_by)
-        store = bench.store(backend=inner)
-        if cured_by == 1:
-            assert store.get("x").data == b"data"
-        else:
-            assert error_of(lambda: store.get("x").data).kind == "credentials"  # noqa: B023
-        assert inner.refresh_count == refresh_count
+    expired = fault("get", kind="credentials", hit_count=hit_count, retryable=retryable)
+    store = bench.store(expired)
+    if hit_count == refresh_count:
+        assert store.get("x").data == b"data"
+    else:
+        assert error_of(lambda: store.get("x")).kind == "credentials"
+    assert bench.calls.count("refresh") == refresh_count
     assert bench.slept == []
 
 
@@ -479,8 +446,7 @@ def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_abort_takes_back_a_completion_that_may_have_worked(
-    bench: Bench,
-    is_ours: bool,  # noqa: FBT001  # a parameter of pytest
+    bench: Bench, *, is_ours: bool
 ) -> None:
     """The object goes only if it bears our mark."""
     answers = [fault("complete_upload", action="lost_answer", hit_count=None)]
