@@ -109,34 +109,33 @@ def backend_of(location: Location, settings: Settings) -> Backend:
     return (opener or _built_in(location))(location, settings)
 
 
-_MODULES: dict[str, tuple[str, str]] = {
-    "adlfs.AzureBlobFileSystem": ("azure", "AzureBackend"),
-    "fsspec.MemoryFileSystem": ("memory", "MemoryBackend"),
-    "gcsfs.GCSFileSystem": ("gcs", "GcsBackend"),
-    "s3fs.S3FileSystem": ("s3", "S3Backend"),
+_CLASSES = {
+    "adlfs.AzureBlobFileSystem": "azure.AzureBackend",
+    "gcsfs.GCSFileSystem": "gcs.GcsBackend",
+    "s3fs.S3FileSystem": "s3.S3Backend",
 }
-"""By the file system that one's class descends from: the module of its backend, and its name."""
+"""Backends by the file system that one's class descends from."""
 
 
 def _built_in(location: Location) -> Opener:
     """Return the backend's class: for fsspec's, by what the file system's class descends from."""
-    if location.is_local:
-        return _loaded("local", "LocalBackend")
-    import fsspec  # noqa: PLC0415  # local users need none
+    found = "local.LocalBackend"
+    if not location.is_local:
+        import fsspec  # noqa: PLC0415  # local users need none
 
-    try:
-        kinds = fsspec.get_filesystem_class(location.protocol).__mro__
-    except ImportError as error:
-        # fsspec raises its own from the one that names the package.
-        package = getattr(error.__cause__, "name", None) or error.name or str(error)
-        raise missing_backend(location.protocol, package) from None
-    names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
-    found = next((name for name in names if name in _MODULES), "")
-    # What is derived from fsspec's memory lies somewhere else.
-    is_other = found.startswith("fsspec.") and found != names[0]
-    return _loaded(*_MODULES.get("" if is_other else found, ("generic", "FsspecBackend")))
-
-
-def _loaded(module: str, name: str) -> Opener:
+        try:
+            kinds = fsspec.get_filesystem_class(location.protocol).__mro__
+        except ImportError as error:
+            # fsspec raises its own from the one that names the package.
+            package = getattr(error.__cause__, "name", None) or error.name or str(error)
+            raise missing_backend(location.protocol, package) from None
+        names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
+        found = next(
+            (_CLASSES[name] for name in names if name in _CLASSES), "generic.FsspecBackend"
+        )
+        # What is derived from fsspec's memory lies somewhere else.
+        if names[0] == "fsspec.MemoryFileSystem":
+            found = "memory.MemoryBackend"
+    module, _, name = found.partition(".")
     opener: Opener = getattr(import_module(f"ckpt_storage.store.backends.{module}"), name)
     return opener

@@ -66,20 +66,13 @@ def content(count: int) -> bytes:
 
 
 def reads_of(count: int, got: dict[int, bytes]) -> list[RangeRead]:
-    """Return the reads of all parts through buffers, each noted in `got`."""
+    """Return the reads of all parts through buffers, each noted in `got` by its first byte."""
 
-    def note(number: int, view: memoryview) -> None:
-        got[number] = bytes(view)
+    def note(view: memoryview) -> None:
+        got[view[0]] = bytes(view)
 
-    return [
-        RangeRead(
-            path="f",
-            start=number * PART_BYTES,
-            stop=(number + 1) * PART_BYTES,
-            done=lambda view, number=number: note(number, view),  # type: ignore[misc]  # bound
-        )
-        for number in range(count)
-    ]
+    starts = range(0, count * PART_BYTES, PART_BYTES)
+    return [RangeRead(path="f", start=at, stop=at + PART_BYTES, done=note) for at in starts]
 
 
 def options_for(parts: int, threads: int = 16) -> TransferOptions:

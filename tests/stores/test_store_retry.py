@@ -401,7 +401,7 @@ def test_uploads_are_carried_on(operation: str, action: Action, kind: type[Remot
     Nothing stays open, also where nobody got to know that an upload was begun.
     """
     bench = Bench(kind)
-    store = bench.store(fault(operation, action=action, hit_count=3))
+    store = bench.store(fault(operation, action=action, hit_count=2))
     upload = store.upload("saves/u")
     member = store.join("saves/u", upload.token())
     member.write_part(0, 0, [memoryview(b"ab")], last=False)
