@@ -1,8 +1,6 @@
 """What a read costs on a kind of storage, in the few numbers by which reads are planned.
 
-One request more occupies its stream for `request_s`; bytes that nobody asked for occupy it for
-their number / `stream_bytes_s`. What is cheaper is done: neighbours share a request where the gap
-between them takes less time than another request.
+Neighbours share a request where the gap between them takes less time than another request.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ class ReadCosts:
         return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
 
 
-# A call with its deadline and thread and the opening of the file; a cold NVMe drive; windows that
-# stay in a processor's last-level cache between read, check and copy.
+# A call with its thread and the opening of the file; a cold NVMe drive; windows that stay in a
+# processor's last-level cache between read, check and copy.
 LOCAL_COSTS = ReadCosts(
     request_s=50e-6,
     stream_bytes_s=3e9,
@@ -59,8 +57,7 @@ LOCAL_COSTS = ReadCosts(
 )
 
 # Object stores: first byte and rate of one connection as Amazon's guide to S3 performance has them.
-# Where the network and not a stream is the limit, gaps cost in full, so they may be less than the
-# product of the two.
+# Where the network is the limit, gaps cost in full, so they may be less than the product.
 REMOTE_COSTS = ReadCosts(
     request_s=0.03,
     stream_bytes_s=90e6,

@@ -75,9 +75,9 @@ class Pacer:
         if self._is_doubling and grown:
             self._limit = min(self._most, 2 * self._limit)
         else:
-            after_cut = self._cut_at_s > float("-inf")
+            was_cut = self._cut_at_s > float("-inf")
             self._is_doubling = False
             self._settled_rounds += 1
-            if grown or after_cut or self._settled_rounds % _PROBE_ROUNDS == 0:
+            if grown or was_cut or self._settled_rounds % _PROBE_ROUNDS == 0:
                 self._limit = min(self._most, self._limit + 1)
         self._begin_round()

@@ -1,7 +1,4 @@
-"""Threads that move bytes.
-
-They are daemons with names: one that is stuck in the kernel is abandoned, never joined at exit.
-"""
+"""Threads that move bytes: daemons with names; one that is stuck is never joined at exit."""
 
 from __future__ import annotations
 
@@ -23,16 +20,12 @@ T = TypeVar("T")
 _GRACE_S = 10.0
 _REPORT_S = 1.0
 
-_Job = tuple[Callable[[], None], Callable[[], None]]
-"""What a thread is to do, and what is due once it has, or never will."""
-
 
 class Workers:
     """A few daemon threads that run jobs in parallel; the first failure stops the rest.
 
-    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run; the
-    limit may change meanwhile. Leaving the block waits at most a grace period for running jobs
-    when it is left by an exception, and none are started any more.
+    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run. Leaving
+    the block starts no more of them, and waits at most `grace_s` for those that run.
     """
 
     def __init__(
@@ -44,11 +37,10 @@ class Workers:
         limit: Callable[[], int] | None = None,
         grace_s: float = _GRACE_S,
     ) -> None:
-        self._deadline = deadline
-        self._name = name
-        self._grace_s = grace_s
+        self._deadline, self._name, self._grace_s = deadline, name, grace_s
         self._limit = limit or (lambda: 2 * count)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # What a thread is to do, and what is due once it has, or never will.
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open_count = 0
         self._failure: BaseException | None = None
@@ -130,21 +122,22 @@ class Workers:
             self._jobs.put(None)
         begin = time.monotonic()
         end = begin + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
-        self._join(min(end, begin + _REPORT_S))
-        if isinstance(error, CheckpointError) and any(t.is_alive() for t in self._threads):
+        stuck = self._stuck(min(end, begin + _REPORT_S))
+        if stuck and isinstance(error, CheckpointError):
             # Other ranks must not wait for what hangs here; and requests are given up now.
             self._deadline.watch.failed(error)
-        self._join(end)
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        stuck = self._stuck(end)
         if stuck and error is not None:
             error.add_note(
                 f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
                 "be used again."
             )
 
-    def _join(self, end: float) -> None:
+    def _stuck(self, end: float) -> list[str]:
+        """Return which threads still run at a moment."""
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
 
 
 def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
