@@ -108,30 +108,24 @@ class Store:
     ) -> Store:
         """Return this store with every call, repeats included, ending by `deadline`.
 
-        It shares all but a nearer deadline; closing it does nothing. Once `cancelled` returns True
-        no attempt is begun any more. Once what the deadline belongs to has failed, those under way
-        are left behind, too. `throttled` is called after every answer that asks for fewer requests.
+        Closing it does nothing. `cancelled` and `throttled` are as for `Caller`.
         """
         known = self._caller
-        view = self._view(
-            dataclasses.replace(
-                known,
-                deadlines=(*known.deadlines, deadline),
-                cancelled=cancelled or known.cancelled,
-                throttled=throttled or known.throttled,
-            )
+        caller = dataclasses.replace(
+            known,
+            deadlines=(*known.deadlines, deadline),
+            cancelled=cancelled or known.cancelled,
+            throttled=throttled or known.throttled,
         )
-        view.deadline = deadline
-        return view
+        return self._view(_caller=caller, deadline=deadline)
 
     def cleaning_up(self) -> Store:
         """Return this store with a deadline of its own, near and for discarding what failed."""
-        return self._view(self._caller.cleaning_up())
+        return self._view(_caller=self._caller.cleaning_up())
 
-    def _view(self, caller: Caller) -> Store:
+    def _view(self, **changed: object) -> Store:
         view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__)
-        view._caller, view._is_view = caller, True  # the same class
+        view.__dict__.update(self.__dict__, _is_view=True, **changed)
         return view
 
     def run(
@@ -226,8 +220,7 @@ class Store:
 
         By `data`, which nobody else puts there, a lost answer is settled. Raises `StorageError` of
         kind "exists" if something else is there; of kind "unknown" if nobody can tell whether it
-        was created, or whether it will stay; of any other if it was not. Raises
-        `UnsupportedByStoreError` if the storage cannot decide it.
+        was created, or will stay. Raises `UnsupportedByStoreError` if the storage cannot decide it.
         """
         if not self.capabilities.exclusive_create:
             raise self._unable(
@@ -326,9 +319,8 @@ class Store:
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads and remove temporary files below a folder; return how many.
 
-        With `only`, those for whose path it returns True: an upload is abandoned property of
-        whoever began it, and a folder may be shared. One whose path the storage does not tell
-        whole is not asked for, and stays then.
+        With `only`, those for whose path it returns True, as a folder may be shared; one whose path
+        the storage does not tell whole stays then.
         """
         folder = prefix.strip("/")
 
