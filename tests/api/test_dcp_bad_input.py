@@ -165,7 +165,10 @@ def test_a_storage_that_does_not_answer_is_named_without_credentials() -> None:
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (CheckpointStorageWriter, {"timeout": -1}, "positive"),
     (CheckpointStorageWriter, {"timeout": "soon"}, "Give seconds"),
-    (CheckpointStorageWriter, {"thread_count": -1}, "1 or more"),
+    (CheckpointStorageWriter, {"thread_count": 0}, "1 or more"),
+    (CheckpointStorageWriter, {"part_bytes": 16e6}, "an integer"),
+    (CheckpointStorageWriter, {"part_bytes": True}, "an integer"),
+    (CheckpointStorageWriter, {"memory_limit_bytes": 0}, "Raise memory_limit_bytes"),
     (CheckpointStorageWriter, {"part_bytes": 10}, "at least one block"),
     (CheckpointStorageReader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
     (CheckpointStorageReader, {"shared_reads": "yes"}, "'auto' or 'never'"),
