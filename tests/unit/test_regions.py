@@ -5,23 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, interval_boxes
 from ckpt_storage.format.selections import (
-    WindowCopy,
     box_selection,
     coalesce,
     run_of,
-    selected_copies,
     touched_spans,
 )
 
@@ -111,39 +107,6 @@ def test_an_interval_is_cut_into_few_boxes_in_order(
     values = np.arange(total).reshape(shape)
     elements = [int(value) for box in boxes for value in values[slices(box)].ravel()]
     assert elements == list(range(start, stop))
-
-
-def copied(source: NDArray[Any], copy: WindowCopy) -> NDArray[Any]:
-    """Return the source of a copy as an array; `source` is the window and nothing else."""
-    reach = copy.source_offset_elements + sum(
-        (size - 1) * stride for size, stride in zip(copy.sizes, copy.source_strides, strict=True)
-    )
-    assert 0 <= copy.source_offset_elements <= reach < source.size
-    return as_strided(
-        source[copy.source_offset_elements :],
-        copy.sizes,
-        [stride * source.itemsize for stride in copy.source_strides],
-    )
-
-
-@QUICK
-@given(data=st.data(), sizes=SHAPES)
-def test_windows_fill_a_region_once(data: st.DataObject, sizes: tuple[int, ...]) -> None:
-    """Copies out of windows that partition a payload put every element into its place, once."""
-    region = data.draw(boxes_in(sizes))
-    total = math.prod(sizes)
-    inner = data.draw(st.sets(st.integers(0, total), max_size=4))
-    values = np.arange(total)
-    target = np.full(region.sizes, -1)
-    for start, stop in itertools.pairwise(sorted({0, total, *inner})):
-        copies = selected_copies(sizes, box_selection(region), start, stop)
-        assert len(copies) <= max(1, 2 * len(sizes) - 1)
-        for copy in copies:
-            place = slices(Box(copy.dest_offsets, copy.sizes))
-            assert target[place].shape == copy.sizes
-            assert np.all(target[place] == -1)
-            target[place] = copied(values[start:stop], copy)
-    assert (target == values.reshape(sizes)[slices(region)]).all()
 
 
 @pytest.mark.parametrize("region", [Box((1, 0), (2, 4)), Box((-1, 0), (2, 4)), Box((0,), (2,))])
