@@ -7,7 +7,6 @@ starting one costs more than most calls.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -16,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any, Literal, TypeVar
 
@@ -247,57 +245,52 @@ def nothing_was_done(error: StorageError) -> bool:
     return cause is not None or error.kind == "throttled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Makes the calls of one store, each within `request_timeout_s` seconds an attempt.
 
-    All end by `deadlines`. Once `cancelled` returns True, or what a deadline belongs to has failed,
-    no attempt is begun any more; by such a failure those under way are left behind, too.
-    `throttled` is called after every answer that asks for fewer requests. `refresh` looks
-    credentials up again, once for all calls that meet one expiry; `refreshed` has an entry for each
-    time. `clock`, `sleep` and `random` stand in for time in tests.
+    `clock`, `sleep` and `random` stand in for time in tests.
     """
 
-    url: str
-    refresh: Callable[[], None]
-    policy: RetryPolicy
-    request_timeout_s: float
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    random: Callable[[], float] = system_random
-    deadlines: tuple[Deadline, ...] = ()
-    cancelled: Callable[[], bool] = bool
-    throttled: Callable[[], object] = bool  # a default of a field
-    pool: TimedPool = field(default_factory=lambda: TimedPool("ckpt-storage io"))
-    refreshing: threading.Lock = field(default_factory=threading.Lock)
-    refreshed: list[None] = field(default_factory=list)
-
-    def cleaning_up(self) -> Caller:
-        """Return a caller with a deadline of its own, near and for discarding what failed."""
-        deadline = Deadline("write", CLEAN_UP_S, self.clock)
-        return dataclasses.replace(self, deadlines=(deadline,), cancelled=bool)
-
-    def run(
+    def __init__(
         self,
-        what: str,
-        call: Callable[[], T],
+        url: str,
+        policy: RetryPolicy,
+        request_timeout_s: float,
         *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        random: Callable[[], float],
+    ) -> None:
+        self.url, self.policy, self._request_timeout_s = url, policy, request_timeout_s
+        self._clock, self._sleep, self._random = clock, sleep, random
+        self._deadlines: tuple[Deadline, ...] = ()
+        self._cancelled: Callable[[], bool] = bool
+        self._throttled: Callable[[], object] = bool
+        # Shared by all views; of renewed credentials there is an entry for each time.
+        self._pool = TimedPool("ckpt-storage io")
+        self._refreshing = threading.Lock()
+        self._refreshed: list[None] = []
+
+    def _look_up(self) -> None:
+        """Look credentials up again."""
+        raise NotImplementedError
+
+    def call(
+        self, what: str, call: Callable[[], T], *, repeat: Repeat = "always", extra_s: float = 0.0
     ) -> T:
         """Return what `call` returns, within deadline and repeated if that is right.
 
         `what` names it for messages. `extra_s` (seconds) lengthens each attempt.
         """
-        seen_count, may_refresh = len(self.refreshed), True
-        start_s, attempt = self.clock(), 1
+        seen_count, may_refresh = len(self._refreshed), True
+        start_s, attempt = self._clock(), 1
         while True:
             try:
                 return self._once(what, call, repeat=repeat, extra_s=extra_s)
             except StorageError as error:
                 failure = error
             if failure.kind == "throttled":
-                self.throttled()
+                self._throttled()
             if failure.kind == "credentials" and failure.retryable and may_refresh:
                 may_refresh = False
                 self._refresh(seen_count)
@@ -310,7 +303,7 @@ class Caller:
             )
             if not may_repeat or not self.pause(attempt):
                 if attempt > 1:
-                    failure.add_note(f"Tried {attempt} times in {self.clock() - start_s:.1f} s.")
+                    failure.add_note(f"Tried {attempt} times in {self._clock() - start_s:.1f} s.")
                 try:
                     raise failure
                 finally:
@@ -326,12 +319,12 @@ class Caller:
         Delays have full jitter (see `RetryPolicy`).
         """
         ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
-        delay_s = self.random() * min(self.policy.max_delay_s, ceiling_s)
+        delay_s = self._random() * min(self.policy.max_delay_s, ceiling_s)
         if delay_s >= self._left_s():
             return False
         while delay_s > 0 and not self._is_over():
             step_s = min(LOOK_S, delay_s) if self._is_watched() else delay_s
-            self.sleep(step_s)
+            self._sleep(step_s)
             delay_s -= step_s
         return not self._is_over()
 
@@ -350,9 +343,9 @@ class Caller:
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
-        return self.pool.run(
+        return self._pool.run(
             call,
-            timeout_s=min(self.request_timeout_s + extra_s, left_s),
+            timeout_s=min(self._request_timeout_s + extra_s, left_s),
             most_s=left_s,
             what=what,
             repeatable=repeat == "always",
@@ -360,26 +353,26 @@ class Caller:
         )
 
     def _is_watched(self) -> bool:
-        return any(deadline.is_watched for deadline in self.deadlines)
+        return any(deadline.is_watched for deadline in self._deadlines)
 
     def _has_failed(self) -> bool:
-        return any(deadline.has_failed() for deadline in self.deadlines)
+        return any(deadline.has_failed() for deadline in self._deadlines)
 
     def _is_over(self) -> bool:
         """Return whether no attempt may be begun, whatever the time."""
-        return self.cancelled() or self._has_failed()
+        return self._cancelled() or self._has_failed()
 
     def _left_s(self) -> float:
-        return min((deadline.remaining_s() for deadline in self.deadlines), default=math.inf)
+        return min((deadline.remaining_s() for deadline in self._deadlines), default=math.inf)
 
     def _refresh(self, seen_count: int) -> None:
         """Renew credentials unless another thread has done so since `seen_count` was read."""
-        left_s = min(self.request_timeout_s, self._left_s())
-        if not self.refreshing.acquire(timeout=max(0.0, left_s)):
+        left_s = min(self._request_timeout_s, self._left_s())
+        if not self._refreshing.acquire(timeout=max(0.0, left_s)):
             return
         try:
-            if len(self.refreshed) == seen_count:
-                self._once(f"refresh of the credentials for {self.url}", self.refresh)
-                self.refreshed.append(None)
+            if len(self._refreshed) == seen_count:
+                self._once(f"refresh of the credentials for {self.url}", self._look_up)
+                self._refreshed.append(None)
         finally:
-            self.refreshing.release()
+            self._refreshing.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -26,7 +25,7 @@ from .backend import (
     ObjectInfo,
     Range,
 )
-from .calls import Caller, Repeat, moved, system_random
+from .calls import CLEAN_UP_S, Caller, Repeat, moved, system_random
 from .conditions import put_settled, taken, whose
 from .deadline import Deadline
 from .problems import Call, explain
@@ -38,7 +37,7 @@ log = logging.getLogger("ckpt_storage")
 T = TypeVar("T")
 
 
-class Store:
+class Store(Caller):
     """One root on one storage: every call ends in time, and was repeated where that is right.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
@@ -64,8 +63,8 @@ class Store:
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = system_random,
     ) -> None:
-        self.url = url
-        self.policy = policy or RetryPolicy()
+        policy = policy or RetryPolicy()
+        super().__init__(url, policy, request_timeout_s, clock=clock, sleep=sleep, random=random)
         self.scope = scope
         self.deadline = Deadline("commit", math.inf)
         self._scrub = scrub
@@ -73,15 +72,6 @@ class Store:
         # Shared by all views; of two threads that open it at once, both go on with one.
         self._opened: list[Backend] = [backend] if isinstance(backend, Backend) else []
         self._is_view = False
-        self._caller = Caller(
-            url=url,
-            refresh=self._refresh,
-            policy=self.policy,
-            request_timeout_s=request_timeout_s,
-            clock=clock,
-            sleep=sleep,
-            random=random,
-        )
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -108,20 +98,21 @@ class Store:
     ) -> Store:
         """Return this store with every call, repeats included, ending by `deadline`.
 
-        Closing it does nothing. `cancelled` and `throttled` are as for `Caller`.
+        Closing it does nothing. Once `cancelled` returns True no attempt is begun any more. Once
+        what the deadline belongs to has failed, those under way are left behind, too. `throttled`
+        is called after every answer that asks for fewer requests.
         """
-        known = self._caller
-        caller = dataclasses.replace(
-            known,
-            deadlines=(*known.deadlines, deadline),
-            cancelled=cancelled or known.cancelled,
-            throttled=throttled or known.throttled,
+        return self._view(
+            deadline=deadline,
+            _deadlines=(*self._deadlines, deadline),
+            _cancelled=cancelled or self._cancelled,
+            _throttled=throttled or self._throttled,
         )
-        return self._view(_caller=caller, deadline=deadline)
 
     def cleaning_up(self) -> Store:
         """Return this store with a deadline of its own, near and for discarding what failed."""
-        return self._view(_caller=self._caller.cleaning_up())
+        deadline = Deadline("write", CLEAN_UP_S, self._clock)
+        return self._view(_deadlines=(deadline,), _cancelled=bool)
 
     def _view(self, **changed: object) -> Store:
         view = object.__new__(type(self))
@@ -137,8 +128,8 @@ class Store:
         repeat: Repeat = "always",
         extra_s: float = 0.0,
     ) -> T:
-        """Return what `call` makes of the backend; see `Caller.run`."""
-        return self._caller.run(
+        """Return what `call` makes of the backend; see `call`."""
+        return self.call(
             f"{operation} of {self.shown(path)}",
             lambda: self._bordered(operation, path, call),
             repeat=repeat,
@@ -157,7 +148,7 @@ class Store:
         # the caller's buffers. That of this one leads here, and nothing here leads back to it.
         raise failure.pop()
 
-    def _refresh(self) -> None:
+    def _look_up(self) -> None:
         self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
 
     def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
@@ -171,7 +162,7 @@ class Store:
             name=operation,
             path=self.shown(path),
             endpoint="" if known is None else known.endpoint,
-            timeout_s=self._caller.request_timeout_s,
+            timeout_s=self._request_timeout_s,
             scrub=self._scrub,
         )
         return explain(error, about)
@@ -278,10 +269,6 @@ class Store:
             backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
 
         self.run(what, path, put, repeat=repeat)
-
-    def pause(self, attempt: int) -> bool:
-        """Sleep as after an attempt that failed; return whether there is time for another one."""
-        return self._caller.pause(attempt)
 
     def _unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
         return UnsupportedByStoreError(
@@ -421,7 +408,7 @@ class Store:
         except CheckpointError as error:
             log.warning("%s was not closed: %s", self.url, error)
         finally:
-            self._caller.pool.close()
+            self._pool.close()
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:
