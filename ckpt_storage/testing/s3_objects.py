@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from types import MappingProxyType
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from crc32c import crc32c
@@ -106,10 +106,6 @@ class Request:
         """Return the checksum of parts, or of their object, that this beginning asked for."""
         name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         return {name: _digest(name, body)} if name != _CHECKSUM else {}
-
-    def spelt(self, name: str) -> str:
-        """Return a name for a listing: percent-encoded if asked, as XML cannot hold every name."""
-        return quote(name) if self.query.get("encoding-type") == "url" else name
 
     def limit(self, name: str, most: int) -> int:
         """Return how many entries of a listing are asked for."""
@@ -261,17 +257,14 @@ class S3Objects:
         is_cut = 0 < len(page) < len(entries)
         fields = {
             "Name": request.bucket,
-            "Prefix": request.spelt(prefix),
+            "Prefix": prefix,
             "KeyCount": len(page),
             "IsTruncated": is_cut,
             "NextContinuationToken": page[-1][0].encode().hex() if is_cut else None,
-            "EncodingType": request.query.get("encoding-type"),
             "Contents": [
-                {"Key": request.spelt(key), "Size": found.size_bytes, **found.fields()}
-                for key, found in page
-                if found
+                {"Key": key, "Size": one.size_bytes, **one.fields()} for key, one in page if one
             ],
-            "CommonPrefixes": [{"Prefix": request.spelt(key)} for key, found in page if not found],
+            "CommonPrefixes": [{"Prefix": key} for key, one in page if not one],
         }
         return _document("ListBucketResult", fields)
 
@@ -290,10 +283,9 @@ class S3Objects:
         fields = {
             "Bucket": request.bucket,
             "IsTruncated": len(page) < len(left),
-            "NextKeyMarker": request.spelt(last_key),
+            "NextKeyMarker": last_key,
             "NextUploadIdMarker": last_id,
-            "EncodingType": query.get("encoding-type"),
-            "Upload": [{"Key": request.spelt(key), "UploadId": name} for key, name in page],
+            "Upload": [{"Key": key, "UploadId": name} for key, name in page],
         }
         return _document("ListMultipartUploadsResult", fields)
 
