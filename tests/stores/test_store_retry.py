@@ -429,21 +429,6 @@ def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> N
     assert set(bench.calls) <= {"put_absent", "stat"}
 
 
-@pytest.mark.parametrize("part_count", [1, 2])
-def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_count: int) -> None:
-    """Of equal length, but with another's mark: the upload failed, and the other one stays."""
-    store = bench.store()
-    upload = begun(store)
-    if part_count > 1:
-        upload.token()
-    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
-    bench.plain.put("saves/u", b"else")
-    assert error_of(lambda: upload.complete(4)).kind == "exists"
-    upload.abort()
-    assert bench.plain.get("saves/u").data == b"else"
-    assert bench.inner.open == {}
-
-
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_abort_takes_back_a_completion_that_may_have_worked(
     bench: Bench, *, is_ours: bool
