@@ -318,16 +318,6 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         return memoryview(data)
 
 
-def _wait_for_end(ended: threading.Event) -> None:
-    # A pipe that closes means that the one who started the server is gone; a terminal, a file
-    # or /dev/null says nothing of the kind.
-    mode = os.fstat(0).st_mode
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        while os.read(0, 4096):
-            pass
-        ended.set()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM, SIGINT or, where standard input is a pipe, its end.
 
@@ -337,17 +327,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--bucket", action="append", default=[], help="create it; may be repeated")
     options = parser.parse_args(arguments)
-    ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: sys.exit())
     with S3Server(port=options.port) as server:
         for name in options.bucket:
             server.create_bucket(name)
         ready = {"endpoint_url": server.endpoint_url, "storage_options": server.storage_options}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
-        ended.wait()
+        # A terminal, a file or /dev/null does not say that whoever started the server is gone.
+        mode = os.fstat(0).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            signal.pause()
+        while os.read(0, 4096):
+            pass
     return 0
 
 
