@@ -21,10 +21,10 @@ def soon() -> Deadline:
     return Deadline("write", 30)
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds that other threads bring about."""
+def wait_for(count: int, budget: Budget) -> None:
+    """Wait until that many claims wait."""
     end = time.monotonic() + 20
-    while not holds():
+    while waiting(budget) != count:
         assert time.monotonic() < end
         time.sleep(0.001)
 
@@ -70,9 +70,9 @@ def test_a_large_claim_is_not_overtaken() -> None:
         order.append(name)
 
     large = begun(lambda: claim("large", 90))
-    eventually(lambda: waiting(budget) == 1)
+    wait_for(1, budget)
     small = begun(lambda: claim("small", 10))
-    eventually(lambda: waiting(budget) == 2)
+    wait_for(2, budget)
     assert order == []
     budget.release(60)
     large.join(20)
@@ -89,7 +89,7 @@ def test_what_is_larger_than_the_limit_is_let_through_alone() -> None:
         budget.acquire(50, limit_bytes=10, deadline=Deadline("write", 0.05))
     assert (waiting(budget), budget.held_bytes) == (0, 1)
     thread = begun(lambda: budget.acquire(50, limit_bytes=10, deadline=soon()))
-    eventually(lambda: waiting(budget) == 1)
+    wait_for(1, budget)
     budget.release(1)
     thread.join(20)
     assert budget.held_bytes == 50

@@ -7,12 +7,12 @@ import dataclasses
 import errno
 import threading
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 from crc32c import crc32c
 from local_stores import local_store
 from remote_tools import plain
+from s3clients import ask
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
@@ -112,12 +112,9 @@ def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
     upload.complete(PART_BYTES + 3)
-    address = f"{server.endpoint_url}/bkt/run/{PATH}"
     asked = {"x-amz-checksum-mode": "ENABLED"}
-    request = Request(address, headers=asked)  # noqa: S310  # our own http server
-    with urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310  # as above
-        told = base64.b64decode(answer.headers["x-amz-checksum-crc32c"])
-        data = answer.read()
+    _, headers, data = ask(server.endpoint_url, "GET", f"/bkt/run/{PATH}", headers=asked)
+    told = base64.b64decode(headers["x-amz-checksum-crc32c"])
     assert data == part(0) + b"end"
     assert int.from_bytes(told, "big") == crc32c(data)
 

@@ -14,16 +14,10 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, interval_boxes
-from ckpt_storage.format.selections import (
-    box_selection,
-    coalesce,
-    run_of,
-    touched_spans,
-)
+from ckpt_storage.format.selections import box_selection, coalesce, run_of, touched_spans
 
 QUICK = settings(max_examples=200, deadline=None)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-SOLID_SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 @st.composite
