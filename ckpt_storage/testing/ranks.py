@@ -146,7 +146,8 @@ class RankPool:
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         left: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(count)}
         late = "It did not end in time."
-        outcomes = [RankOutcome[T](rank=rank, failure=late) for rank in range(count)]
+        outcomes: list[RankOutcome[T]]
+        outcomes = [RankOutcome(rank=rank, failure=late) for rank in range(count)]
         is_broken = False
         while left and (ready := wait(list(left), max(0.0, end - time.monotonic()))):
             for one in ready:
