@@ -43,11 +43,13 @@ from ckpt_storage.store.deadline import Deadline
 from .border import at_dcp_border, rank_of_call
 
 
-@dataclass(slots=True)
-class _Save:
-    """The save of one thread."""
+class _OfThread(threading.local):
+    """What one thread has told of its next save, and the save that it is in."""
 
-    session: SaveSession
+    pending: str | os.PathLike[str] | None = None
+    asked = False
+    save_id: str | None = None
+    session: SaveSession | None = None
     hello: Hello | None = None
     granted: Granted | None = None
 
@@ -110,7 +112,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._options = SaveOptions.of(given, timeouts=Timeouts.of(timeout))
         self._base = self._options.place(path)
         self._process_group = process_group
-        self._threads = threading.local()
+        self._threads = _OfThread()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._base.url!r})"
@@ -124,7 +126,7 @@ class CheckpointStorageWriter(StorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._process_group = None
-        self._threads = threading.local()
+        self._threads = _OfThread()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -138,30 +140,26 @@ class CheckpointStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """The URL that the save of the calling thread goes to."""
-        save: _Save | None = getattr(self._threads, "save", None)
-        if save is not None:
-            return save.session.url
-        return self._base.join(getattr(self._threads, "pending", None)).url
+        of = self._threads
+        return self._base.join(of.pending).url if of.session is None else of.session.url
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners may know of the target; DCP asks once before each save.
 
         The path is as it was given; the id is that of the thread's last save, once it has one.
         """
-        if getattr(self._threads, "asked", False):
+        of = self._threads
+        if of.asked:
             # The save that `reset` announced failed before it reached us.
-            self._threads.pending = None
-        self._threads.asked = True
-        is_joined = getattr(self._threads, "pending", None) is not None
-        return StorageMeta(
-            checkpoint_id=self.checkpoint_id if is_joined else self._path,
-            save_id=getattr(self._threads, "save_id", None),
-        )
+            of.pending = None
+        of.asked = True
+        where = self._path if of.pending is None else self.checkpoint_id
+        return StorageMeta(checkpoint_id=where, save_id=of.save_id)
 
     @at_dcp_border
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
-        self._threads.save = self._threads.save_id = None
+        self._threads.session = self._threads.save_id = None
         self._base.join(checkpoint_id)  # refuses what cannot be joined
         self._threads.asked = False
         self._threads.pending = checkpoint_id
@@ -181,38 +179,36 @@ class CheckpointStorageWriter(StorageWriter):
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
-        rank = rank_of_call(kwargs)
-        checkpoint_id = getattr(self._threads, "pending", None)
-        self._threads.pending = None
-        self._threads.asked = False
-        session = SaveSession(
+        of, options = self._threads, self._options
+        checkpoint_id, of.pending, of.asked = of.pending, None, False
+        of.session = SaveSession(
             self._path,
-            self._options,
-            rank=rank,
+            options,
+            rank=rank_of_call(kwargs),
             is_coordinator=is_coordinator,
-            phase=partial(Deadline.of, self._options.timeouts),
+            phase=partial(Deadline.of, options.timeouts),
             checkpoint_id=checkpoint_id,
         )
-        self._threads.save = _Save(session)
 
-    def _save(self) -> _Save:
-        save: _Save | None = getattr(self._threads, "save", None)
-        if save is None:
+    def _session(self) -> SaveSession:
+        session = self._threads.session
+        if session is None:
             raise InvalidInputError(
                 "No save is under way in this thread.",
                 next_step="Pass the writer to dcp.save or dcp.async_save.",
             )
-        return save
+        return session
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach what this rank has to say to its plan; all ranks. Raises `InvalidInputError`."""
-        save = self._save()
+        session = self._session()
         plan = checked(plan)
         inbox(anew=True)
-        nonce, terms = os.urandom(16).hex(), save.session.terms()
-        save.hello = Hello(nonce=nonce, rank=save.session.rank, terms=terms, items=plan.items)
-        return replace(plan, storage_data=save.hello)
+        nonce, terms = os.urandom(16).hex(), session.terms()
+        hello = Hello(nonce=nonce, rank=session.rank, terms=terms, items=plan.items)
+        self._threads.hello = hello
+        return replace(plan, storage_data=hello)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -221,10 +217,10 @@ class CheckpointStorageWriter(StorageWriter):
         Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal is answered
         to all ranks and raised by their `write_data`; no byte was written then.
         """
-        save, group = self._save(), self._process_group
-        assert save.hello is not None  # noqa: S101  # DCP has called `prepare_local_plan`
+        session, hello, group = self._session(), self._threads.hello, self._process_group
+        assert hello is not None  # noqa: S101  # DCP has called `prepare_local_plan`
         group_size = None if group is None else dist.get_world_size(group)
-        return _answers_to(save.hello, plans, save.session, group_size)
+        return _answers_to(hello, plans, session, group_size)
 
     @at_dcp_border
     def write_data(
@@ -235,15 +231,14 @@ class CheckpointStorageWriter(StorageWriter):
         Raises what the coordinator refused the save for, `StorageError`, `PhaseTimeoutError`,
         `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
-        save = self._save()
-        session = save.session
-        assert save.hello is not None  # noqa: S101  # as above
-        save.granted = _leave_for(save.hello)
-        save.hello = None
-        report = session.write(save.granted, plan, LiveItems(planner), ties_of(planner))
-        self._threads.save_id = save.granted.grant.save_id
+        session, of = self._session(), self._threads
+        hello, of.hello = of.hello, None
+        assert hello is not None  # noqa: S101  # as above
+        of.granted = granted = _leave_for(hello)
+        report = session.write(granted, plan, LiveItems(planner), ties_of(planner))
+        of.save_id = granted.grant.save_id
         if not session.is_coordinator:
-            self._threads.save = None  # its `finish` is on the coordinator
+            of.session = None  # its `finish` is on the coordinator
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
             size_in_bytes=sum(file.size_bytes for file in report.files),
@@ -261,12 +256,12 @@ class CheckpointStorageWriter(StorageWriter):
         committed), `CommitConflictError` (not committed), `CommitUnknownError`,
         `NotPublishedError` (committed).
         """
-        save = self._save()
-        assert save.granted is not None  # noqa: S101  # DCP has called `write_data`
+        session, granted = self._session(), self._threads.granted
+        assert granted is not None  # noqa: S101  # DCP has called `write_data`
         told = [[result.storage_data for result in of_rank] for of_rank in results]
         reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
-        save.session.finish(save.granted, metadata, reports)
-        self._threads.save = None
+        session.finish(granted, metadata, reports)
+        self._threads.session = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import starmap
 from typing import Any, overload
 
 import torch
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .resolving import Parts, Placements, parts_of, placements_key
+from .resolving import Placements, parts_of, placements_key
 
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
@@ -95,24 +94,16 @@ def _size(shape: tuple[int, ...]) -> torch.Size:
     return torch.Size(shape)
 
 
-_MOST_KEPT = 256
-"""Chunks of one layout whose extents are kept, once made, for all tensors that are cut alike."""
-
-_Extent = tuple[torch.Size, torch.Size]
-"""Offsets and sizes."""
-
-
 class ChunkList(Sequence[ChunkStorageMetadata]):
     """The chunks of a tensor as planners see them; behaves as a list that nobody changes.
 
     Not a subclass of `list`: C code would take that for an empty one.
     """
 
-    __slots__ = ("_made", "info")
+    __slots__ = ("info",)
 
-    def __init__(self, info: TensorInfo, made: list[_Extent] | None = None) -> None:
+    def __init__(self, info: TensorInfo) -> None:
         self.info = info
-        self._made = [] if made is None else made
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return ChunkList, (self.info,)
@@ -129,19 +120,11 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
         if isinstance(index, slice):
             return list(map(_chunk, self.info.boxes[index]))
-        if self._made:
-            return ChunkStorageMetadata(*self._made[index])
         return _chunk(self.info.boxes[index])
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        if not self._made:
-            if len(self) > _MOST_KEPT:
-                return map(_chunk, self.info.boxes)
-            # Torch's planner asks for them of each tensor. Put there in one step, since another
-            # thread may do the same.
-            self._made[:] = [_extent(box) for box in self.info.boxes]
-        # Anew each time: unlike what they are made of, they can be changed.
-        return starmap(ChunkStorageMetadata, self._made)
+        # Anew each time: they can be changed.
+        return map(_chunk, self.info.boxes)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChunkList):
@@ -165,11 +148,7 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(*_extent(box))
-
-
-def _extent(box: Box) -> _Extent:
-    return torch.Size(box.offsets), torch.Size(box.sizes)
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 _Cut = tuple[int, torch.Size, Placements]
@@ -201,8 +180,12 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
                 continue
             own = parts_of(value) if isinstance(value, torch.Tensor) else None
-            if isinstance(saved, TensorStorageMetadata):
-                _check_size(fqn, saved, value, own)
+            if isinstance(saved, TensorStorageMetadata) and hasattr(value, "size"):
+                current = value.size() if own is None else torch.Size(own[0])
+                if saved.size != current:
+                    raise ValueError(
+                        f"Size mismatch between saved {saved.size} and current: {current} for {fqn}"
+                    )
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 continue
             chunks = getattr(saved, "chunks", None)
@@ -214,17 +197,6 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _check_size(fqn: str, saved: TensorStorageMetadata, value: object, parts: Parts | None) -> None:
-    size = getattr(value, "size", None)
-    if size is None:
-        return
-    current = size() if parts is None else torch.Size(parts[0])
-    if saved.size != current:
-        raise ValueError(
-            f"Size mismatch between saved {saved.size} and current: {current} for {fqn}"
-        )
 
 
 class _Cuts:
@@ -251,8 +223,13 @@ class _Cuts:
 
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
         """Return what this rank has to read of a tensor."""
+        shape = value.shape
         if type(value) in _PLAIN and len(chunks) == 1:
-            return self._whole(value.shape)
+            if shape not in self._wholes:
+                zeros = torch.Size((0,) * len(shape))
+                part = (zeros, 0, zeros, zeros, 0, zeros, shape)
+                self._wholes[shape] = [] if 0 in shape else [part]
+            return self._wholes[shape]
         own, is_shared = self.own(value)
         boxes = chunks.info.boxes
         if not is_shared or not isinstance(boxes, GridBoxes):
@@ -262,14 +239,6 @@ class _Cuts:
         found = self._parts.get(key)
         if found is None:
             found = self._parts[key] = list(_parts(chunks, own))
-        return found
-
-    def _whole(self, shape: torch.Size) -> list[_Part]:
-        found = self._wholes.get(shape)
-        if found is None:
-            zeros = torch.Size((0,) * len(shape))
-            part = (zeros, 0, zeros, zeros, 0, zeros, shape)
-            found = self._wholes[shape] = [] if 0 in shape else [part]
         return found
 
 
@@ -293,8 +262,7 @@ def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part
         for at in chunks.info.overlapping(target):
             saved = boxes[at]
             part = saved.intersect(target)
-            if part is None:  # pragma: no cover  # `overlapping` says so
-                continue
+            assert part is not None  # noqa: S101  # they overlap
             yield (
                 *(torch.Size(chunk.offsets), number, torch.Size(part.relative_to(target).offsets)),
                 *(torch.Size(saved.offsets), at, torch.Size(part.relative_to(saved).offsets)),

@@ -93,27 +93,26 @@ def is_freed(tensor: torch.Tensor) -> bool:
     )
 
 
-def _answers_as_torch(planner: object, names: tuple[str, ...]) -> bool:
-    """Return whether these methods of a planner are those of torch's default one."""
-    kind = type(planner)
-    own = getattr(planner, "__dict__", {})
-    return all(getattr(kind, name, None) is _KNOWN[name] and name not in own for name in names)
+def _known_state(
+    planner: SavePlanner | LoadPlanner, names: tuple[str, ...]
+) -> Mapping[str, Any] | None:
+    """Return the flat state of a planner of which these methods are those of torch's default."""
+    kind, own = type(planner), getattr(planner, "__dict__", {})
+    is_known = all(getattr(kind, name, None) is _KNOWN[name] and name not in own for name in names)
+    return planner.state_dict if is_known else None  # type: ignore[union-attr]  # the default one's
 
 
 def plain_names(planner: SavePlanner) -> AbstractSet[str]:
     """Return names whose values are plain for sure, and so need no scan of their pickles."""
-    if not _answers_as_torch(planner, _SAVE_METHODS):
-        return frozenset()
-    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
+    state = _known_state(planner, _SAVE_METHODS) or {}
     return {fqn for fqn, value in state.items() if type(value) in _PLAIN_VALUES}
 
 
 def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
     """Return what does as `planner.resolve_data`; the planner has been set up."""
-    if not _answers_as_torch(planner, _SAVE_METHODS):
-        return planner.resolve_data
-    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
-    slow = planner.resolve_data
+    state, slow = _known_state(planner, _SAVE_METHODS), planner.resolve_data
+    if state is None:
+        return slow
 
     def resolve(item: WriteItem) -> Any:  # noqa: ANN401  # as the planner's
         index = item.index
@@ -128,10 +127,9 @@ def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
 
 def target_resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
     """Return what does as `planner.resolve_tensor`; the planner has been set up."""
-    if not _answers_as_torch(planner, _LOAD_METHODS):
-        return planner.resolve_tensor
-    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
-    slow = planner.resolve_tensor
+    state, slow = _known_state(planner, _LOAD_METHODS), planner.resolve_tensor
+    if state is None:
+        return slow
 
     def resolve(item: ReadItem) -> torch.Tensor:
         index = item.dest_index
