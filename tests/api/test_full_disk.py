@@ -6,9 +6,9 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import dcp_cases
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from front_door_cases import faulty_disk
 
 import ckpt_storage
@@ -17,18 +17,9 @@ from ckpt_storage.testing.faults import Rule, SimulatedCrash
 STATE = {"w": torch.arange(1 << 16, dtype=torch.float32)}
 
 
-def dcp_save(url: Path) -> None:
-    """Save by the plug-in."""
-    writer = ckpt_storage.CheckpointStorageWriter(url)
-    try:
-        dcp.save(STATE, storage_writer=writer, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        raise error.failures[0][0] from error
-
-
 SAVES: dict[str, Callable[[Path], object]] = {
     "save": lambda url: ckpt_storage.save(STATE, url),
-    "dcp.save": dcp_save,
+    "dcp.save": lambda url: dcp_cases.save_alone(STATE, url),
 }
 
 
@@ -55,7 +46,7 @@ def test_a_save_without_space_frees_what_a_dead_one_left(tmp_path: Path, way: st
     """It frees the files of a save that died, and then goes on by itself."""
     crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
     with faulty_disk([crash]), pytest.raises(SimulatedCrash):
-        dcp_save(tmp_path)
+        dcp_cases.save_alone(STATE, tmp_path)
     (left,) = tmp_path.rglob("*.distcp")
     full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
     with faulty_disk([full]):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,15 +24,6 @@ def refuse(folder: Path) -> None:
     (folder / ".metadata").mkdir()
 
 
-def dcp_save(url: Path) -> None:
-    """Save by the plug-in."""
-    writer = ckpt_storage.CheckpointStorageWriter(url, overwrite=True)
-    try:
-        dcp.save(NEW, storage_writer=writer, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        raise error.failures[0][0] from error
-
-
 def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
     """Save in the background, and once more after it."""
     with ckpt_storage.AsyncSaver(mode=mode) as saver:
@@ -45,7 +37,7 @@ def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
 
 SAVES: dict[str, Callable[[Path], object]] = {
     "save": lambda url: ckpt_storage.save(NEW, url, overwrite=True),
-    "dcp.save": dcp_save,
+    "dcp.save": lambda url: dcp_cases.save_alone(NEW, url, overwrite=True),
     "AsyncSaver in a thread": lambda url: background_save(url, "thread"),
     "AsyncSaver in a process": lambda url: background_save(url, "process"),
 }

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dcp_cases
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, CheckpointStorageWriter, InvalidInputError
+from ckpt_storage import AsyncSaver, InvalidInputError
 
 
 class Opaque(torch.Tensor):
@@ -52,19 +52,11 @@ def in_background(state: dict[str, Any], path: Path) -> object:
         return saver.save(state, path).result(60)
 
 
-def by_dcp(state: dict[str, Any], path: Path) -> None:
-    """Save by `dcp.save`, and raise what a rank did."""
-    try:
-        dcp.save(state, storage_writer=CheckpointStorageWriter(path))
-    except dcp.CheckpointException as error:
-        raise error.failures[0][0] from None
-
-
 UINT4: torch.dtype = vars(torch)["uint4"]
 
 DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "save": ckpt_storage.save,
-    "dcp.save": by_dcp,
+    "dcp.save": dcp_cases.save_alone,
     "AsyncSaver": in_background,
 }
 

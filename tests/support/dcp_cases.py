@@ -77,6 +77,14 @@ def save(state: dict[str, Any], path: str | Path, **options: Any) -> None:
     dcp.save(state, storage_writer=writer, process_group=group, planner=planner)
 
 
+def save_alone(state: dict[str, Any], path: str | Path, **options: Any) -> None:
+    """Save with our writer in this process alone; raise what it raised."""
+    try:
+        dcp.save(state, storage_writer=CheckpointStorageWriter(path, **options), no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from error
+
+
 def load(state: dict[str, Any], path: str | Path, **options: Any) -> CheckpointStorageReader:
     """Load with our reader, in place, and return it."""
     group = options.pop("process_group", None)
