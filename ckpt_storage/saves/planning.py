@@ -91,15 +91,14 @@ def structure_of(
 class Kept:
     """What was planned: its id, the rank's final plan, how many items all ranks have.
 
-    `metadata` is there on the coordinator only. Of many items it `has_chunks` no more, which only
-    `.metadata` needs: they are an object for every item of every rank.
+    `metadata` is there on the coordinator only. Of more than `STOCK_ENTRY_LIMIT` items it has no
+    chunks, which only `.metadata` needs: they are an object for every item of every rank.
     """
 
     plan_id: str
     plan: SavePlan
     item_count: int = 0
     metadata: Metadata | None = None
-    has_chunks: bool = True
 
 
 class PlanMemory:
@@ -181,12 +180,8 @@ class LocalPlan:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Proposal:
-    """What a rank sends: its plan, or the id of one that it kept."""
-
-    plan: SavePlan
-    plan_id: str | None
+_Proposal = tuple[SavePlan, str | None]
+"""What a rank sends: its plan, or the id of one that it kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +204,13 @@ def exchange(
 
     Raises on all ranks what the coordinator refused the save for; no byte was written then.
     """
-    structure, metadata = local.structure, None
+    structure, options, metadata = local.structure, session.options, None
     kept = None if structure is None else PLANS.find(structure)
 
     def decide(proposals: Sequence[_Proposal]) -> list[_Answer]:
         nonlocal metadata
-        plans = [proposal.plan for proposal in proposals]
-        ids = {proposal.plan_id for proposal in proposals}
+        plans = [plan for plan, _ in proposals]
+        ids = {plan_id for _, plan_id in proposals}
         refusal = unlike([plan.items for plan in plans])
         if ids == {None}:
             plans, metadata = local.planner.create_global_plan(plans)
@@ -224,7 +219,7 @@ def exchange(
             kept is not None
             and kept.metadata is not None
             and ids == {kept.plan_id}
-            and (kept.has_chunks or not session.options.is_stock_wanted(kept.item_count))
+            and not (_is_many(kept.item_count) and options.is_stock_wanted(kept.item_count))
         ):
             metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
         else:
@@ -239,32 +234,28 @@ def exchange(
             for plan in plans
         ]
 
-    plan_id = None if kept is None else kept.plan_id
-    plan = checked(local.plan()) if kept is None else SavePlan([])
-    answer = exchange_plans(operation, _Proposal(plan=plan, plan_id=plan_id), decide)
+    own = (checked(local.plan()), None) if kept is None else (SavePlan([]), kept.plan_id)
+    answer = exchange_plans(operation, own, decide)
     if answer.plan is None:
         kept = None
-        proposal = _Proposal(plan=checked(local.plan()), plan_id=None)
-        answer = exchange_plans(operation, proposal, decide)
+        answer = exchange_plans(operation, (checked(local.plan()), None), decide)
     if kept is not None and kept.plan_id == answer.plan_id:
         plan = kept.plan
     else:
         assert answer.plan is not None  # noqa: S101  # who proposed a plan gets one
-        plan = local.planner.finish_plan(answer.plan)
+        plan, count = local.planner.finish_plan(answer.plan), answer.item_count
         if structure is not None:
-            has_chunks = answer.item_count <= STOCK_ENTRY_LIMIT
-            found = Kept(
-                plan_id=answer.plan_id,
-                plan=plan,
-                item_count=answer.item_count,
-                metadata=metadata if has_chunks or metadata is None else without_chunks(metadata),
-                has_chunks=has_chunks,
-            )
+            lasting = without_chunks(metadata) if metadata and _is_many(count) else metadata
+            found = Kept(plan_id=answer.plan_id, plan=plan, item_count=count, metadata=lasting)
             PLANS.keep(structure, found)
     if not isinstance(answer.leave, Granted):
         assert answer.leave is not None  # noqa: S101  # it comes with a plan
         raise answer.leave
     return plan, answer.leave, metadata
+
+
+def _is_many(item_count: int) -> bool:
+    return item_count > STOCK_ENTRY_LIMIT
 
 
 def without_chunks(metadata: Metadata) -> Metadata:
