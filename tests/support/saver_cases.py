@@ -7,14 +7,12 @@ mark in a folder, with its process id, and goes on once the folder has the word.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -237,14 +235,3 @@ def save_step(
 def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
     """Return the kind, rank and phase of an error."""
     return (type(error).__name__, getattr(error, "rank", None), getattr(error, "phase", None))
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop a process for the length of a block."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
