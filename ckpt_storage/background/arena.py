@@ -1,9 +1,4 @@
-"""Host memory for copies of states, reused from save to save.
-
-An arena has no name in any file system: private memory is an anonymous mapping, shared memory a
-mapping of a memfd. The kernel frees it with the last process that maps it, however that ends, and
-the size limit of /dev/shm does not apply.
-"""
+"""Nameless host memory for copies of states, reused from save to save."""
 
 from __future__ import annotations
 

@@ -260,10 +260,7 @@ class Worker:
 
 
 class _Run:
-    """One save in the worker, whose steps are carried out in the trainer's operation.
-
-    A thread reads what the worker tells, whatever step is being carried out.
-    """
+    """One save in the worker: a thread hears it, and its steps are carried out in the operation."""
 
     def __init__(self, child: _Child, operation: Operation, job: SaveJob) -> None:
         self._child = child

@@ -1,7 +1,4 @@
-"""Saving in the background: `save_async`, and `AsyncSaver`, which owns threads, workers and memory.
-
-Every rank has one; all ranks call the same saves in the same order.
-"""
+"""Saving in the background: `save_async`, and `AsyncSaver`; every rank has one, and calls alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A rank's part of a save, planned and copied out of the trainer's way.
-
-The planner's local half runs in the caller. The bytes of its write items are copied into one
-arena, so that nothing that the trainer changes later is saved.
-"""
+"""A rank's part of a save, planned in the caller and copied into one arena."""
 
 from __future__ import annotations
 
@@ -135,10 +131,7 @@ class StagedItems:
 
 
 class StagingJob:
-    """A rank's part of a save: planned now, copied to `arena` by `run`, or in a thread by `start`.
-
-    It is there until the arena is used again.
-    """
+    """A rank's part of a save: planned now, copied to `arena` by `run`, or in a thread."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""The worker process of a rank: runs the saves that its trainer sends, one after another.
-
-It meets the other ranks through its trainer, whose operation it borrows over a pipe. It ends with
-its trainer, however that ends.
-"""
+"""The worker process of a rank: runs saves in its trainer's operation, and ends with it."""
 
 from __future__ import annotations
 

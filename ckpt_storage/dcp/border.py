@@ -43,10 +43,7 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def rank_of_call(kwargs: Mapping[str, Any]) -> int:
-    """Return the rank that DCP set a writer or reader up for with `kwargs`.
-
-    Torch tells it only those that take any keyword, which one around ours may not.
-    """
+    """Return the rank that DCP set a plug-in up for: torch tells it only those that take it."""
     rank: int | None = kwargs.get("rank")
     if rank is not None:
         return rank

@@ -30,11 +30,7 @@ from .border import at_dcp_border, rank_of_call
 
 
 class FoldedPlan(LoadPlan):
-    """A load plan whose items, once it has travelled, are unpickled when somebody asks for them.
-
-    The coordinator gets the plans of all ranks, and torch's planners pass them on without a look:
-    so nothing on it grows with tensors x ranks.
-    """
+    """A load plan whose items, once it has travelled, are unpickled when somebody asks for them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = vars(self)

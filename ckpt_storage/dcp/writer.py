@@ -287,10 +287,7 @@ def _receive(nonce: str, leave: Granted | CheckpointError) -> _Answer:
 def _answers_to(
     own: Hello, plans: Sequence[SavePlan], session: SaveSession, group_size: int | None
 ) -> list[SavePlan]:
-    """Check that all ranks agree, begin the save, and return the plans with an answer for each.
-
-    `group_size` is what the number of ranks has to be, if that is known.
-    """
+    """Check that all ranks agree, begin the save, and return the plans with an answer for each."""
     found, world_size = {**inbox().hellos, own.rank: own}, len(plans)
     # The items of all ranks are many: nobody keeps them.
     inbox().hellos.clear()

@@ -183,10 +183,7 @@ class Links:
 
     @contextmanager
     def joined(self, deadline: Deadline, *, can_share: bool) -> Iterator[bool]:
-        """Reach one another for the time of a block; False on all ranks if any cannot.
-
-        All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
-        """
+        """Reach one another for the time of a block, all ranks; False on all if any cannot."""
         is_joined = self._all(is_met=can_share) and self._all(is_met=self._has_reached(deadline))
         try:
             yield is_joined

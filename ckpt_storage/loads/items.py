@@ -24,10 +24,7 @@ from .targets import Rings, TensorRead
 
 
 class LoadItems:
-    """What one rank reads in one load, planned; no payload is read here but opaque items.
-
-    Raises `InvalidInputError` for targets that cannot hold what is read.
-    """
+    """What one rank reads, planned. Raises `InvalidInputError` for targets that cannot hold it."""
 
     def __init__(
         self,

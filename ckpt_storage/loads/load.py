@@ -132,11 +132,7 @@ def _run(
     given: LoadPlanner | None,
     state: dict[str, Any],
 ) -> None:
-    """Plan and read.
-
-    A planner that was given looks at all ranks' plans, as under `dcp.load`. With ours, ranks still
-    agree on what they read, but plans travel only where reads may be shared.
-    """
+    """Plan and read; plans travel where a planner was given, or reads may be shared."""
     operation.meet({**session.terms(), "planner": "the default one" if given is None else "given"})
     operation.phase("load")
     planner = given or OwnChunksLoadPlanner()

@@ -34,10 +34,7 @@ _Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
 def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
-    """Return what planners are told of a checkpoint.
-
-    With `lazy`, for a planner of ours, no entry is kept: each is made when it is asked for.
-    """
+    """Return what planners are told; with `lazy` each entry is made when it is asked for."""
     state: Mapping[str, _Entry] = _Entries(source)
     if not lazy:
         state = dict(state)
@@ -95,10 +92,7 @@ def _size(shape: tuple[int, ...]) -> torch.Size:
 
 
 class ChunkList(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor as planners see them; behaves as a list that nobody changes.
-
-    Not a subclass of `list`: C code would take that for an empty one.
-    """
+    """The chunks of a tensor, as a list that nobody changes; C code takes a real one for empty."""
 
     __slots__ = ("info",)
 
@@ -208,10 +202,7 @@ class _Cuts:
         self._parts: dict[tuple[int, tuple[int, ...], int], list[_Part]] = {}
 
     def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
-        """Return the chunks of a tensor that this rank holds, and whether others share the list.
-
-        They do where the chunks follow from shape, mesh and placements alone.
-        """
+        """Return what this rank holds, and whether tensors that are cut alike share the list."""
         if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):  # noqa: SLF001  # to_local() is differentiable, and slow
             return _create_chunk_list(value), False
         spec = value._spec  # noqa: SLF001  # its properties are slow

@@ -45,10 +45,7 @@ def parts_of(tensor: torch.Tensor) -> Parts | None:
 
 
 def placements_key(placements: Iterable[object]) -> Placements:
-    """Return what tells placements apart.
-
-    They themselves do not on all releases of torch: some take a strided shard for a plain one.
-    """
+    """Return what tells placements apart: they themselves do not on all releases of torch."""
     # By type, because they themselves compare by what they are subclasses of; spelling takes 1 us.
     return tuple(
         [

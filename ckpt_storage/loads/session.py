@@ -162,10 +162,7 @@ class LoadSession:
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
-        """Open the checkpoint anew and return what it holds, entry by entry where `lazy`.
-
-        Raises errors of the opening.
-        """
+        """Open the checkpoint anew and return what it holds, entry by entry where `lazy`."""
         self._source = None
         return metadata_of(self.open(), url=self.url, lazy=lazy)
 
@@ -228,10 +225,7 @@ class LoadSession:
         return SharePolicy.for_parts(self._settings.transfer_options(is_remote=True).part_bytes)
 
     def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
-        """Return who reads what of that which several ranks need; None for all: each for itself.
-
-        Coordinator only.
-        """
+        """Return who reads what several ranks need; None: each for itself. Coordinator only."""
         source, policy = self.open(), self.share_policy(len(plans))
         orders = None
         if policy is not None and can_plan(sum(len(plan.items) for plan in plans)):

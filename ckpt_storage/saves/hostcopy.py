@@ -26,11 +26,7 @@ _ALIGN_BYTES = 64
 
 
 class DeviceCopies:
-    """Copies through pinned buffers that are used over and over; used by one thread.
-
-    A buffer is free again once no view of it is left, wherever it went. So there are as many as
-    what is in flight needs, which whoever holds the views bounds.
-    """
+    """Copies through pinned buffers, each free again once no view of it is left; for one thread."""
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         """Copy windows of at most `most_bytes`, or fewer where more gain nothing."""
@@ -45,11 +41,7 @@ class DeviceCopies:
         self._used_bytes = 0
 
     def views(self, windows: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-        """Yield the bytes of each window, in C order, while the next one is being copied.
-
-        Every copy has ended when its view is given out, so that the tensors may change once the
-        last one was.
-        """
+        """Yield the copied bytes of each window while the next one is being copied."""
         # What the producer has enqueued must be in the tensors before they are copied.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pending: deque[tuple[memoryview, torch.cuda.Event]] = deque()
@@ -148,10 +140,7 @@ def host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class HostCopies:
-    """Gives the elements of one tensor after the other as host memory; used by one thread.
-
-    All with the same `window_bytes`.
-    """
+    """Tensors as host memory, one after the other, with one `window_bytes`; for one thread."""
 
     def __init__(self) -> None:
         self._device_copies: dict[torch.device, DeviceCopies] = {}

@@ -26,10 +26,7 @@ class ItemSource(Protocol):
     """Where the items of a final plan come from."""
 
     def items(self, plan: SavePlan) -> Iterable[Item]:
-        """Yield the items of `plan`, in its order.
-
-        Raises `InvalidInputError` naming an item that is not there or cannot be stored.
-        """
+        """Yield the items of `plan`. Raises `InvalidInputError` naming one that cannot be."""
 
 
 class LiveItems:

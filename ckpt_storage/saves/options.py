@@ -85,10 +85,7 @@ class SaveOptions:
         return Location.of(url, self.storage_options)
 
     def consolidation(self, source: Location) -> ConsolidateJob | None:
-        """Return the consolidation that a save to `source` goes on with; None: none.
-
-        Raises `InvalidInputError`, before anything is saved.
-        """
+        """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
         chained = self.consolidate
         if chained is None or chained is False:
             return None

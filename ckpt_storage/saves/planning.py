@@ -153,10 +153,7 @@ class LocalPlan:
         rank: int,
         world_size: int,
     ) -> LocalPlan:
-        """Set up a planner, by default torch's, with a state that is there while it is written.
-
-        Raises what the planner raises.
-        """
+        """Set up a planner with a state that stays while it is written. Raises what it raises."""
         chosen: Any = planner or DefaultSavePlanner()
         is_coordinator = rank == 0
         if takes(chosen.set_up_planner, "storage_meta"):
@@ -186,10 +183,7 @@ _Proposal = tuple[SavePlan, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a rank is told: its plan, under which id to keep it, and the leave or the refusal.
-
-    Without `plan` the rank has to propose one: another rank has kept none.
-    """
+    """What a rank is told: its plan (None: propose one), its id, and the leave or the refusal."""
 
     plan: SavePlan | None
     plan_id: str = ""
@@ -352,10 +346,7 @@ def _failure_alone(fqn: str, tensor: torch.Tensor) -> str | None:
 
 
 def unlike(items_of: Sequence[Sequence[WriteItem]]) -> RankMismatchError | None:
-    """Return the error that a name means other kinds, shapes or dtypes on other ranks, if it does.
-
-    Of a value that is not sharded planners keep one rank's, which must stand for all.
-    """
+    """Return the error that a name means other values on other ranks, if it does."""
     first: dict[str, tuple[object, ...]] = {}
     for items in items_of:
         for item in items:

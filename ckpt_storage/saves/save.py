@@ -155,10 +155,7 @@ def run_save(
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run one save, and the consolidation that it goes on with, as the whole of `operation`.
-
-    Raises as `save`; with `in_background` an exit that a planner asks for is an error like others.
-    """
+    """Run a save, and its consolidation, in `operation`; in the background exits are errors."""
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
         session = SaveSession.on(operation, url, options)
@@ -341,10 +338,7 @@ def _without_coordinator(
 def _consolidated(
     operation: Operation, job: ConsolidateJob, info: CheckpointInfo, *, in_background: bool
 ) -> CheckpointInfo:
-    """Consolidate what was just committed, in the same operation; return `info` with the export.
-
-    Raises `ConsolidationError` with `info`: the checkpoint stays committed.
-    """
+    """Consolidate what was committed. Raises `ConsolidationError` with `info`."""
     try:
         what = f"the consolidation of {info.url}"
         with as_checkpoint_errors(what, operation.rank, in_background=in_background):

@@ -53,10 +53,7 @@ PhaseClock = Callable[[Phase], Deadline]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The coordinator's leave for a save of `world_size` ranks; sent to all of them.
-
-    `with_places` asks them to report where their items lie, for torch's own metadata.
-    """
+    """The coordinator's leave for a save; with `with_places` ranks report where their items lie."""
 
     grant: Grant
     world_size: int
@@ -64,10 +61,7 @@ class Granted:
 
 
 class SaveSession:
-    """One save of one rank, in one thread: rank 0 `begin`s, all `write`, rank 0 `finish`es.
-
-    What must travel is returned and passed in.
-    """
+    """One save of one rank, in one thread: rank 0 `begin`s, all `write`, rank 0 `finish`es."""
 
     def __init__(
         self,
@@ -278,19 +272,13 @@ class SaveSession:
         return CheckpointInfo.of(self.url, record)
 
     def outcome(self, save_id: str) -> CheckpointInfo | None:
-        """Return what was committed if the head is that save, else None; any rank.
-
-        Takes a moment at most. Raises `StorageError`, `PhaseTimeoutError`.
-        """
+        """Return what was committed if the head is that save, else None; any rank."""
         store = self._store.bounded(Deadline("commit", _OUTCOME_S))
         head = read_log(store).head
         return CheckpointInfo.of(self.url, head) if head and head.save_id == save_id else None
 
     def discard(self, save_id: str, *, is_whole: bool) -> None:
-        """Delete what this rank wrote, or all ranks did, for a save that can never commit.
-
-        Takes two seconds at most, and raises nothing: what stays is freed as that of a dead save.
-        """
+        """Delete what this rank, or all, wrote for a save that cannot commit; raises nothing."""
         try:
             store = self._store.bounded(Deadline("write", _DISCARD_S))
             if is_whole:

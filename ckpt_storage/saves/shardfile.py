@@ -48,11 +48,7 @@ class Item:
 
 
 class ShardFileWriter:
-    """Writes one shard file from front to back and records its checksums.
-
-    Large payloads are sent from where they lie and must not change before `finish` returns. Frames
-    and small payloads are gathered, for fewer buffers and fewer checksums to combine.
-    """
+    """Writes one shard file, front to back: large payloads as they lie, the rest gathered."""
 
     def __init__(self, writer: ObjectWriter, block_bytes: int) -> None:
         self.position = 0
@@ -127,10 +123,7 @@ class ShardFileWriter:
             self._writer.write(memoryview(data))
 
     def finish(self) -> tuple[int, int]:
-        """Make the file visible and durable; return its length in bytes and its CRC-32C.
-
-        Raises what the store raised; then nothing is visible, and `abort` leaves nothing behind.
-        """
+        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
         self._end_frame()
         for piece, first in self._payloads:
             size = self._lengths[piece]
@@ -214,11 +207,7 @@ def write_shard(
     block_bytes: int,
     deadline: Deadline,
 ) -> ShardFile:
-    """Write `items`, one at least, to a shard file, and note them in `contents`.
-
-    After any error no upload stays open. Raises `StorageError`, `PhaseTimeoutError`,
-    `InvalidInputError`.
-    """
+    """Write `items`, one at least, to a shard file; after any error no upload stays open."""
     file = ShardFileWriter(writer, block_bytes)
     try:
         for item in items:

@@ -19,10 +19,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def ties_of(planner: SavePlanner) -> dict[str, str]:
-    """Return alias -> target of the state that a planner was set up with, by the names it stores.
-
-    The target comes first in the state. {} for a planner that does not keep it as DCP's do.
-    """
+    """Return alias -> target of a planner's state; {} for one that does not keep it as DCP's do."""
     state = getattr(planner, "state_dict", None)
     return ties_in(state) if isinstance(state, Mapping) else {}
 
