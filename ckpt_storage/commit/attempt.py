@@ -97,7 +97,7 @@ def _claim(store: Store, save_id: str) -> None:
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
     if why_not := probe_exclusive_create(store):
         log.warning(
-            "%s is single-writer: %s. Two jobs that save to one id at the same time are not told "
+            "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
             "apart there.",
             store.url,
             why_not,

@@ -169,7 +169,11 @@ class SaveSession:
     def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
         """Make room on a full storage; return whether there was anything of dead attempts."""
         self.discard(grant.save_id, is_whole=False)
-        return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
+        try:
+            return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
+        except StorageError as error:
+            log.warning("%s: files of dead attempts stay: %s", self.url, error)
+            return False
 
     def _write(
         self,

@@ -53,3 +53,18 @@ def test_a_save_without_space_frees_what_a_dead_one_left(tmp_path: Path, way: st
         SAVES[way](tmp_path)
     assert not left.exists()
     assert ckpt_storage.verify(tmp_path).ok
+
+
+def test_what_cannot_be_freed_does_not_hide_that_space_is_lacking(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error is of the full disk, and the log says why nothing was freed."""
+    crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
+    with faulty_disk([crash]), pytest.raises(SimulatedCrash):
+        dcp_cases.save_alone(STATE, tmp_path)
+    full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
+    refused = Rule(action="error", operation="pwritev", path="00000001", errno=errno.EACCES)
+    with faulty_disk([full, refused]), pytest.raises(ckpt_storage.StorageError) as caught:
+        ckpt_storage.save(STATE, tmp_path)
+    assert caught.value.kind == "no-space"
+    assert "dead attempts stay" in caplog.text
