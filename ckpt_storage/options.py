@@ -125,16 +125,9 @@ class Timeouts:
                 f"timeout is {value!r}.",
                 next_step="Give seconds, a datetime.timedelta or a ckpt_storage.Timeouts.",
             ) from None
-        return cls(
-            plan=seconds,
-            stage=seconds,
-            write=seconds,
-            commit=seconds,
-            consolidate=seconds,
-            load=seconds,
-            request=min(seconds, 300.0) if seconds > 0 else seconds,
-            silence=min(seconds, DEFAULT_SILENCE_S) if seconds > 0 else seconds,
-        )
+        most = {"request": 300.0, "silence": DEFAULT_SILENCE_S}
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: min(seconds, most.get(name, seconds)) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,65 +28,19 @@ def reporting(
     `with_bar`: whether this rank shows the bar when `progress` is True. A callable or bar that
     raises costs no checkpoint: it is logged once, and not called again in this phase.
     """
-    attempt, lock = _harmless(phase), threading.Lock()
-    if callable(progress):
-        done_bytes = 0
-        callback = progress
-
-        def report(count: int) -> None:
-            nonlocal done_bytes
-            with lock:
-                done_bytes += count
-                event = ProgressEvent(
-                    phase=phase,
-                    rank=rank,
-                    done_bytes=done_bytes,
-                    # A plan knows neither the bytes of blobs nor what a planner converts to.
-                    total_bytes=max(total_bytes, done_bytes),
-                    save_id=save_id,
-                )
-                attempt(lambda: callback(event))
-
-        yield report
-    elif progress and with_bar:
-        bar: Any = None
-
-        def begin() -> None:
-            nonlocal bar
-            from tqdm.auto import tqdm  # noqa: PLC0415  # costs an import only when a bar is shown
-
-            bar = tqdm(total=total_bytes, desc=phase, unit="B", unit_scale=True)
-
-        def advance(count: int) -> None:
-            bar.total = max(bar.total, bar.n + count)
-            bar.update(count)
-
-        def report_to_bar(count: int) -> None:
-            with lock:
-                attempt(lambda: advance(count))
-
-        def end() -> None:
-            bar.close()
-
-        attempt(begin)
-        try:
-            yield report_to_bar
-        finally:
-            attempt(end)
-    else:
+    if not callable(progress) and not (progress and with_bar):
         yield lambda _: None
+        return
+    bar = _Bar()
+    show = progress if callable(progress) else bar
+    lock, done_bytes, is_broken = threading.Lock(), 0, False
 
-
-def _harmless(phase: Phase) -> Callable[[Callable[[], object]], None]:
-    """Return what calls a function; the first failure is logged, and ends the showing."""
-    is_broken = False
-
-    def attempt(show: Callable[[], object]) -> None:
+    def attempt(shows: Callable[[], object]) -> None:
         nonlocal is_broken
         if is_broken:
             return
         try:
-            show()
+            shows()
         except Exception as error:  # what a user's callable or a terminal raises
             is_broken = True
             log.warning(
@@ -95,4 +49,40 @@ def _harmless(phase: Phase) -> Callable[[Callable[[], object]], None]:
                 exc_info=error,
             )
 
-    return attempt
+    def report(count: int) -> None:
+        nonlocal done_bytes
+        with lock:
+            done_bytes += count
+            event = ProgressEvent(
+                phase=phase,
+                rank=rank,
+                done_bytes=done_bytes,
+                # A plan knows neither the bytes of blobs nor what a planner converts to.
+                total_bytes=max(total_bytes, done_bytes),
+                save_id=save_id,
+            )
+            attempt(lambda: show(event))
+
+    try:
+        yield report
+    finally:
+        attempt(bar.close)
+
+
+class _Bar:
+    """A `tqdm` bar that begins with the first event."""
+
+    _bar: Any = None
+
+    def __call__(self, event: ProgressEvent) -> None:
+        from tqdm.auto import tqdm  # noqa: PLC0415  # costs an import only when a bar is shown
+
+        if self._bar is None:
+            self._bar = tqdm(desc=event.phase, total=event.total_bytes, unit="B", unit_scale=True)
+        self._bar.total = event.total_bytes
+        self._bar.update(event.done_bytes - self._bar.n)
+
+    def close(self) -> None:
+        """End the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.close()

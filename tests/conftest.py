@@ -13,6 +13,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,17 +92,16 @@ def moto_root(moto_server: Running) -> Running:
     """A new bucket at moto."""
     bucket = _bucket()
     assert servers.ask(moto_server.url, "PUT", f"/{bucket}") == 200
-    return Running(url=f"s3://{bucket}/run", storage_options=moto_server.storage_options)
+    return replace(moto_server, url=f"s3://{bucket}/run")
 
 
 @pytest.fixture
 def gcs_root(gcs_server: Running) -> Running:
     """A new bucket at fake-gcs-server."""
     bucket = _bucket()
-    body = f'{{"name": "{bucket}"}}'.encode()
-    target = "/storage/v1/b?project=test"
-    assert servers.ask(gcs_server.url, "POST", target, body, "application/json") == 200
-    return Running(url=f"gs://{bucket}/run", storage_options=gcs_server.storage_options)
+    given = (f'{{"name": "{bucket}"}}'.encode(), "application/json")
+    assert servers.ask(gcs_server.url, "POST", "/storage/v1/b?project=test", *given) == 200
+    return replace(gcs_server, url=f"gs://{bucket}/run")
 
 
 @pytest.fixture
@@ -113,21 +113,19 @@ def azure_root(azure_server: Running) -> Running:
     connection = azure_server.storage_options["connection_string"]
     with BlobServiceClient.from_connection_string(connection) as client:
         client.create_container(container)
-    return Running(url=f"az://{container}/run", storage_options=azure_server.storage_options)
+    return replace(azure_server, url=f"az://{container}/run")
 
 
 @pytest.fixture
 def webdav_root(webdav_server: Running) -> Running:
     """A new folder at WsgiDAV, not yet made."""
-    return Running(url=f"webdav://{_bucket()}/run", storage_options=webdav_server.storage_options)
+    return replace(webdav_server, url=f"webdav://{_bucket()}/run")
 
 
 @pytest.fixture
 def sftp_root(sftp_server: Running) -> Running:
     """A new folder at the SFTP server, not yet made."""
-    return Running(
-        url=f"{sftp_server.url}/{_bucket()}/run", storage_options=sftp_server.storage_options
-    )
+    return replace(sftp_server, url=f"{sftp_server.url}/{_bucket()}/run")
 
 
 def _bucket() -> str:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_storage.commit import slotlog
@@ -21,13 +20,12 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys
 from ckpt_storage.store import Location
-from ckpt_storage.transfer.workers import side_by_side
+from ckpt_storage.transfer.workers import in_batches
 
 from .diff import CheckpointDiff, compare
 from .facts import Entry, StoredFile, human_bytes
-from .handle import Handle, Names
 from .lazy_tensor import LazyTensor
-from .reading import elements_of, numpy_name, read_objects, read_tensors, slabs
+from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, slabs
 from .stats import TensorStats, summarise
 from .verify import VerifyReport, verify
 from .views import Node, TreeView, checkpoint_html, checkpoint_text, tree_of
@@ -191,9 +189,7 @@ class Checkpoint(Mapping[str, Any]):
         with handle.session("Reading the history of") as (store, _):
             last = slotlog.read_log(store, known=source.record).last_slot
             looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
-            step = handle.options.thread_count
-            batches = (looks[at : at + step] for at in range(0, len(looks), step))
-            return tuple(one for some in batches for one in side_by_side(store, some) if one)
+            return tuple(one for one in in_batches(store, looks) if one)
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
@@ -230,19 +226,18 @@ class Checkpoint(Mapping[str, Any]):
         if prefix is not None and names is None and not chosen and len(self):
             raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
         tensors = [self._tensor(fqn) for fqn in chosen if fqn in handle.tensors]
-        _check_kind(tensors, kind)
-        total_bytes = sum(tensor.nbytes for tensor in tensors)
-        with handle.reporting(progress, total_bytes) as on_bytes:
+        made: Callable[[Any, str], Any] = elements_of
+        if kind == "torch":
+            from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
+
+            made = partial(tensor_of, device=device)
+        else:
+            _check_numpy(tensors, kind)
+        with handle.reporting(progress, sum(tensor.nbytes for tensor in tensors)) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
             arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
-            values: dict[str, Any] = {}
-            for tensor, words in zip(tensors, arrays, strict=True):
-                if kind == "torch":
-                    from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
-
-                    values[tensor.fqn] = tensor_of(words, tensor.dtype, device)
-                else:
-                    values[tensor.fqn] = elements_of(words, tensor.dtype)
+            pairs = zip(tensors, arrays, strict=True)
+            values = {tensor.fqn: made(words, tensor.dtype) for tensor, words in pairs}
             objects = [fqn for fqn in chosen if fqn not in values]
             values.update(read_objects(handle, objects, on_bytes=on_bytes))
         return {fqn: values[fqn] for fqn in chosen}
@@ -330,12 +325,7 @@ class Checkpoint(Mapping[str, Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _tensor(self, fqn: str) -> LazyTensor:
@@ -379,12 +369,10 @@ class Checkpoint(Mapping[str, Any]):
         return checkpoint_html(self.info.name, self.url, self._facts(), tree)
 
 
-def _check_kind(tensors: Sequence[LazyTensor], kind: str) -> None:
+def _check_numpy(tensors: Sequence[LazyTensor], kind: str) -> None:
     """Refuse what cannot be given, before anything is read."""
-    if kind not in {"numpy", "torch"}:
+    if kind != "numpy":
         raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
-    if kind == "torch":
-        return
     unknown = [each for each in tensors if numpy_name(each.dtype) is None]
     if unknown:
         listing = ", ".join(f"{each.fqn} ({each.dtype})" for each in unknown)

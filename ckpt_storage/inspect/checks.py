@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt_storage.commit import publishing, slotlog
@@ -28,7 +28,6 @@ from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
 log = logging.getLogger("ckpt_storage")
@@ -69,11 +68,7 @@ class ExportStatus:
 
 @dataclass(slots=True)
 class Findings:
-    """What one check reads with, and has found. Takes problems from several threads.
-
-    `is_deep`: every byte counts, otherwise documents and lengths. `is_strict`: problems are not
-    collected; the first one is raised, as `IntegrityError`.
-    """
+    """What one check reads with, and has found; any thread. Strict: raises the first problem."""
 
     ranges: RangeReader
     is_deep: bool
@@ -107,18 +102,16 @@ class Findings:
 
     @contextmanager
     def noting(self, path: str | None = None, rank: int | None = None) -> Iterator[None]:
-        """End the block at damage and absence, and take them in.
+        """End the block at damage and absence, and take them in; raise what is no finding.
 
-        Raises what is no finding: a storage that does not answer; and, if strict, what this
-        release is too old for, because no other checkpoint is better.
+        That is a storage that does not answer, and if strict, what this release is too old for.
         """
         try:
             yield
         except CheckpointError as error:
+            is_finding = not self.is_strict or isinstance(error, IntegrityError)
             if isinstance(error, StorageError):
                 is_finding = error.kind == "not-found"
-            else:
-                is_finding = not self.is_strict or isinstance(error, IntegrityError)
             if not is_finding:
                 raise
             self.add(error, path=path, rank=rank)
@@ -176,44 +169,34 @@ def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str
 
 def check_foreign(findings: Findings, source: Source) -> None:
     """Check that the files of another writer are there and long enough; they bear no checksums."""
-    last: dict[str, ChunkPlace] = {}
-    for place in source.places(value_keys(source.tensors, source.blobs)):
-        known = last.setdefault(place.path, place)
-        if place.start + place.size_bytes > known.start + known.size_bytes:
-            last[place.path] = place
+    places = source.places(value_keys(source.tensors, source.blobs))
+    last = {one.path: one for one in sorted(places, key=lambda one: one.start + one.size_bytes)}
     for path, place in last.items():
         findings.file_count += 1
         end = place.start + place.size_bytes
         with findings.noting():
-            try:
-                size_bytes = findings.store.stat(path).size_bytes
-            except StorageError as error:
-                if error.kind != "not-found":
-                    raise
-                raise source.explain_missing(place) from error
-            if size_bytes < end:
+            found = slotlog.stat_if_there(findings.store, path)
+            if found is None:
+                raise source.explain_missing(place)
+            if found.size_bytes < end:
                 raise IntegrityError(
-                    f"{path} has {size_bytes} bytes; {place.fqn} ends at byte {end}.",
+                    f"{path} has {found.size_bytes} bytes; {place.fqn} ends at byte {end}.",
                     path=path,
                     fqn=place.fqn,
-                    offset=size_bytes,
+                    offset=found.size_bytes,
                     next_step=RESTORE,
                 )
 
 
 def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
-    """Check what was consolidated into folders directly below a root, or into the root itself.
-
-    `head` is the save id of the checkpoint, None without one. Raises `StorageError` for a storage
-    that does not answer.
-    """
+    """Check exports directly below a root, or in the root itself; `head` is its save id."""
+    folders = [DEFAULT_FOLDER]
     try:
         entries = findings.store.list("", recursive=False)
     except StorageError as error:
         # Without the right to list only the default place can be looked at.
         if error.kind not in {"not-found", "permission"}:
             raise
-        folders = [DEFAULT_FOLDER]
     else:
         found = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
         folders = [folder for folder in found if folder not in _NO_EXPORTS]
@@ -284,14 +267,14 @@ class _Export:
                 raise _damage(record_path, f"is of another export ({record.fingerprint})")
             files += record.files
             with self._noting(path):
-                is_as_written = record.index == FileRef(
-                    path=record.index.path, size_bytes=len(index), crc32c=crc32c_of(index)
-                )
+                written = record.index.size_bytes, record.index.crc32c
+                is_as_written = written == (len(index), crc32c_of(index))
                 if not is_as_written or tag.names - {file.path for file in files}:
                     raise _damage(path, "is not the index that the record of the export tells of")
             for file in files:
-                with self._noting(self._path(file.path)):
-                    self._check_file(self._path(file.path), file)
+                path = self._path(file.path)
+                with self._noting(path):
+                    self._check_file(replace(file, path=path))
         return ExportStatus(
             path=self.folder,
             save_id=tag.save_id,
@@ -300,14 +283,13 @@ class _Export:
             size_bytes=sum(file.size_bytes for file in files),
         )
 
-    def _check_file(self, path: str, file: FileRef) -> None:
-        size_bytes = self.findings.store.stat(path).size_bytes
+    def _check_file(self, file: FileRef) -> None:
+        path, found = file.path, self.findings
+        size_bytes = found.store.stat(path).size_bytes
         if size_bytes != file.size_bytes:
             what = f"has {size_bytes} bytes; {file.size_bytes} were written"
             raise _damage(path, what, min(size_bytes, file.size_bytes))
-        at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-        found = self.findings
-        if found.is_deep and not has_checksum(found.ranges, at, found.on_bytes):
+        if found.is_deep and not has_checksum(found.ranges, file, found.on_bytes):
             what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
             raise _damage(path, what)
 

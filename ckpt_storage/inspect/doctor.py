@@ -13,13 +13,17 @@ from typing import Any, Literal
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import try_exclusive_create
-from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
+from ckpt_storage.transfer.ranges import RangeReader, ignore
 from ckpt_storage.transfer.writing import ObjectWriter, write_options
+
+from .checks import has_checksum
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -92,18 +96,19 @@ def diagnose(
     """
     # Measured as it is, but one lost connection is no finding.
     policy = retry or RetryPolicy(attempt_count=2, first_delay_s=0.2, max_delay_s=1.0)
-    visit = _Visit(Location.of(url, storage_options), Timeouts.of(timeout), policy, large_bytes)
+    location = Location.of(url, storage_options)
+    visit = _Visit(location, Timeouts.of(timeout), policy, large_bytes)
     try:
         visit.run()
     finally:
-        visit.clean_up()
+        leftovers = visit.cleaned_up()
     return Diagnosis(
-        url=visit.location.url,
+        url=location.url,
         kind=visit.store.capabilities.kind,
         probes=tuple(visit.probes),
         clock_offset_s=visit.clock_offset_s,
         advice=tuple(visit.advice()),
-        leftovers=tuple(visit.leftovers),
+        leftovers=tuple(leftovers),
     )
 
 
@@ -113,7 +118,6 @@ class _Visit:
     def __init__(
         self, location: Location, timeouts: Timeouts, policy: RetryPolicy, large_bytes: int
     ) -> None:
-        self.location = location
         self._deadline = Deadline("write", timeouts.write)
         self.store = open_store(location, timeouts=timeouts, retry=policy).bounded(self._deadline)
         self._large_bytes = large_bytes
@@ -123,18 +127,17 @@ class _Visit:
         )
         self._folder = probe_path()
         self._objects: list[str] = []
+        self._crc32c = 0
         self.probes: list[Probe] = []
         self.clock_offset_s: float | None = None
-        self.leftovers: list[str] = []
 
     def run(self) -> None:
         """Ask everything; raises `StorageError` only if nobody answers."""
         store, folder, small = self.store, self._folder, f"{self._folder}/small-0"
-        # Not the root, where millions of objects may lie.
-        self._ask("list", lambda _: store.list(folder, recursive=False), is_fatal=True)
-        self._ask("write", self._write, rounds=9, is_fatal=True)
-        can_write = self.probes[-1].outcome == "yes"
         asks: dict[str, tuple[Callable[[int], object], int]] = {
+            # Not the root, where millions of objects may lie.
+            "list": (lambda _: store.list(folder, recursive=False), 1),
+            "write": (self._write, 9),
             "read": (lambda _: store.get(small).data != _SMALL and "other bytes came back", 9),
             "exclusive create": (lambda _: self._create(), 1),
             "conditional replace": (lambda _: self._replace_if_match(), 1),
@@ -144,50 +147,39 @@ class _Visit:
             "list uploads": (lambda _: store.abort_uploads(folder), 1),
             "delete": (lambda _: self._delete(small), 1),
         }
+        can_write = True
         for name, (ask, rounds) in asks.items():
-            if not can_write:
-                self._note(name, "skipped", "nothing can be written")
-            elif name == "list uploads" and not store.capabilities.lists_uploads:
-                self._note(name, "skipped", "this kind of storage has none")
-            else:
-                size_bytes = self._large_bytes if name in {"upload", "download"} else 0
-                self._ask(name, ask, rounds=rounds, size_bytes=size_bytes)
+            why = "" if can_write else "nothing can be written"
+            if name == "list uploads" and not store.capabilities.lists_uploads:
+                why = why or "this kind of storage has none"
+            skipped = Probe(name=name, outcome="skipped", detail=why)
+            self.probes.append(skipped if why else self._tried(name, ask, rounds))
+            can_write = can_write and (name != "write" or self.probes[-1].outcome == "yes")
+
+    def _tried(self, name: str, ask: Callable[[int], object], rounds: int) -> Probe:
+        """Ask for one thing: what is raised, or returned as a text, says why it does not work."""
+        times: list[float] = []
+        for number in range(rounds):
+            begin_s = time.perf_counter()
+            try:
+                self._deadline.check("Measuring")
+                answer = ask(number)
+            except CheckpointError as error:
+                kind = error.kind if isinstance(error, StorageError) else ""
+                if name in {"list", "write"} and kind in {"connection", "credentials", "timeout"}:
+                    raise
+                answer = None if name == "list" and kind == "not-found" else str(error)
+            if answer and isinstance(answer, str):
+                return Probe(name=name, outcome="no", detail=answer)
+            times.append(time.perf_counter() - begin_s)
+        size_bytes = self._large_bytes if name in {"upload", "download"} else 0
+        seconds = statistics.median(times)
+        return Probe(name=name, outcome="yes", seconds=seconds, size_bytes=size_bytes)
 
     def _new(self, name: str) -> str:
         """Return the path of something that is about to be made, and remember it."""
         self._objects.append(f"{self._folder}/{name}")
         return self._objects[-1]
-
-    def _note(self, name: str, outcome: Outcome, detail: str) -> None:
-        self.probes.append(Probe(name=name, outcome=outcome, detail=detail))
-
-    def _ask(
-        self,
-        name: str,
-        ask: Callable[[int], object],
-        *,
-        rounds: int = 1,
-        size_bytes: int = 0,
-        is_fatal: bool = False,
-    ) -> None:
-        """Note whether one thing works: what is raised, or returned as a text, says why not."""
-        times: list[float] = []
-        for round_ in range(rounds):
-            begin_s = time.perf_counter()
-            try:
-                self._deadline.check("Measuring")
-                answer = ask(round_)
-            except CheckpointError as error:
-                kind = error.kind if isinstance(error, StorageError) else ""
-                if is_fatal and kind in {"connection", "credentials", "timeout"}:
-                    raise
-                answer = None if name == "list" and kind == "not-found" else str(error)
-            if answer and isinstance(answer, str):
-                self._note(name, "no", answer)
-                return
-            times.append(time.perf_counter() - begin_s)
-        seconds = statistics.median(times)
-        self.probes.append(Probe(name=name, outcome="yes", seconds=seconds, size_bytes=size_bytes))
 
     def _write(self, number: int) -> None:
         """Write a small object of a new name: some storages take one object only so often."""
@@ -229,56 +221,42 @@ class _Visit:
             deadline=self._deadline,
             on_bytes=ignore,
         )
+        self._crc32c = 0
         try:
             for start in range(0, self._large_bytes, MIB):
-                writer.write(self._sent(start))
+                size = min(MIB, self._large_bytes - start)
+                piece = memoryview(start.to_bytes(8, "little") * (MIB // 8))[:size]
+                self._crc32c = crc32c_of(piece, self._crc32c)
+                writer.write(piece)
             writer.complete()
         except BaseException:
             with contextlib.suppress(CheckpointError):
                 writer.abort()
             raise
 
-    def _sent(self, start: int) -> memoryview:
-        """Return the bytes of a large object from `start` on, a mebibyte at most."""
-        size = min(MIB, self._large_bytes - start)
-        return memoryview(start.to_bytes(8, "little") * (MIB // 8))[:size]
-
     def _get(self) -> str:
         """Read the first large object as a load does, and compare it."""
-        others: list[int] = []
-
-        def compare(start: int, view: memoryview) -> None:
-            if view != self._sent(start):
-                others.append(start)
-
-        reads = [
-            RangeRead(
-                path=f"{self._folder}/large-0",
-                start=start,
-                stop=min(start + MIB, self._large_bytes),
-                file_bytes=self._large_bytes,
-                done=partial(compare, start),
-            )
-            for start in range(0, self._large_bytes, MIB)
-        ]
-        RangeReader(self.store, self._options, self._deadline).run(reads)
-        return "other bytes came back than were sent" if others else ""
+        path = f"{self._folder}/large-0"
+        sent = FileRef(path=path, size_bytes=self._large_bytes, crc32c=self._crc32c)
+        ranges = RangeReader(self.store, self._options, self._deadline)
+        return "" if has_checksum(ranges, sent) else "other bytes came back than were sent"
 
     def _delete(self, path: str) -> str:
         self.store.delete([path])
         is_there = slotlog.is_there(self.store, path)
         return "an object is still there after its deletion" if is_there else ""
 
-    def clean_up(self) -> None:
-        """Remove what was made; note what stays. Never raises."""
+    def cleaned_up(self) -> list[str]:
+        """Remove what was made; return what stays. Never raises."""
         store = self.store.cleaning_up()
-        try:
-            store.delete_folder(self._folder)
-        except CheckpointError:
-            try:
-                store.delete(self._objects)
-            except CheckpointError:
-                self.leftovers.append(f"{store.url}/{self._folder}")
+        for remove in (
+            partial(store.delete_folder, self._folder),
+            partial(store.delete, self._objects),
+        ):
+            with contextlib.suppress(CheckpointError):
+                remove()
+                return []
+        return [f"{store.url}/{self._folder}"]
 
     def advice(self) -> Iterator[str]:
         """Yield what to do; nothing where the defaults suit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
 DASH = "\N{EN DASH}"
+
+NUMBER = re.compile(r"([0-9]{1,18})")
+"""Python converts no more than some thousand digits, and a layer has few."""
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _ROUND_FROM = 100
@@ -101,11 +105,14 @@ class StoredFile:
 
 
 def shown(text: str) -> str:
-    """Return `text` with every character spelt out that could mislead a terminal or a reader.
-
-    Names come from a checkpoint: it may hold control characters and marks that turn writing round.
-    """
+    """Return `text` with control characters, and marks that turn writing round, spelt out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key in which 9 comes before 10."""
+    parts = enumerate(NUMBER.split(name))
+    return [(int(part), "") if at % 2 else (-1, part) for at, part in parts]
 
 
 def human_bytes(count: int) -> str:

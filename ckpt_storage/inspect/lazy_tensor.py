@@ -13,8 +13,7 @@ from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.selections import Selection
 
 from .facts import Sharding, shape_text, shown
-from .handle import Handle
-from .reading import elements_of, read_tensors
+from .reading import Handle, elements_of, read_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -28,11 +27,7 @@ _ITER_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexed:
-    """What an index means: ascending positions per dimension, and what is left to do with them.
-
-    `ranges` has one entry per dimension of the tensor. `final` turns the array of those positions
-    into what numpy gives for the original index.
-    """
+    """Ascending positions per dimension, and the index of their array that gives what is meant."""
 
     ranges: Selection
     final: tuple[int | slice | EllipsisType | None, ...]
@@ -44,11 +39,7 @@ class Indexed:
 
 
 def select(index: object, shape: Sequence[int]) -> Indexed:
-    """Return what `index` means for a tensor of `shape`, as numpy's basic indexing has it.
-
-    Takes integers, slices, `...`, None and tuples of them. Raises `IndexError` for whatever numpy
-    refuses, and for arrays of indices and masks, which numpy takes.
-    """
+    """Return what numpy's basic indexing means by `index`. Raises `IndexError` for the rest."""
     entries = index if isinstance(index, tuple) else (index,)
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     if sum(entry is Ellipsis for entry in entries) > 1:

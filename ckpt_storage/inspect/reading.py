@@ -1,32 +1,207 @@
-"""Selections of tensors and stored objects into memory, read in one batch and verified.
+"""A checkpoint held open: which values it has, and reads of them in batches, verified.
 
 Elements are moved as words of their size, so that types that numpy lacks are read alike.
 """
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.errors import CheckpointError, FormatError
+from ckpt_storage.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+)
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.selections import Selection, WindowCopy, clip
-from ckpt_storage.source.model import Key
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, Gaps
-from ckpt_storage.transfer.ranges import ignore
+from ckpt_storage.options import (
+    LOCAL_READ_BYTES,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+)
+from ckpt_storage.progress import reporting
+from ckpt_storage.source.filemarks import open_newest
+from ckpt_storage.source.model import CommittedSource, Key, TensorInfo, explained
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader, ignore
 
-from .handle import Handle
+from .facts import Sharding
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Words = NDArray[np.generic]
+
+Names = str | Iterable[str] | Callable[[str], bool] | None
+"""Names, or a function that says of each whether it is wanted; None: all of them."""
+
+_MOST_SUGGESTED_FROM = 20_000
+_PIECES_HELD = 8
+"""A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
+
+
+class Handle:
+    """One open checkpoint; every read has a deadline of its own. Any thread.
+
+    Another writer's next save may use its names again. So length and time of its files (`marks`)
+    are noted at the opening and compared after every read.
+    """
+
+    def __init__(self, location: Location, *, unsafe_pickle: bool, arguments: Any) -> None:  # noqa: ANN401  # those of `verify`
+        self.location = location
+        self.url = location.url
+        self.unsafe_pickle = unsafe_pickle
+        self.arguments: Mapping[str, Any] = arguments
+        timeouts: Timeouts = arguments["timeout"]
+        retry: RetryPolicy = arguments["retry"]
+        self._timeout_s = timeouts.load
+        self._store = open_store(location, timeouts=timeouts, retry=retry)
+        is_remote = self._store.capabilities.is_remote
+        self.options = TransferOptions.for_storage(
+            is_remote=is_remote,
+            local_threads=2,
+            local_part_bytes=LOCAL_READ_BYTES,
+            thread_count=arguments["thread_count"],
+            part_bytes=None,
+            memory_limit_bytes=arguments["memory_limit_bytes"],
+        )
+        self._costs = costs_for(is_remote=is_remote)
+        self._pacer = Pacer(self.options.thread_count)
+        self._lock = threading.RLock()
+        self._is_closed = False
+        with self.session("Opening") as (store, deadline):
+            found = open_newest(store, deadline=deadline, options=self.options)
+        self.source, self.marks = found
+        self.tensors: Mapping[str, TensorInfo] = self.source.tensors
+        self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much to hold at a time of what may be too large to hold."""
+        return max(1, self.options.memory_limit_bytes // _PIECES_HELD)
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of one of ours; None for other formats."""
+        return self.source.manifest if isinstance(self.source, CommittedSource) else None
+
+    def close(self) -> None:
+        """Refuse reads from now on and release what the store owns; idempotent."""
+        self._is_closed = True
+        self._store.close()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tensors
+        yield from self.objects
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.objects)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.tensors or fqn in self.source.blobs
+
+    def unknown(self, fqn: object) -> KeyError:
+        """Return the error that says that there is no such name, and which are like it."""
+        near: list[str] = []
+        if isinstance(fqn, str) and len(self) <= _MOST_SUGGESTED_FROM:
+            near = difflib.get_close_matches(fqn, list(self), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
+
+    def chosen(self, names: Names, prefix: str | None) -> list[str]:
+        """Return the names that are wanted. Raises `KeyError` for one that is not there."""
+        if names is None or callable(names):
+            found = [fqn for fqn in self if names is None or names(fqn)]
+        else:
+            found = list(dict.fromkeys([names] if isinstance(names, str) else names))
+            for fqn in found:
+                if fqn not in self:
+                    raise self.unknown(fqn)
+        return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
+
+    def sharding(self, fqn: str) -> Sharding:
+        """Return how a tensor is cut into chunks. Raises `KeyError`."""
+        info = self.tensors[fqn]
+        owners: Sequence[int] | None = None
+        if self.manifest is not None:
+            record = self.manifest.tensors[fqn]
+            listed = [rank for _, rank in record.chunks or ()]
+            owners = listed if record.grid is None else record.grid.owners
+        return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
+
+    def reporting(
+        self, progress: Progress, total_bytes: int
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Give a function that takes the bytes just read of so many, and tells of them."""
+        return reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=total_bytes,
+            save_id=self.source.save_id,
+            with_bar=True,
+        )
+
+    @contextmanager
+    def session(self, what: str) -> Iterator[tuple[Store, Deadline]]:
+        """Give the store and the deadline of one operation, over once nothing has moved."""
+        if self._is_closed:
+            raise InvalidInputError(
+                f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
+            )
+        what = f"{what} {self.url}"
+        deadline = stalling_deadline("load", self._timeout_s, what)
+        with deadline.governs(what):
+            yield self._store.bounded(deadline), deadline
+
+    def places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
+        """Return where chunks and blobs lie, looked up in a session."""
+        with self._lock:
+            self.source.renew(store, deadline)
+            return list(self.source.places(keys))
+
+    @contextmanager
+    def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
+        """Give a reader, and the places of chunks and blobs; explain errors of the block."""
+        places: list[ChunkPlace] = []
+        with self.session("Reading from") as (store, deadline):
+            try:
+                places += self.places(keys, store, deadline)
+                ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
+                yield ChunkReader(ranges, self._costs), places
+            except (StorageError, IntegrityError, FormatError) as error:
+                # Gone or damaged, unless another writer has replaced files since.
+                if not isinstance(error, StorageError) or error.kind == "not-found":
+                    self._check_unchanged(store, places)
+                if isinstance(error, FormatError):
+                    raise
+                raise explained(error, places, self.source, phase=error.phase) from error
+            self._check_unchanged(store, places)
+
+    def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
+        if self.marks is not None:
+            self.marks.check(store, {place.path for place in places})
+
 
 OnBytes = Callable[[int], None]
 
@@ -77,12 +252,8 @@ def read_tensors(
 ) -> list[Words]:
     """Return the elements of each selection (FQN, positions per dimension) as an array of words.
 
-    All are read in one batch. Of a checkpoint with checksums whole blocks are read, and none
-    without an element of a selection; with `gaps` "cheap", also gaps that take less time than
-    another request. Any thread.
-
-    Raises `IntegrityError` (file, FQN, offset), `CheckpointGoneError`, `StorageError`,
-    `FormatError`, `PhaseTimeoutError`.
+    All are read in one batch. Raises `IntegrityError` (file, FQN, offset), `CheckpointGoneError`,
+    `StorageError`, `FormatError`, `PhaseTimeoutError`.
     """
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
@@ -148,10 +319,7 @@ def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
 def read_stored(
     handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
 ) -> list[tuple[bytearray, ChunkPlace]]:
-    """Return values that are no tensors as they are stored, all read in one batch.
-
-    Raises as `read_tensors`.
-    """
+    """Return values that are no tensors as they are stored, all read in one batch."""
     if not fqns:
         return []
     with handle.reading([(fqn, None) for fqn in fqns]) as (chunks, places):
@@ -162,10 +330,7 @@ def read_stored(
 def read_objects(
     handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
 ) -> Mapping[str, object]:
-    """Return values that are no tensors, unpickled as far as that runs no code.
-
-    Raises `UnsafeContentError` for others, unless the handle allows them, and as `read_tensors`.
-    """
+    """Return values that are no tensors; `UnsafeContentError` where that would run code."""
     stored = read_stored(handle, fqns, on_bytes=on_bytes)
     if not stored:
         return {}
@@ -180,10 +345,9 @@ def read_objects(
 def batches(
     tensors: Sequence[tuple[Sequence[int], int]], most_bytes: int
 ) -> Iterator[list[tuple[int, Selection]]]:
-    """Yield the parts to read of tensors (shape, bytes of an element), some at a time.
+    """Yield parts of tensors (shape, bytes of an element) in batches of at most `most_bytes`.
 
-    A part is the place of its tensor among them and a selection; parts of one tensor follow one
-    another in C order. Those of one batch have at most `most_bytes` together.
+    A part is the place of its tensor among them and a selection.
     """
     batch: list[tuple[int, Selection]] = []
     size_bytes = 0
@@ -202,8 +366,7 @@ def batches(
 def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:
     """Yield selections of at most `most_count` elements that follow one another in C order.
 
-    Each is of adjacent rows of one dimension, so that it is one run of every chunk it meets
-    that is not cut in a dimension before that one. An empty shape has none.
+    Each is of adjacent rows of one dimension. An empty shape has none.
     """
     if 0 in shape:
         return
@@ -231,10 +394,7 @@ def numpy_name(dtype: str) -> str | None:
 
 
 def elements_of(words: Words, dtype: str) -> NDArray[Any]:
-    """Return words as elements of torch's type `dtype`, in the same memory.
-
-    Raises `CheckpointError` for a type that neither numpy nor `ml_dtypes` has.
-    """
+    """Return words as elements of torch's type `dtype`, in the same memory, or raise."""
     name = numpy_name(dtype)
     if name is None:
         raise CheckpointError(

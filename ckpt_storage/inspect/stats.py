@@ -80,11 +80,7 @@ def summarise(
     shape: tuple[int, ...],
     bin_count: int,
 ) -> TensorStats:
-    """Return what is in a tensor, whose elements `pieces()` yields as flat arrays.
-
-    It is called twice: the spread wants the mean first, and a histogram the extremes. Raises
-    `InvalidInputError` for complex numbers, which have no order.
-    """
+    """Return what is in a tensor, whose elements `pieces()` yields as flat arrays; asked twice."""
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
     counts: Counter[str] = Counter()

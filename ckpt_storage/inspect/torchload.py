@@ -53,10 +53,7 @@ def words_of(tensor: Tensor, word: str) -> NDArray[Any]:
 def read_opaque(
     chunks: ChunkReader, reads: Sequence[ChunkRead], *, on_bytes: Callable[[int], None] = ignore
 ) -> Iterator[tuple[ChunkRead, Tensor]]:
-    """Yield each of `reads` whose item only torch can read, with the elements it wants.
-
-    One item at a time is in memory. Raises as `load_whole`, and what reading raises.
-    """
+    """Yield each of `reads` whose item only torch can read, with its elements, item by item."""
     users: dict[tuple[str, int], list[ChunkRead]] = {}
     for read in reads:
         if read.place.kind == "opaque":
@@ -79,10 +76,7 @@ def read_opaque(
 
 
 def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
-    """Return the tensor in an item that is no plain contiguous one, read by torch itself.
-
-    Raises `UnsafeContentError`, `FormatError`.
-    """
+    """Return a tensor as torch reads it. Raises `UnsafeContentError`, `FormatError`."""
     try:
         tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -97,10 +91,9 @@ def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
 
 
 def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> object:
-    """Return the object in a blob.
+    """Return the object in a blob; with `unsafe_pickle` anything, running what it names.
 
-    What torch loads with `weights_only=True`, and arrays of numbers; with `unsafe_pickle`
-    anything, running what it names. Raises `UnsafeContentError`, `FormatError`.
+    Raises `UnsafeContentError`, `FormatError`.
     """
     if not unsafe_pickle:
         scan_blob(buffer, place)

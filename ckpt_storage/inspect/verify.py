@@ -5,9 +5,10 @@ Loads no tensor into anything and imports no torch.
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -126,44 +127,33 @@ def verify(  # the public surface, all keyword-only
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part `number` of `count` equal parts of the bytes of all shard files, one after another.
+    """Part `number` of `count` parts of all shard files, which differ by one file at most.
 
-    Parts begin and end within files, so that several processes share one large file. What cannot
-    be divided belongs to the first.
+    What is no shard file belongs to the first.
     """
 
     number: int = 0
     count: int = 1
 
-    def stretches(self, files: Iterable[tuple[str, int]]) -> dict[str, range]:
-        """Return what of each file, by path, lies in this part; only those of which something does.
-
-        `files` are paths with lengths in bytes, in an order that is the same for all parts.
-        """
-        given = list(files)
-        total = sum(size_bytes for _, size_bytes in given)
-        low, high = (total * number // self.count for number in (self.number, self.number + 1))
-        found: dict[str, range] = {}
-        begin = 0
-        for path, size_bytes in given:
-            stretch = range(max(low - begin, 0), min(high - begin, size_bytes))
-            if stretch or not (self.number or size_bytes):
-                found[path] = stretch
-            begin += size_bytes
+    def of(self, files: Iterable[tuple[str, int]]) -> dict[str, int]:
+        """Return which of `files` are in this part; paths with lengths, in one order for all."""
+        loads = [(0, number) for number in range(self.count)]
+        found: dict[str, int] = {}
+        for path, size_bytes in files:
+            load_bytes, number = loads[0]
+            heapq.heapreplace(loads, (load_bytes + size_bytes, number))
+            if number == self.number:
+                found[path] = size_bytes
         return found
 
 
 def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> str | None:
     """Check whether one part of a checkpoint can be loaded; return the save id, None without one.
 
-    Unlike `verify` it passes over what no load needs: `.metadata`, markers and exports. `deep`
-    reads every byte of the part, otherwise only documents and file lengths count. The first part
-    also checks that files of another writer can be read. `store` is bounded by `deadline`. Not
-    collective; changes nothing.
-
-    Raises `IntegrityError` for the first problem, `CheckpointGoneError` if the save was
-    replaced or deleted meanwhile, what opening raises if there is nothing, `StorageError`,
-    `PhaseTimeoutError`.
+    Unlike `verify` it passes over what no load needs: `.metadata`, markers and exports. The first
+    part also checks that files of another writer can be read. Raises `IntegrityError` for the
+    first problem, `CheckpointGoneError` if the save was replaced or deleted meanwhile, what opening
+    raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
     check = _Check(_reader(store, deadline), is_deep=deep, is_strict=True, part=part)
     with deadline.governs(f"Checking {store.url}"):
@@ -178,15 +168,12 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
 
 
 def part_bytes(store: Store, part: Part, deadline: Deadline) -> int:
-    """Return how many bytes a deep check of this part reads; 0 for what another tool wrote.
-
-    Costs three small reads. Raises `IntegrityError`, `StorageError`, `PhaseTimeoutError`.
-    """
+    """Return how many bytes a deep check of this part reads; 0 for what another tool wrote."""
     with deadline.governs(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         if head is None:
             return 0
-        return sum(map(len, part.stretches(_lengths(read_manifest(store, head))).values()))
+        return sum(part.of(_lengths(read_manifest(store, head))).values())
 
 
 def _lengths(manifest: Manifest) -> list[tuple[str, int]]:
@@ -211,13 +198,8 @@ def _reader(
     return RangeReader(store, options, deadline)
 
 
-@dataclass(slots=True)
-class _Rank:
-    """What the manifest says that one rank wrote."""
-
-    number: int
-    files: dict[str, FileRef] = field(default_factory=dict)
-    keys: list[Key] = field(default_factory=list)
+_Rank = tuple[int, dict[str, FileRef], list[Key]]
+"""What the manifest says that one rank wrote: its number, files by path, chunks and blobs."""
 
 
 @dataclass(slots=True)
@@ -262,27 +244,27 @@ class _Check(Findings):
         self.file_count += 1
         if not self.is_strict:
             check_marker(self, manifest.save_id)
-        stretches = self.part.stretches(_lengths(manifest))
+        files = self.part.of(_lengths(manifest))
         with reporting(
             self.progress,
             phase="load",
             rank=0,
-            total_bytes=sum(map(len, stretches.values())),
+            total_bytes=sum(files.values()),
             save_id=self.save_id,
             with_bar=True,
         ) as self.on_bytes:
-            ranks = list(self._ranks(manifest, stretches))
+            ranks = list(self._ranks(manifest, files))
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch, first = ranks[at : at + _BATCH_RANKS], len(self.problems)
                 # Of its own, so that no more rank manifests are held than of one batch.
                 source = CommittedSource(
                     self.store, head, manifest, ranges.deadline, ranges.options
                 )
-                looks = [partial(self._check_rank, source, rank, stretches) for rank in batch]
+                looks = [partial(self._check_rank, source, rank, files) for rank in batch]
                 reads = [read for some in side_by_side(self.store, looks) for read in some]
                 with self.noting():
                     ranges.run(reads, on_bytes=self.on_bytes)
-                self.file_count += sum(1 + len(rank.files) for rank in batch)
+                self.file_count += sum(1 + len(rank[1]) for rank in batch)
                 self.checked_bytes += sum(read.stop - read.start for read in reads)
                 self.problems[first:] = sorted(
                     self.problems[first:],
@@ -293,36 +275,37 @@ class _Check(Findings):
                 check_stock(self, head, manifest)
                 self.exports = check_exports(self, self.save_id)
 
-    def _ranks(self, manifest: Manifest, stretches: Mapping[str, range]) -> Iterator[_Rank]:
+    def _ranks(self, manifest: Manifest, files: Mapping[str, int]) -> Iterator[_Rank]:
         """Yield the ranks that have something in this part; the first has those without files."""
-        ranks = [_Rank(number) for number in range(len(manifest.ranks))]
+        ranks: list[_Rank] = [(number, {}, []) for number in range(len(manifest.ranks))]
         for ref, owner in manifest.files:
-            ranks[owner].files[ref.path] = ref
+            ranks[owner][1][ref.path] = ref
         for fqn, tensor in manifest.tensors.items():
             for box, owner in tensor.boxes():
                 if not box.is_empty:
-                    ranks[owner].keys.append((fqn, box.offsets))
+                    ranks[owner][2].append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
-            ranks[owner].keys.append((fqn, None))
+            ranks[owner][2].append((fqn, None))
         for rank in ranks:
-            if not (self.part.number or rank.files) or not stretches.keys().isdisjoint(rank.files):
+            if not (self.part.number or rank[1]) or not files.keys().isdisjoint(rank[1]):
                 yield rank
 
     def _check_rank(
-        self, source: CommittedSource, rank: _Rank, stretches: Mapping[str, range]
+        self, source: CommittedSource, rank: _Rank, files: Mapping[str, int]
     ) -> list[RangeRead]:
         """Check what one rank wrote, but for the content of its files; return the reads of that."""
         reads = list[RangeRead]()
-        path = source.manifest.ranks[rank.number].path
-        with self.noting(path, rank.number):
-            document = source.rank_manifest(rank.number)
-            if {file.path: file.ref() for file in document.files} != rank.files:
+        number, refs, keys = rank
+        path = source.manifest.ranks[number].path
+        with self.noting(path, number):
+            document = source.rank_manifest(number)
+            if {file.path: file.ref() for file in document.files} != refs:
                 raise IntegrityError(
                     f"{path} and the manifest do not describe the same files.",
                     offset=0,
                     next_step=RESTORE,
                 )
-            for key in rank.keys:
+            for key in keys:
                 with self.noting():
                     source.place(*key)
             for fqn, named in document.unsafe.items():
@@ -332,25 +315,24 @@ class _Check(Findings):
                     next_step="Allow its types by torch.serialization.add_safe_globals, or, if "
                     "you trust who wrote it, load with unsafe_pickle=True.",
                     file=path,
-                    rank=rank.number,
+                    rank=number,
                     fqn=fqn,
                 )
                 self.notes.append(note)
             for file in document.files:
-                if file.path not in stretches:
+                if file.path not in files:
                     continue
-                with self.noting(file.path, rank.number):
+                with self.noting(file.path, number):
                     spans = FileChecks.of_shard(document, file)
                     size_bytes = self.store.stat(file.path).size_bytes
                     if self.is_deep:
-                        reads += self._reads(spans, stretches[file.path], size_bytes)
+                        reads += self._reads(spans, size_bytes)
                     _check_length(spans, size_bytes)
         return reads
 
-    def _reads(self, spans: FileChecks, stretch: range, size_bytes: int) -> Iterator[RangeRead]:
-        """Yield reads of what begins in a stretch of a file and is there, in whole blocks."""
-        at, end = map(spans.edge_from, (stretch.start, stretch.stop))
-        end = min(end, spans.edge_before(size_bytes))
+    def _reads(self, spans: FileChecks, size_bytes: int) -> Iterator[RangeRead]:
+        """Yield reads of what is there of a file, in whole blocks."""
+        at, end = 0, spans.edge_before(size_bytes)
         while at < end:
             full = spans.edge_before(at + self.ranges.options.part_bytes)
             stop = min(max(full, spans.edge_from(at + 1)), end)

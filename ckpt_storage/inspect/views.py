@@ -6,15 +6,23 @@ The HTML has no scripts, and colours that suit light and dark pages.
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .facts import TIMES, Chunk, Entry, Sharding, human_bytes, runs_text, shape_text, shown
+from .facts import (
+    NUMBER,
+    TIMES,
+    Chunk,
+    Entry,
+    Sharding,
+    human_bytes,
+    natural,
+    runs_text,
+    shape_text,
+    shown,
+)
 
-_NUMBER = re.compile(r"([0-9]{1,18})")
-"""Python converts no more than some thousand digits, and a layer has few."""
 _LEAST_ALIKE = 3
 _MOST_LEVELS = 40
 """Names may be nested deeper than the stack takes."""
@@ -45,8 +53,7 @@ border-top:1px solid rgba(128,128,128,.22)}
 class Node:
     """One part of a name, and what is below it; `entry` if a value has just this name.
 
-    `alike` is how many siblings this one stands for; its totals are of all of them. Nodes of one
-    `signature` have the same names, types and shapes below them.
+    It stands for `alike` siblings, with totals of all; those of one `signature` are alike.
     """
 
     name: str
@@ -84,11 +91,7 @@ class Node:
 
 
 def tree_of(entries: Iterable[Entry]) -> Node:
-    """Return the root of the tree that names make, split at dots, sorted, numbers as numbers.
-
-    A node with a single child takes it in ("model.layers"); at least three numbered siblings that
-    differ in nothing but their number become one ("[0-31]", with a dash).
-    """
+    """Return the root of the tree that names make, split at dots, sorted; alike ones are folded."""
     root = Node(name="")
     for entry in entries:
         path = [root]
@@ -103,17 +106,11 @@ def tree_of(entries: Iterable[Entry]) -> Node:
     for node in order:
         order.extend(node.children.values())
     for node in reversed(order):
-        children = sorted(node.children.values(), key=lambda child: _natural(child.name))
+        children = sorted(node.children.values(), key=lambda child: natural(child.name))
         node.children = _folded([_joined(child) for child in children])
         parts = tuple((child.name, child.signature) for child in node.children.values())
         node.signature = hash((node.entry and (node.entry.dtype, node.entry.shape), parts))
     return root
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key in which 9 comes before 10."""
-    parts = enumerate(_NUMBER.split(name))
-    return [(int(part), "") if at % 2 else (-1, part) for at, part in parts]
 
 
 def _joined(node: Node) -> Node:
@@ -121,7 +118,7 @@ def _joined(node: Node) -> Node:
     if node.entry is None and len(node.children) == 1:
         (child,) = node.children.values()
         # A node that stands for several keeps its number at the front, for folding to find.
-        if child.alike == 1 or not _NUMBER.match(node.name):
+        if child.alike == 1 or not NUMBER.match(node.name):
             child.name = f"{node.name}.{child.name}"
             return child
     return node
@@ -131,7 +128,7 @@ def _folded(nodes: list[Node]) -> dict[str, Node]:
     """Return siblings by name, each series of alike ones as its first."""
     groups: dict[tuple[int, bool, str], list[tuple[int, Node]]] = {}
     for node in nodes:
-        match = _NUMBER.match(node.name)
+        match = NUMBER.match(node.name)
         number, rest = (int(match[0]), node.name[match.end() :]) if match else (-1, node.name)
         groups.setdefault((node.signature, bool(match), rest), []).append((number, node))
     found: dict[str, Node] = {}
@@ -195,7 +192,7 @@ class TreeView:
             if not child.children or level + 1 >= self._levels:
                 yield f'<div class="r">{row}</div>'
                 continue
-            is_open = " open" if len(child.children) <= _MOST_OPEN else ""
+            is_open = ' open=""' if len(child.children) <= _MOST_OPEN else ""
             below = "".join(self._rows(child, left, level + 1, copies * child.alike))
             yield f'<details{is_open}><summary class="r">{row}</summary>{below}</details>'
 
@@ -226,7 +223,7 @@ def checkpoint_html(
 ) -> str:
     """Return a heading and the tree of a checkpoint as HTML; without a tree only the heading."""
     cells = "".join(
-        f"<div><i>{escaped(name)}</i><br>{escaped(value)}</div>" for name, value in facts.items()
+        f"<div><i>{escaped(name)}</i><br/>{escaped(value)}</div>" for name, value in facts.items()
     )
     rows = "<div>… tree(depth=2) shows the names</div>" if tree is None else tree.rows()
     heading = f"<b>{escaped(title)}</b><div><code>{escaped(url)}</code></div>"
@@ -246,8 +243,7 @@ def escaped(text: object) -> str:
 def sharding_svg(sharding: Sharding) -> str:
     """Return a picture of the chunks of a tensor, a colour per rank.
 
-    Of more than two dimensions the two are drawn in which it is cut into most parts. A tensor of
-    more chunks than can be drawn is told by the title alone.
+    Of its dimensions those two are drawn in which it is cut most; too many chunks are not drawn.
     """
     shape, chunks = sharding.shape, list(sharding) if len(sharding) <= _MOST_CHUNKS else []
     counts = [len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]

@@ -15,8 +15,11 @@ _STOP_S = 10.0
 """How long a job that was told to stop may take; a request that hangs is then left behind."""
 
 
-class Job:
-    """Runs `work(deadline)` in a named daemon thread, once for all wishes meanwhile."""
+class Job(Watch):
+    """Runs `work(deadline)` in a named daemon thread, once for all wishes meanwhile.
+
+    It is the `Watch` of the deadline: once told to stop it ends the requests of a run.
+    """
 
     def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
         self._work = work
@@ -25,9 +28,13 @@ class Job:
         self._changed = threading.Condition()
         self._wish_count = self._done_count = 0
         self._is_closing = False
-        self._stop = _Stop()
+        self._stopped: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
+
+    def failure(self) -> CheckpointError | None:
+        """Return why a run cannot go on."""
+        return self._stopped
 
     def wake(self) -> None:
         """Ask for a run that begins from now on; without effect after `close`."""
@@ -55,46 +62,34 @@ class Job:
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._stop.error = CheckpointError(f"{self._name} was stopped; the next one goes on.")
+            self._stopped = CheckpointError(f"{self._name} was stopped; the next one goes on.")
             self._thread.join(stop_s)
         if self._thread.is_alive():
             log.warning("%s hangs and is left behind.", self._name)
 
     def _run(self) -> None:
-        while (wished := self._next()) is not None:
-            self.error = None
-            try:
-                self._work(Deadline("commit", self._timeout_s, watch=self._stop))
-            except CheckpointError as failure:
-                self.error = failure
-                if self._stop.error is None:
-                    log.warning("%s failed and is tried again later: %s", self._name, failure)
-            except Exception as failure:  # the next run may do better, and training goes on
-                self.error = failure
-                log.exception("%s failed.", self._name)
-            self._note_done(wished)
+        is_over = False
+        while not is_over:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._done_count < self._wish_count or self._is_closing
+                )
+                wished = self._wish_count
+            is_over = self._done_count == wished or self._stopped is not None
+            if not is_over:
+                self._grant()
+            with self._changed:
+                self._done_count = wished
+                self._changed.notify_all()
 
-    def _next(self) -> int | None:
-        """Return how many wishes the next run grants; None: there is none any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._done_count < self._wish_count or self._is_closing)
-            wished = self._wish_count
-        if self._done_count < wished and self._stop.error is None:
-            return wished
-        self._note_done(wished)
-        return None
-
-    def _note_done(self, count: int) -> None:
-        with self._changed:
-            self._done_count = count
-            self._changed.notify_all()
-
-
-class _Stop(Watch):
-    """A `Watch` that ends a job's requests once it was told to stop."""
-
-    error: CheckpointError | None = None
-
-    def failure(self) -> CheckpointError | None:
-        """Return why the job cannot go on."""
-        return self.error
+    def _grant(self) -> None:
+        self.error = None
+        try:
+            self._work(Deadline("commit", self._timeout_s, watch=self))
+        except CheckpointError as failure:
+            self.error = failure
+            if self._stopped is None:
+                log.warning("%s failed and is tried again later: %s", self._name, failure)
+        except Exception as failure:  # the next run may do better, and training goes on
+            self.error = failure
+            log.exception("%s failed.", self._name)

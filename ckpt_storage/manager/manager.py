@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
@@ -125,23 +124,19 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        spelling = StepNames(names)
         places = [Location.of(root_url, storage_options)]
         if mirror is not None:
             places.append(Location.of(mirror, mirror_storage_options))
-        self._roots = [
-            Root(place, spelling, timeouts=self._timeouts, retry=retry) for place in places
-        ]
+        make = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
+        self._roots = [make(place) for place in places]
         self._root = self._roots[0]
-        copies = (
-            mirror
-            if mirror is None
-            else Mirror(self._root, self._roots[1], mirror_keep, timeouts=self._timeouts)
-        )
+        copies: Mirror | None = None
+        if mirror is not None:
+            copies = Mirror(self._root, self._roots[1], mirror_keep, timeouts=self._timeouts)
         self._pruner: Pruner | None = None
         if keep is not None:
-            more: dict[str, Any] = {} if copies is None else {"others": copies.waiting}
-            self._pruner = Pruner(self._root, keep, **more)
+            others = (lambda *_: {}) if copies is None else copies.waiting
+            self._pruner = Pruner(self._root, keep, others=others)
         self._terms = {
             "the root's URL": self.url,
             "the names of steps": names,
@@ -166,13 +161,13 @@ class CheckpointManager:
                 terms=self._terms,
             )
             undo.pop_all()
+        is_first = self._ranks.is_coordinator
         self._upkeep = Upkeep(
             self._root,
             self._pruner,
-            copies,
-            prunes=pruning == "background" and keep is not None,
-            is_coordinator=self._ranks.is_coordinator,
-            timeouts=self._timeouts,
+            copies if is_first else None,
+            prunes=is_first and pruning == "background" and keep is not None,
+            timeout_s=self._timeouts.commit,
         )
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
@@ -191,12 +186,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
@@ -211,20 +201,18 @@ class CheckpointManager:
         return self._root.location.url
 
     def url_of(self, step: int) -> str:
-        """Return the URL of the checkpoint of a step, whether it is there or not.
+        """Return the URL of the checkpoint of a step, there or not; without user and password.
 
-        For people: without the user and password that the root's URL may have; see `target_of`.
         Raises `InvalidInputError` for what is no step.
         """
-        return self._root.location.child(self._root.names.name_of(step)).url
+        return self._place(step).url
 
     def target_of(self, step: int) -> str:
-        """Return what to give to `ckpt_storage.load` for the checkpoint of a step.
+        """Return what to give to `ckpt_storage.load`: `url_of` with user and password."""
+        return self._place(step).target
 
-        As `url_of`, but whole: with what the root's URL says of user and password, so it is not
-        for logs. Raises `InvalidInputError`.
-        """
-        return self._root.location.child(self._root.names.name_of(step)).target
+    def _place(self, step: int) -> Location:
+        return self._root.location.child(self._root.names.name_of(step))
 
     def should_save(self, step: int) -> bool:
         """Return whether to save at `step`: the same on every rank; all ask at the same steps.
@@ -240,10 +228,7 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> str | None:
-        """What notice `should_save` answered, and on which rank; None if there was none yet.
-
-        The same on every rank: once the save is made, end the loop.
-        """
+        """What notice `should_save` answered, and on which rank; the same on every rank."""
         return self._schedule.preempted
 
     def save(
@@ -271,8 +256,7 @@ class CheckpointManager:
         only; or if it is the save that `restore` passed over as damaged, so that training which
         comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
-        save = self._begun(locals())
-        return save.run(RankGroup.of(self._process_group), state)
+        return self._begun(locals()).run(RankGroup.of(self._process_group), state)
 
     def save_async(
         self,
@@ -293,10 +277,7 @@ class CheckpointManager:
         unsafe_values: UnsafeValues = "warn",
         block_until_staged: bool = True,
     ) -> SaveHandle:
-        """Begin to save `state` as the checkpoint of `step`; all ranks call.
-
-        As `save`, in the background, as `AsyncSaver.save` does it.
-        """
+        """Begin to save as `save`, in the background, as `AsyncSaver.save` does it."""
         save = self._begun(locals())
         return save.begin(self.saver, state, block_until_staged=block_until_staged)
 
@@ -305,7 +286,7 @@ class CheckpointManager:
         self._check_open()
         self._schedule.saved()
         options = SaveOptions.of(given, timeouts=self._timeouts)
-        return self._upkeep.begin(given["step"], given["metrics"] or {}, options)
+        return StepSave(self._upkeep, given["step"], given["metrics"] or {}, options)
 
     @property
     def saver(self) -> AsyncSaver:
@@ -342,10 +323,9 @@ class CheckpointManager:
 
         Of equal ones the later step; None if none has the metric, as a finite number.
         """
-        policy = KeepBest(metric, mode)
         by_name = {info.name: info for info in self.all() if info.step is not None}
         candidates = [Candidate.of(info, info.step or 0) for info in by_name.values()]
-        return next((by_name[name] for name in policy.kept(candidates)), None)
+        return next((by_name[name] for name in KeepBest(metric, mode).kept(candidates)), None)
 
     def resume_info(self) -> CheckpointInfo | None:
         """Return what `restore` would try first; all ranks call, and get the same answer.

@@ -18,11 +18,10 @@ from ckpt_storage.errors import (
     NotPublishedError,
 )
 from ckpt_storage.export.copy import copy
-from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
-from .prune import Pruner
+from .prune import Pruner, is_sound
 from .retention import Found, Keep, begun_of, plan_retention
 from .root import Root
 
@@ -116,19 +115,11 @@ class Mirror:
             # It is committed, and only torch's own readers do not see it.
             log.warning("%s", error)
         except IntegrityError:
-            self._check(info)
+            # If it is damaged, and not its copy, it is waited for no more.
+            deadline = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
+            is_sound(self._root, info, deadline, deep=True)
             raise
         finally:
             release()
             self._copies.forget(info.name)
         self._copied.add((info.name, info.save_id))
-
-    def _check(self, info: CheckpointInfo) -> None:
-        """Note a checkpoint as damaged if it is, and not its copy; it is waited for no more."""
-        deadline = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
-        try:
-            check_part(self._root.open(deadline, info.name), Part(), deep=True, deadline=deadline)
-        except IntegrityError as error:
-            self._root.found_damaged(info, str(error))
-        except CheckpointError as error:
-            log.info("%s was not checked: %s", info.url, error)

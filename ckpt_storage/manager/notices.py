@@ -86,15 +86,12 @@ class Notices:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
-            while (owner := _owner_of(before)) is not None and owner._is_closed:  # noqa: SLF001  # one of us
+            while isinstance(owner := getattr(before, "__self__", None), Notices):
+                if not owner._is_closed:  # noqa: SLF001  # one of us
+                    break
                 before = owner._before.get(number)  # noqa: PLW2901, SLF001  # the same
             if signal.getsignal(number) == self._take and before is not None:
                 signal.signal(number, before)
-
-
-def _owner_of(handler: object) -> Notices | None:
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, Notices) else None
 
 
 def _name_of(number: int) -> str:

@@ -28,10 +28,8 @@ from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
     CheckpointError,
-    CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
-    IntegrityError,
     InvalidInputError,
     PhaseTimeoutError,
     StorageError,
@@ -40,7 +38,7 @@ from ckpt_storage.export.export_folder import remove_exports
 from ckpt_storage.format.names import COMMITS, probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
@@ -57,12 +55,9 @@ from .retention import (
     plan_retention,
     policies_of,
 )
-from .root import Root
+from .root import USELESS, Root
 
 log = logging.getLogger("ckpt_storage")
-
-OnStep = Callable[[str, int, int], None]
-"""Takes the name of what is deleted or freed next, its number from 1 on, and how many there are."""
 
 Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
 """Takes what lies below a root; returns names that nobody may delete, each with the reason."""
@@ -82,37 +77,25 @@ def prune(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
-    on_step: OnStep = lambda *_: None,
 ) -> PruneReport:
     """Delete the checkpoints below a root that no policy keeps; without a manager, from anywhere.
 
     Only plans unless `dry_run` is False, and writes nothing then: ages go by this machine's clock.
-    Arguments as for `CheckpointManager`; `on_step` is told of each checkpoint before it is deleted.
-    Not collective. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    Arguments as for `CheckpointManager`. Not collective. Raises `StorageError`,
+    `PhaseTimeoutError`, `InvalidInputError`.
     """
-    timeouts = Timeouts.of(timeout)
-    root = Root(
-        Location.of(root_url, storage_options), StepNames(names), timeouts=timeouts, retry=retry
-    )
-    deadline = Deadline("commit", timeouts.commit)
-    return Pruner(root, keep, on_step=on_step).prune(deadline, dry_run=dry_run)
+    place, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
+    root = Root(place, StepNames(names), timeouts=timeouts, retry=retry)
+    return Pruner(root, keep).prune(Deadline("commit", timeouts.commit), dry_run=dry_run)
 
 
 class Pruner:
     """Plans and prunes one root; keeps what `others` protects, and `last_saved`."""
 
-    def __init__(
-        self,
-        root: Root,
-        keep: Keep,
-        *,
-        others: Others = lambda *_: {},
-        on_step: OnStep = lambda *_: None,
-    ) -> None:
+    def __init__(self, root: Root, keep: Keep, *, others: Others = lambda *_: {}) -> None:
         self._root = root
         self._policies = policies_of(keep)
         self._others = others
-        self._on_step = on_step
         self._turn = threading.RLock()
         # By name, when to look whether the slots of a deleted checkpoint may go.
         self._tombstones_due_s: dict[str, float] = {}
@@ -122,20 +105,13 @@ class Pruner:
         self.last: PruneReport | None = None
 
     def prune(self, deadline: Deadline, *, dry_run: bool = False) -> PruneReport:
-        """Plan, and unless `dry_run` carry the plan out, oldest first.
-
-        May be cut at any point; what was left is found by the next one. A checkpoint that cannot
-        be deleted does not keep the others. A dry run writes nothing, so its ages go by this
-        machine's clock. Raises `StorageError`, `PhaseTimeoutError`.
-        """
+        """Plan, and unless `dry_run` carry the plan out, oldest first; cut, the next goes on."""
         with self._in_turn(deadline):
             report = self._plan(deadline, is_dry_run=dry_run)
-            if dry_run:
-                return report
-            report = self.last = self.execute(report, deadline)
-            ended = partial(self._end_tombstone, deadline)
-            ends = [(name, partial(ended, name)) for name in self._tombstones]
-            self._carry_out(PruneReport(), ends, deadline)
+            if not dry_run:
+                report = self.last = self.execute(report, deadline)
+                jobs = [(name, partial(self._end, name, deadline)) for name in self._tombstones]
+                self._carry_out(PruneReport(), jobs, deadline)
             return report
 
     def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
@@ -148,7 +124,7 @@ class Pruner:
             if jobs:
                 # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
                 probe_exclusive_create(self._root.open(deadline))
-            return self._carry_out(plan, jobs, deadline, self._on_step)
+            return self._carry_out(plan, jobs, deadline)
 
     def sweep(self, deadline: Deadline) -> PruneReport:
         """Free what died beside later saves, below one kept step, the next one each time."""
@@ -190,60 +166,31 @@ class Pruner:
             stale = counted_by(self._policies, dated) - checked if plan.planned else set[str]()
             checked |= stale
             fresh = root.look(sorted(stale), deadline, fresh=True)
-            is_settled = all(_state(one) == _state(found[name]) for name, one in fresh.items())
+            is_settled = all(
+                (one.status, one.save_id) == (found[name].status, found[name].save_id)
+                for name, one in fresh.items()
+            )
             found |= fresh
             newest = plan.newest
-            if is_settled and plan.planned and newest and not self._is_sound(newest, deadline):
+            if is_settled and plan.planned and newest and not is_sound(root, newest, deadline):
                 found[newest.name] = replace(found[newest.name], is_damaged=True)
             elif is_settled:
                 break
-        of_others = [
-            Decision(
-                name=name,
-                step=None,
-                reasons=(_LINK if name in links else "it does not belong to this run",),
-            )
-            for name in folders
-            if name not in found
-        ]
-        kept = sorted((*plan.kept, *of_others), key=by_step)
-        return replace(plan, kept=tuple(kept), is_dry_run=is_dry_run)
-
-    def _is_sound(self, newest: CheckpointInfo, deadline: Deadline) -> bool:
-        """Return whether the newest is known to be sound; it is checked once, by its documents."""
-        if self._root.is_sound(newest):
-            return True
-        store = self._root.open(deadline, newest.name)
-        try:
-            checked_id = check_part(store, Part(), deep=False, deadline=deadline)
-        except (
-            CheckpointGoneError,
-            CheckpointInProgressError,
-            CheckpointNotFoundError,
-            IntegrityError,
-        ) as error:
-            why = str(error)
-        else:
-            if checked_id == newest.save_id:
-                self._root.found_sound(newest.name, newest.save_id)
-                return True
-            why = "it was saved anew"
-        self._root.found_damaged(newest, why)
-        return False
+        kept = list(plan.kept)
+        for name in folders:
+            if name not in found:
+                why = _LINK if name in links else "it does not belong to this run"
+                kept.append(Decision(name=name, step=None, reasons=(why,)))
+        return replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
 
     def _carry_out(
-        self,
-        plan: PruneReport,
-        jobs: Sequence[tuple[str, _Job]],
-        deadline: Deadline,
-        on_step: OnStep = lambda *_: None,
+        self, plan: PruneReport, jobs: Sequence[tuple[str, _Job]], deadline: Deadline
     ) -> PruneReport:
         """Do each job whose checkpoint is not in use; one that fails is noted, others go on."""
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
-        for number, (name, job) in enumerate(jobs, 1):
-            on_step(name, number, len(jobs))
+        for name, job in jobs:
             deadline.check(what)
             try:
                 with self._root.uses.deleting(name) as may:
@@ -262,14 +209,8 @@ class Pruner:
                     skipped[name] = came
                 else:
                     freed += came
-        return replace(
-            plan,
-            is_dry_run=False,
-            deleted=tuple(deleted),
-            freed=tuple(freed),
-            skipped=skipped,
-            failed=failed,
-        )
+        told = replace(plan, is_dry_run=False, skipped=skipped, failed=failed)
+        return replace(told, deleted=tuple(deleted), freed=tuple(freed))
 
     def _delete(
         self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
@@ -291,7 +232,7 @@ class Pruner:
         self._root.forget(name)
         log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
         store = self._root.open(deadline, name)
-        is_deleted = delete_commit_and_exports(store, expected_save_id=info.save_id)
+        is_deleted = _delete_with_exports(store, expected_save_id=info.save_id)
         return None if is_deleted else "it was saved anew, or is gone"
 
     def _free(self, name: str, deadline: Deadline) -> str | list[str]:
@@ -302,36 +243,46 @@ class Pruner:
             return "another tool wrote it"
         store = self._root.open(deadline, name)
         # No save has this id: what is committed stays, what was being deleted goes.
-        delete_commit_and_exports(store, expected_save_id="none")
+        _delete_with_exports(store, expected_save_id="none")
         freed = list(cleaning.free_leftovers(store))
         if freed:
             self._root.forget(name)
         return freed
 
-    def _end_tombstone(self, deadline: Deadline, name: str) -> list[str]:
+    def _end(self, name: str, deadline: Deadline) -> list[str]:
         """Remove the slots of what was deleted a week ago, by the storage's clock."""
-        store = self._root.open(deadline, name)
-        if name not in self._tombstones_due_s:
+        store, due_s = self._root.open(deadline, name), self._tombstones_due_s
+        if name not in due_s:
             times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
-            self._tombstones_due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
-        if time.time() >= self._tombstones_due_s[name]:
-            self._tombstones_due_s[name] = time.time() + TOMBSTONE_AGE_S
+            due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
+        if time.time() >= due_s[name]:
+            due_s[name] = time.time() + TOMBSTONE_AGE_S
             if remove_tombstone(store):
                 self._root.forget(name)
         return []
 
 
-def _state(one: Found) -> tuple[str, str | None]:
-    return (one.status, one.save_id)
+def is_sound(root: Root, info: CheckpointInfo, deadline: Deadline, *, deep: bool = False) -> bool:
+    """Return whether a checkpoint is sound; it is checked unless that is known, and then noted."""
+    if root.is_sound(info) and not deep:
+        return True
+    try:
+        store = root.open(deadline, info.name)
+        checked_id = check_part(store, Part(), deep=deep, deadline=deadline)
+        why = "it was saved anew"
+    except USELESS as error:
+        checked_id, why = None, str(error)
+    if checked_id is not None and checked_id == info.save_id:
+        root.found_sound(info.name, info.save_id)
+        return True
+    root.found_damaged(info, why)
+    return False
 
 
 def _pinned(links: Mapping[str, str | None]) -> dict[str, str]:
     """Return the folders that links lead into, each with the reason why it stays."""
-    return {
-        target: f"{name} is a link to it"
-        for name, target in sorted(links.items())
-        if target is not None
-    }
+    pairs = sorted(links.items())
+    return {target: f"{name} is a link to it" for name, target in pairs if target is not None}
 
 
 def delete(
@@ -355,10 +306,10 @@ def delete(
         StorageError, PhaseTimeoutError: deleted in part; call it again.
 
     """
-    location = Location.of(url, storage_options)
-    timeouts, retry = Timeouts.of(timeout), retry or RetryPolicy()
+    location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
+    root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
     is_link = location.is_local and _unlinked(Path(location.path))
-    is_deleted = is_link or _deleted(location, timeouts, retry, missing_ok=missing_ok)
+    is_deleted = is_link or _deleted(root, None, timeouts, missing_ok=missing_ok)
     if not is_deleted and not missing_ok:
         raise CheckpointNotFoundError(
             f"{location.url} holds no checkpoint.",
@@ -368,29 +319,45 @@ def delete(
     return is_deleted
 
 
-def _deleted(
-    location: Location, timeouts: Timeouts, retry: RetryPolicy, *, missing_ok: bool
-) -> bool:
+def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:
+    """Delete a step below each root; return whether it was there. Raises if it is in use."""
+    is_deleted = False
+    for root in roots:
+        name = root.names.name_of(step)
+        with root.uses.deleting(name) as may:
+            if not may:
+                url = root.location.child(name).url
+                raise CheckpointInProgressError(
+                    f"{url} is in use: {root.uses.now().get(name, 'it is being deleted')}.",
+                    path=url,
+                    next_step="Wait for that to end, then delete it.",
+                )
+            is_deleted |= _deleted(root, name, timeouts, missing_ok=True)
+            root.forget(name)
+    return is_deleted
+
+
+def _deleted(root: Root, name: str | None, timeouts: Timeouts, *, missing_ok: bool) -> bool:
+    """Delete what lies below a root under `name`, or at the root; return whether it was there."""
+    location = root.location if name is None else root.location.child(name)
     if location.is_local and not Path(location.path).is_dir():
         # To open a store there would make the folder.
         return False
-    deadline = Deadline("commit", timeouts.commit)
-    store = open_store(location, timeouts=timeouts, retry=retry).bounded(deadline)
+    store = root.open(Deadline("commit", timeouts.commit), name)
     found = read_log(store)
-    if is_foreign(store, found):
-        if missing_ok:
-            return False
-        raise InvalidInputError(
-            f"{location.url} was written by another tool.",
-            path=location.url,
-            next_step="Delete it with that tool, or as a folder.",
-        )
-    if found.head is None and not attempts_there(store):
+    if not is_foreign(store, found):
+        is_there = found.head is not None or bool(attempts_there(store))
+        return is_there and _delete_with_exports(store)
+    if missing_ok:
         return False
-    return delete_commit_and_exports(store)
+    raise InvalidInputError(
+        f"{location.url} was written by another tool.",
+        path=location.url,
+        next_step="Delete it with that tool, or as a folder.",
+    )
 
 
-def delete_commit_and_exports(store: Store, *, expected_save_id: str | None = None) -> bool:
+def _delete_with_exports(store: Store, *, expected_save_id: str | None = None) -> bool:
     """Delete what lies there, and then its exports; returns and raises as `commit.delete`."""
     is_deleted = delete_commit(store, expected_save_id=expected_save_id)
     if is_deleted and (others := remove_exports(store)):
@@ -413,21 +380,3 @@ def _unlinked(path: Path) -> bool:
         ) from error
     log.info("%s was a link, and what it means stays", path)
     return True
-
-
-def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:
-    """Delete a step below each root; return whether it was there. Raises if it is in use."""
-    is_deleted = False
-    for root in roots:
-        name = root.names.name_of(step)
-        place = root.location.child(name)
-        with root.uses.deleting(name) as may:
-            if not may:
-                raise CheckpointInProgressError(
-                    f"{place.url} is in use: {root.uses.now().get(name, 'it is being deleted')}.",
-                    path=place.url,
-                    next_step="Wait for that to end, then delete it.",
-                )
-            is_deleted |= _deleted(place, timeouts, root.retry, missing_ok=True)
-            root.forget(name)
-    return is_deleted

@@ -6,15 +6,16 @@ import heapq
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
-    CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
@@ -26,7 +27,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
 from .retention import Found, begun_of, by_step
-from .root import Root, damage_of
+from .root import USELESS, Root, damage_of
 
 log = logging.getLogger("ckpt_storage")
 
@@ -34,20 +35,12 @@ Check = Literal["read", "deep"]
 """read: what is loaded is checked on its way. deep: before that the ranks read every byte."""
 
 _T = TypeVar("_T")
-_Now = Literal["the same", "another save", "gone"]
 
 _SLOWEST_BYTES_PER_S = 16 << 20
 """Of one rank that checks. Who is slower, and longer at it than a load may take, hangs."""
 
 _MOST_AGAIN = 5
 """How often a checkpoint may be saved anew while it is loaded."""
-
-_USELESS = (
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    IntegrityError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +65,8 @@ class Restored:
     skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """What the coordinator chose, of the root with the number `place`; no `info`: nothing."""
-
-    info: CheckpointInfo | None = None
-    place: int = 0
-    skipped: tuple[SkippedCheckpoint, ...] = ()
-
+_Choice = tuple[CheckpointInfo | None, int, list[SkippedCheckpoint]]
+"""What the coordinator chose, the number of its root, and what it passed over."""
 
 Load = Callable[[Root, CheckpointInfo], None]
 """Loads one checkpoint on all ranks, and raises on all of them."""
@@ -115,55 +102,61 @@ class Resumer:
     def run(self, load: Load) -> Restored | None:
         """Load the newest that can be; return None if nothing was ever committed.
 
-        Raises `IntegrityError` if there are committed ones and none can be loaded: training must
-        not begin anew unnoticed. Raises `CheckpointNotFoundError` if the step that is meant is not
-        there, and what `load` raises that is no fault of the checkpoint.
+        Training must not begin anew unnoticed: raises if there are some and none can be loaded.
         """
         skipped: list[SkippedCheckpoint] = []
         try:
             while True:
                 self._release()
-                choice = self._told(self._next)
-                skipped += choice.skipped
-                info, root = choice.info, self._roots[choice.place]
+                info, place, passed = self._told(self._next)
+                skipped += passed
                 if info is None:
                     break
-                problem, now = self._try(load, choice, info)
-                if now == "another save" or (problem is None and now == "gone"):
-                    self._again(choice.place, info)
-                elif problem is not None:
-                    if isinstance(problem, IntegrityError):
-                        root.found_damaged(info, str(problem))
-                    skipped.append(_skipped(root, info.name, problem, info.save_id))
-                else:
+                root = self._roots[place]
+                problem, now_id = self._try(load, root, info)
+                if now_id == info.save_id and problem is None:
                     root.found_sound(info.name, info.save_id)
                     return self._restored(info, skipped)
+                if problem is None or now_id not in {"gone", info.save_id}:
+                    self._again(place, info)
+                    continue
+                if isinstance(problem, IntegrityError):
+                    root.found_damaged(info, str(problem))
+                skipped.append(_skipped(root, info.name, problem, info.save_id))
         finally:
             self._release()
-        if not skipped and self._step is None:
-            return None
-        if not skipped:
-            raise CheckpointNotFoundError(
-                f"There is no checkpoint of step {self._step} below {self._url}.",
+        if skipped:
+            step = "Run verify on them, and restore one from a copy; an empty root begins anew."
+            raise IntegrityError(
+                f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
+                f"loaded. {skipped[0].name}: {skipped[0].reason}",
                 path=self._url,
-                next_step="all() lists what is there.",
+                phase="load",
+                next_step=step,
             )
-        raise IntegrityError(
-            f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
-            f"loaded. {skipped[0].name}: {skipped[0].reason}",
+        if self._step is None:
+            return None
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {self._step} below {self._url}.",
             path=self._url,
-            phase="load",
-            next_step="Run verify on them, and restore one from a copy; an empty root begins anew.",
+            next_step="all() lists what is there.",
         )
 
-    def _told(self, choose: Callable[[Deadline], _T]) -> _T:
-        """Return on all ranks what the coordinator chooses; all came with equal arguments."""
-        what = f"the choice of a checkpoint below {self._url}"
-        names = self._roots[0].names
+    @contextmanager
+    def _together(self, what: str, info: CheckpointInfo | None = None) -> Iterator[Operation]:
+        """Give an operation of all ranks, which mean the same checkpoint."""
         with (
             self._ranks.operation(what, timeouts=self._timeouts) as operation,
             as_checkpoint_errors(what, operation.rank),
         ):
+            if info is not None:
+                operation.meet({"the checkpoint": str(info.save_id or info.name)})
+            yield operation
+
+    def _told(self, choose: Callable[[Deadline], _T]) -> _T:
+        """Return on all ranks what the coordinator chooses; all came with equal arguments."""
+        names = self._roots[0].names
+        with self._together(f"the choice of a checkpoint below {self._url}") as operation:
             if self._check not in get_args(Check):
                 raise InvalidInputError(
                     f"check is {self._check!r}.", next_step="Give 'read' or 'deep'."
@@ -218,10 +211,10 @@ class Resumer:
                 skipped.append(_skipped(root, name, problem))
                 self._problem = self._problem or problem
             elif now.info is not None:
-                return _Choice(info=now.info, place=place, skipped=tuple(skipped))
+                return now.info, place, skipped
         if self._step is not None and self._problem is not None:
             raise self._problem
-        return _Choice(skipped=tuple(skipped))
+        return None, 0, skipped
 
     def _candidates(self, deadline: Deadline) -> Iterator[tuple[int, Found]]:
         """Return what is tried, one after another, with the numbers of its roots."""
@@ -242,13 +235,8 @@ class Resumer:
 
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
         """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
-        what = f"the check of {info.url}"
         part = Part(self._ranks.rank, self._ranks.world_size)
-        with (
-            self._ranks.operation(what, timeouts=self._timeouts) as operation,
-            as_checkpoint_errors(what, operation.rank),
-        ):
-            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+        with self._together(f"the check of {info.url}", info) as operation:
             deadline = operation.phase("load")
             byte_count = part_bytes(root.open(deadline, info.name), part, deadline)
             limit_s = max(self._timeouts.load, byte_count / _SLOWEST_BYTES_PER_S)
@@ -257,10 +245,10 @@ class Resumer:
             operation.all_gather(b"")
 
     def _try(
-        self, load: Load, choice: _Choice, info: CheckpointInfo
-    ) -> tuple[CheckpointError | None, _Now]:
-        """Load; return on all ranks why it is of no use, if so, and what lies there afterwards."""
-        root, error = self._roots[choice.place], None
+        self, load: Load, root: Root, info: CheckpointInfo
+    ) -> tuple[CheckpointError | None, str | None]:
+        """Load; return on all ranks why it is of no use, and the save there then, or "gone"."""
+        error: CheckpointError | None = None
         try:
             if self._check == "deep":
                 self._read_all(root, info)
@@ -268,24 +256,34 @@ class Resumer:
         except CheckpointError as failure:
             error = failure
         # One rank may have failed in what others ended well: all say how it went.
-        what = f"the outcome of loading {info.url}"
-        with self._ranks.operation(what, timeouts=self._timeouts) as operation:
-            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+        with self._together(f"the outcome of loading {info.url}", info) as operation:
             packed = pickle.dumps(None if error is None else travelling(error))
             told = operation.all_gather(packed)
             errors = [pickle.loads(one) for one in told]  # noqa: S301  # our own ranks
             found: list[CheckpointError] = [one for one in errors if one is not None]
             # A rank that was told of another's failure while it read says only that.
             causes = [one for one in found if not _is_echo(one)] or found
-            grave = next((one for one in causes if not isinstance(one, _USELESS)), None)
-            packed = pickle.dumps("the same")
+            grave = next((one for one in causes if not isinstance(one, USELESS)), None)
             if operation.is_coordinator and grave is None:
-                packed = pickle.dumps(_now(root, info, operation.phase("load")))
-            now: _Now = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
+                now = root.look_at(info.name, operation.phase("load")).info
+                packed = pickle.dumps("gone" if now is None else now.save_id)
+            now_id: str | None = pickle.loads(operation.broadcast(packed))  # noqa: S301  # the same
         if grave is not None:
-            is_own = error is not None and not isinstance(error, _USELESS) and not _is_echo(error)
+            is_own = error is not None and not isinstance(error, USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave
-        return (causes[0] if causes else None), now
+        return (causes[0] if causes else None), now_id
+
+
+def _skipped(
+    root: Root, name: str, problem: CheckpointError, save_id: str | None = None
+) -> SkippedCheckpoint:
+    url = root.location.child(name).url
+    return SkippedCheckpoint(name=name, url=url, reason=str(problem), save_id=save_id)
+
+
+def _is_echo(error: CheckpointError) -> bool:
+    """Return whether this is the news of another rank's failure, which that rank tells itself."""
+    return isinstance(error, RankFailedError) and not error.is_silent
 
 
 def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
@@ -319,23 +317,3 @@ def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
         if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
             by_name[info.name] = info
     return sorted(by_name.values(), key=by_step)
-
-
-def _skipped(
-    root: Root, name: str, problem: CheckpointError, save_id: str | None = None
-) -> SkippedCheckpoint:
-    url = root.location.child(name).url
-    return SkippedCheckpoint(name=name, url=url, reason=str(problem), save_id=save_id)
-
-
-def _now(root: Root, info: CheckpointInfo, deadline: Deadline) -> _Now:
-    """Return what lies now where `info` was."""
-    found = root.look_at(info.name, deadline).info
-    if found is None:
-        return "gone"
-    return "the same" if found.save_id == info.save_id else "another save"
-
-
-def _is_echo(error: CheckpointError) -> bool:
-    """Return whether this is the news of another rank's failure, which that rank tells itself."""
-    return isinstance(error, RankFailedError) and not error.is_silent

@@ -24,7 +24,6 @@ _FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d)?\}")
 _MOST_STEP = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
 class StepNames:
     """A template with one field, `{step}` or `{step:08d}`; every step has exactly one name.
 
@@ -32,30 +31,23 @@ class StepNames:
     are not those of one folder.
     """
 
-    template: str = DEFAULT_TEMPLATE
-    _before: str = field(init=False, repr=False)
-    _after: str = field(init=False, repr=False)
-    _digit_count: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        found = _FIELD.search(self.template)
-        before = self.template[: found.start()] if found else ""
-        after = self.template[found.end() :] if found else ""
+    def __init__(self, template: str = DEFAULT_TEMPLATE) -> None:
+        self.template = template
+        found = _FIELD.search(template)
+        before, after = (template[: found.start()], template[found.end() :]) if found else ("", "")
         text = before + after
         if found is None or any(mark in text for mark in "{}/\\\0") or text[:1] == ".":
             raise InvalidInputError(
-                f"The template {self.template!r} gives no names of checkpoints.",
+                f"The template {template!r} gives no names of checkpoints.",
                 next_step="Give a folder's name with one field for the step, such as "
                 f"{DEFAULT_TEMPLATE!r}; not beginning with a dot.",
             )
         if before[-1:].isdigit() or after[:1].isdigit():
             raise InvalidInputError(
-                f"In names by {self.template!r} digits stand beside those of the step.",
+                f"In names by {template!r} digits stand beside those of the step.",
                 next_step=f"Put another character between them, as in {DEFAULT_TEMPLATE!r}.",
             )
-        object.__setattr__(self, "_before", before)
-        object.__setattr__(self, "_after", after)
-        object.__setattr__(self, "_digit_count", int(found[1] or 1))
+        self._before, self._after, self._digit_count = before, after, int(found[1] or 1)
 
     def name_of(self, step: SupportsIndex) -> str:
         """Return the name of a step. Raises `InvalidInputError` for what is no step."""
@@ -82,8 +74,6 @@ class StepNames:
 Need = Literal["metrics", "age"]
 """What of a candidate a policy may decide by, beside its step."""
 
-Status = Literal["committed", "foreign", "uncommitted", "empty", "unreadable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -96,7 +86,7 @@ class Found:
 
     name: str
     step: int | None
-    status: Status
+    status: Literal["committed", "foreign", "uncommitted", "empty", "unreadable"]
     info: CheckpointInfo | None = None
     is_damaged: bool = False
     age_s: float | None = None
@@ -174,7 +164,7 @@ class KeepLatest(RetentionPolicy):
         _check_count(self, self.n)
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
-        """Return the last names."""
+        """Return names with the reason."""
         return {one.name: f"{self}" for one in candidates[-self.n :]}
 
 
@@ -262,10 +252,8 @@ class KeepAny(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names, each with the first reason."""
-        found: dict[str, str] = {}
-        for policy in self.policies:
-            found = {**policy.kept(candidates), **found}
-        return found
+        pairs = [pair for one in reversed(self.policies) for pair in one.kept(candidates).items()]
+        return dict(pairs)
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.policies))
@@ -366,27 +354,26 @@ def plan_retention(
             reasons.get(name, []).append(reason)
         for one in damaged:
             # One failed read is little proof: the fault may be that of one host.
-            kept = policy.kept(_candidates(sorted([*sound, one], key=by_step)))
-            if one.name in kept:
-                reasons[one.name].append(f"{kept[one.name]}, if it is sound after all")
+            doubt = policy.kept(_candidates(sorted([*sound, one], key=by_step))).get(one.name)
+            reasons[one.name] += [] if doubt is None else [f"{doubt}, if it is sound after all"]
     for one in everything:
         reasons[one.name] += _protections(one, newest, last)
         reasons[one.name] += [protected[one.name]] if protected and one.name in protected else []
     twins = {one.save_id: one.name for one in everything if one.save_id and reasons[one.name]}
-    decisions: dict[bool, list[Decision]] = {True: [], False: []}
+    kept, planned = list[Decision](), list[Decision]()
     for one in everything:
         told = reasons[one.name]
         if one.status in {"uncommitted", "empty"}:
             continue
         if not told and one.save_id in twins:
             told.append(f"it is the same save as {twins[one.save_id]}, and may be the same folder")
-        is_kept, lead = bool(told), "it is damaged and " if one.is_damaged else ""
+        lead = "it is damaged and " if one.is_damaged else ""
         why = tuple(told) or (f"{lead}not kept by {KeepAny(policies)}",)
         decision = Decision(name=one.name, step=one.step, reasons=why, info=one.info)
-        decisions[is_kept].append(decision)
+        (kept if told else planned).append(decision)
     return PruneReport(
-        kept=tuple(decisions[True]),
-        planned=tuple(decisions[False]),
+        kept=tuple(kept),
+        planned=tuple(planned),
         newest=newest.info if newest is not None else None,
         leftovers=tuple(one.name for one in everything if one.status == "uncommitted"),
         is_dry_run=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,27 +14,43 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign, read_footer
-from ckpt_storage.errors import CheckpointError, IntegrityError, PhaseTimeoutError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    PhaseTimeoutError,
+    StorageError,
+)
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
+from ckpt_storage.inspect.facts import natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.workers import Workers
+from ckpt_storage.transfer.workers import in_batches
 
-from .retention import Found, Status, StepNames, by_step
+from .retention import Found, StepNames, by_step
 
-_REMOTE_THREADS = 16
-_LOCAL_THREADS = 4
+USELESS = (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+)
+"""Errors that say that another checkpoint is to be taken."""
+
 _BATCH_COUNT = 8
-_LASTING: frozenset[Status] = frozenset({"committed", "empty", "foreign"})
 
 log = logging.getLogger("ckpt_storage")
+
+T = TypeVar("T")
 
 
 class Root:
@@ -48,7 +63,6 @@ class Root:
         *,
         timeouts: Timeouts | None = None,
         retry: RetryPolicy | None = None,
-        thread_count: int | None = None,
         recorded_steps: bool = False,
     ) -> None:
         self.location = location
@@ -57,9 +71,6 @@ class Root:
         self.retry = retry or RetryPolicy()
         self._timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
-        self._thread_count = thread_count or (
-            _LOCAL_THREADS if location.is_local else _REMOTE_THREADS
-        )
         self._lock = threading.Lock()
         self._seen: dict[str, Found] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
@@ -92,7 +103,8 @@ class Root:
     def seen(self) -> set[str]:
         """Return the names of which `look` without `fresh` knows already."""
         with self._lock:
-            return {name for name, one in self._seen.items() if one.status in _LASTING}
+            lasting = {"committed", "empty", "foreign"}
+            return {name for name, one in self._seen.items() if one.status in lasting}
 
     def forget(self, name: str) -> None:
         """Forget a folder: somebody changed it."""
@@ -104,11 +116,9 @@ class Root:
         seen = set[str]() if fresh else self.seen()
         with self._lock:
             found = {name: self._seen[name] for name in names if name in seen}
-
-        def one(name: str) -> None:
-            found[name] = self.look_at(name, deadline)
-
-        self._all([partial(one, name) for name in names if name not in found], "look at", deadline)
+        missing = [name for name in names if name not in found]
+        looks = self._all([partial(self.look_at, name, deadline) for name in missing], deadline)
+        found |= zip(missing, looks, strict=True)
         return {name: self._judged(found[name]) for name in names}
 
     def look_at(self, name: str, deadline: Deadline) -> Found:
@@ -140,10 +150,14 @@ class Root:
                 )
             info = CheckpointInfo(url=url, name=name, format="dcp", step=step)
             return Found(name=name, step=step, status="foreign", info=info)
-        entries = _entries(store)
-        if f"{SAVES}/" in entries and not store.list(SAVES):
-            entries.discard(f"{SAVES}/")
-        is_empty = not entries - {f"{COMMITS}/"}
+        try:
+            paths = {entry.path for entry in store.list("", recursive=False)}
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            paths = set()
+        paths = {path for path in paths if not path.startswith(PROBE_PREFIX)} - {f"{COMMITS}/"}
+        is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
         return Found(name=name, step=step, status="empty" if is_empty else "uncommitted")
 
     def _judged(self, found: Found) -> Found:
@@ -155,18 +169,12 @@ class Root:
         everything = list(found)
 
         def ask(info: CheckpointInfo) -> None:
-            try:
-                stat = self.open(deadline, info.name).stat(slot_path(info.slot or 0))
-            except StorageError as error:
-                if error.kind != "not-found":
-                    raise
-                self._committed_s[_save(info)] = None
-            else:
-                self._committed_s[_save(info)] = stat.modified_s
+            stat = slotlog.stat_if_there(self.open(deadline, info.name), slot_path(info.slot or 0))
+            self._committed_s[_save(info)] = None if stat is None else stat.modified_s
 
         infos = [one.info for one in everything if one.info is not None and one.info.slot]
         missing = [info for info in infos if _save(info) not in self._committed_s]
-        self._all([partial(ask, info) for info in missing], "date", deadline)
+        self._all([partial(ask, info) for info in missing], deadline)
         times_s = [self._committed_s.get((one.name, one.save_id)) for one in everything]
         return [
             one if time_s is None else replace(one, age_s=now_s - time_s)
@@ -198,10 +206,9 @@ class Root:
             count = _BATCH_COUNT
 
     def links(self) -> dict[str, str | None]:
-        """Return the symbolic links at the root, with the folder of the root they lead into.
+        """Return the symbolic links at a local root, with the folder of the root they lead into.
 
         None: they lead elsewhere. Links to files count too: one may mean the weights of an export.
-        {} where the storage is no file system of this machine. Raises `StorageError`.
         """
         if not self.location.is_local:
             return {}
@@ -219,10 +226,9 @@ class Root:
             ) from error
         found: dict[str, str | None] = {}
         for name in names:
-            # Not to be normalised before links are followed.
-            path = os.path.realpath(os.path.join(root, name))  # noqa: PTH118
-            below = path.removeprefix(root.rstrip(os.sep) + os.sep)
-            found[name] = None if below == path else Path(below).parts[0]
+            path = Path(os.path.realpath(os.path.join(root, name)))  # noqa: PTH118  # as it is
+            is_below = path != Path(root) and path.is_relative_to(root)
+            found[name] = path.relative_to(root).parts[0] if is_below else None
         return found
 
     def _doubles(self) -> set[str]:
@@ -246,23 +252,11 @@ class Root:
 
     def damaged_ids(self, name: str) -> frozenset[str]:
         """Return the saves under a name that are known to be damaged."""
-        verdicts = dict(self._verdicts).items()
-        return frozenset(
-            save_id
-            for (one, save_id), is_sound in verdicts
-            if one == name and save_id and not is_sound
-        )
+        verdicts = dict(self._verdicts)
+        return frozenset(i for n, i in verdicts if n == name and i and not verdicts[n, i])
 
-    def _all(self, jobs: Sequence[Callable[[], None]], what: str, deadline: Deadline) -> None:
-        count = min(self._thread_count, len(jobs))
-        if count <= 1:
-            for job in jobs:
-                job()
-            return
-        with Workers(count, name=f"{what} {self.location.url}", deadline=deadline) as workers:
-            for job in jobs:
-                workers.submit(job)
-            workers.drain()
+    def _all(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
+        return in_batches(self.open(deadline), calls) if calls else []
 
 
 def list_checkpoints(
@@ -288,7 +282,7 @@ def list_checkpoints(
     location, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
     root = Root(location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True)
     deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
-    names = sorted(root.folders(deadline), key=_natural)
+    names = sorted(root.folders(deadline), key=natural)
     for one in root.look(names, deadline, fresh=True).values():
         if isinstance(one.problem, StorageError):
             url, why = location.child(one.name).url, str(one.problem)
@@ -303,7 +297,7 @@ class Uses:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._uses: dict[str, dict[object, str]] = {}
+        self._uses: dict[object, tuple[str, str]] = {}
         self._deleting: set[str] = set()
 
     def take(self, name: str, by: str, *, timeout_s: float) -> Callable[[], None]:
@@ -317,11 +311,11 @@ class Uses:
                     next_step="Look why the storage is slow; then try again.",
                 )
             use = object()
-            self._uses.setdefault(name, {})[use] = by
+            self._uses[use] = (name, by)
 
         def end() -> None:
             with self._changed:
-                self._uses[name].pop(use, None)
+                self._uses.pop(use, None)
 
         return end
 
@@ -329,7 +323,7 @@ class Uses:
     def deleting(self, name: str) -> Iterator[bool]:
         """Keep `name` from being used inside the block; False, where it is used, gives no leave."""
         with self._changed:
-            may = not self._uses.get(name) and name not in self._deleting
+            may = name not in self.now() and name not in self._deleting
             if may:
                 self._deleting.add(name)
         try:
@@ -343,14 +337,13 @@ class Uses:
     def now(self) -> dict[str, str]:
         """Return the names that are used, each with by whom."""
         with self._changed:
-            return {name: next(iter(by.values())) for name, by in self._uses.items() if by}
+            return dict(self._uses.values())
 
 
 def damage_of(found: Found) -> IntegrityError | None:
-    """Return why whoever resumes passes over an unreadable folder; None if it is not unreadable.
+    """Return the damage for which whoever resumes takes an older one; None without one.
 
-    Damage is one reason to take an older one. That this release is too old, or lacks a right, is
-    not: the same job would resume elsewhere from a newer one. Then it raises what is wrong.
+    That this release is too old, or lacks a right, is raised: another job would resume from it.
     """
     if found.problem is None or isinstance(found.problem, IntegrityError):
         return found.problem
@@ -359,18 +352,3 @@ def damage_of(found: Found) -> IntegrityError | None:
 
 def _save(info: CheckpointInfo) -> tuple[str, str | None]:
     return (info.name, info.save_id)
-
-
-def _entries(store: Store) -> set[str]:
-    try:
-        entries = store.list("", recursive=False)
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return set()
-    return {entry.path for entry in entries if not entry.path.startswith(PROBE_PREFIX)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    parts = filter(None, re.split(r"([0-9]+)", name))
-    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts]

@@ -34,9 +34,7 @@ class Call:
     A rank that wants one puts up a call. Each rank that sees it promises the last turn that it will
     reach without an answer. The ranks meet at the highest promise. A rank that comes to its turn
     before all have promised ends the attempt, and the next one has twice as many turns.
-
-    Turns are counted from the last meeting on, alike on all ranks. Each request to the
-    shared store ends within `timeout_s` seconds.
+    Turns are counted from the last meeting on, alike on all ranks.
     """
 
     def __init__(self, keys: KeyValues, *, rank: int, world_size: int, timeout_s: float) -> None:

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _GRACE_S = 10.0
 _REPORT_S = 1.0
+_BATCH_COUNT = 16
 
 
 class Workers:
@@ -149,6 +150,12 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     if not store.capabilities.is_remote:
         return [call() for call in calls]
     return _at_once(calls)
+
+
+def in_batches(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Do as `side_by_side`, for any number of calls: some at a time."""
+    batches = (calls[at : at + _BATCH_COUNT] for at in range(0, len(calls), _BATCH_COUNT))
+    return [found for batch in batches for found in side_by_side(store, batch)]
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:

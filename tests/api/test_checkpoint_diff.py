@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dcp_cases
@@ -17,15 +18,15 @@ from hypothesis.extra import numpy as npst
 
 from ckpt_storage import IntegrityError
 from ckpt_storage.inspect.checkpoint import diff, open_checkpoint
-from ckpt_storage.inspect.diff import CheckpointDiff, Findings, ValueDiff, same_objects
+from ckpt_storage.inspect.diff import CheckpointDiff, Findings, ValueDiff
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 
 def compared(tmp_path: Path, left: Any, right: Any, **options: Any) -> CheckpointDiff:
     """Save two states and compare them."""
-    dcp_cases.save(left, tmp_path / "left")
-    dcp_cases.save(right, tmp_path / "right")
+    dcp_cases.save(left, tmp_path / "left", overwrite=True)
+    dcp_cases.save(right, tmp_path / "right", overwrite=True)
     return diff(tmp_path / "left", tmp_path / "right", **options)
 
 
@@ -37,36 +38,17 @@ def only(found: CheckpointDiff) -> ValueDiff:
 
 def test_names_shapes_types_and_objects_are_compared(tmp_path: Path) -> None:
     """Each kind of difference is told apart; values of another type are compared all the same."""
-    left = {
-        "gone": torch.ones(1),
-        "shape": torch.ones(2, 3),
-        "dtype": torch.tensor([1.0, 2.0, 3.0]),
-        "kind": torch.ones(1),
-        "step": 10,
-        "note": {"a", "b"},
-        "rate": float("nan"),
-        "same": torch.ones(5),
-    }
-    right = {
-        "shape": torch.ones(3, 2),
-        "dtype": torch.tensor([1.0, 2.5, 3.0], dtype=torch.bfloat16),
-        "kind": "text",
-        "step": 20,
-        "note": {"b", "a"},
-        "rate": float("nan"),
-        "same": torch.ones(5),
-        "new": torch.ones(1),
-    }
-    found = compared(tmp_path, left, right)
+    same = {"note": {"a", "b"}, "rate": float("nan"), "same": torch.ones(5)}
+    left = {"gone": torch.ones(1), "shape": torch.ones(2, 3), "kind": torch.ones(1), "step": 10}
+    right = {"new": torch.ones(1), "shape": torch.ones(3, 2), "kind": "text", "step": 20}
+    left["dtype"] = torch.tensor([1.0, 2.0, 3.0])
+    right["dtype"] = torch.tensor([1.0, 2.5, 3.0], dtype=torch.bfloat16)
+    found = compared(tmp_path, left | same, right | same)
     assert (found.only_left, found.only_right) == (("gone",), ("new",))
     assert found.same_count == 3
     changes = {change.fqn: change for change in found.changed}
-    assert {name: change.kind for name, change in changes.items()} == {
-        "shape": "shape",
-        "dtype": "dtype",
-        "kind": "kind",
-        "step": "values",
-    }
+    kinds = {name: change.kind for name, change in changes.items()}
+    assert kinds == {"shape": "shape", "dtype": "dtype", "kind": "kind", "step": "values"}
     assert (changes["step"].left, changes["step"].right) == ("10", "20")
     assert (changes["shape"].left, changes["shape"].right) == ("float32[2, 3]", "float32[3, 2]")
     assert (changes["dtype"].max_absolute, changes["dtype"].different_count) == (0.5, 1)
@@ -87,8 +69,8 @@ def test_values_can_be_left_unread(tmp_path: Path) -> None:
         diff(tmp_path / "left", tmp_path / "right")
 
 
-def test_complex_infinities_that_differ_in_one_part_differ() -> None:
-    """inf+1j is not inf+2j, though numpy tells no distance of them."""
+def test_infinities_and_nan_of_odd_types_are_compared_in_silence() -> None:
+    """inf+1j is not inf+2j; numpy would warn of narrow NaN, and here warnings are errors."""
     x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
     y = np.array([complex(np.inf, 2), complex(np.inf, 3), 1], "complex64")
     findings = Findings()
@@ -96,15 +78,11 @@ def test_complex_infinities_that_differ_in_one_part_differ() -> None:
     fields = findings.as_fields((3,))
     assert (fields["different_count"], fields["at"]) == (1, (0,))
     assert (fields["max_absolute"], fields["max_relative"]) == (np.inf, np.inf)
-
-
-@pytest.mark.parametrize(("kind", "word"), [("bfloat16", "u2"), ("float8_e4m3fn", "u1")])
-def test_nan_of_narrow_types_is_compared_in_silence(kind: str, word: str) -> None:
-    """Numpy would warn of some, on the user's terminal; here warnings are errors."""
-    every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
-    findings = Findings()
-    findings.add(every, kind, np.roll(every, 1), kind)
-    assert findings.different_count > len(every) // 2
+    for kind, word in (("bfloat16", "u2"), ("float8_e4m3fn", "u1")):
+        every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
+        findings = Findings()
+        findings.add(every, kind, np.roll(every, 1), kind)
+        assert findings.different_count > len(every) // 2
 
 
 def test_elements_within_a_tolerance_are_alike(tmp_path: Path) -> None:
@@ -113,16 +91,9 @@ def test_elements_within_a_tolerance_are_alike(tmp_path: Path) -> None:
     assert compared(tmp_path, {"a": left}, {"a": right}, rtol=0.02).is_equal
     change = only(diff(tmp_path / "left", tmp_path / "right", atol=0.5))
     assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
-
-
-def test_differences_of_integers_do_not_wrap(tmp_path: Path) -> None:
-    """The extremes of a type are as far apart as they are; neighbours of 64 bits are told apart."""
-    for name, dtype, low, high in (
-        ("far", torch.int64, -(2**63), 2**63 - 1),
-        ("near", torch.int64, 2**62, 2**62 + 1),
-    ):
-        left, right = torch.tensor([low, 5], dtype=dtype), torch.tensor([high, 5], dtype=dtype)
-        change = only(compared(tmp_path / name, {"a": left}, {"a": right}))
+    # The extremes of a type are as far apart as they are; neighbours of 64 bits are told apart.
+    for low, high in ((-(2**63), 2**63 - 1), (2**62, 2**62 + 1)):
+        change = only(compared(tmp_path, {"a": torch.tensor([low])}, {"a": torch.tensor([high])}))
         assert (change.max_absolute, change.different_count) == (float(high - low), 1)
 
 
@@ -175,19 +146,12 @@ def test_a_single_element_of_many_pieces_is_placed(tmp_path: Path) -> None:
     assert (change.at, change.max_absolute) == ((777, 2999), 8.0)
 
 
-class Custom:
-    """Something that weights_only refuses."""
-
-
 def test_objects_that_may_not_be_loaded_are_compared_as_stored(tmp_path: Path) -> None:
     """Equal bytes are equal; others are told by their length, and nothing runs."""
     for name, value in (("left", "a"), ("same", "a"), ("right", "abc")):
-        made = Custom()
-        made.value = value  # type: ignore[attr-defined]  # any will do
-        dcp.save({"o": made}, checkpoint_id=tmp_path / name)
+        dcp.save({"o": SimpleNamespace(value=value)}, checkpoint_id=tmp_path / name)
     assert diff(tmp_path / "left", tmp_path / "same").is_equal
-    change = only(diff(tmp_path / "left", tmp_path / "right"))
-    assert change.left.endswith("bytes")
+    assert only(diff(tmp_path / "left", tmp_path / "right")).left.endswith("bytes")
 
 
 def test_an_unknown_name_is_an_error(tmp_path: Path) -> None:
@@ -197,27 +161,10 @@ def test_an_unknown_name_is_an_error(tmp_path: Path) -> None:
         diff(tmp_path / "left", tmp_path / "right", names=["c"])
 
 
-def test_not_a_number_inside_an_object_equals_itself() -> None:
-    """In tensors and arrays inside objects as in tensors; another number still differs."""
-    nan = float("nan")
-
-    def value(last: float) -> dict[str, object]:
-        return {
-            "numbers": torch.tensor([nan, 1.0, last]),
-            "complex": torch.tensor([complex(nan, 1), complex(last, 2)]),
-            "float8": torch.tensor([nan, last]).to(torch.float8_e5m2),
-            "bfloat16": torch.tensor([nan, last]).to(torch.bfloat16),
-            "array": np.array([nan, last]),
-            "integers": torch.tensor([1, int(last)]),
-            "flags": torch.tensor([True, last > 2]),
-            "none": torch.tensor([]),
-            "scalar": nan,
-        }
-
-    assert same_objects(value(2.0), value(2.0))
-    for name, one in value(2.0).items():
-        assert same_objects(one, value(3.0)[name]) == (name in {"none", "scalar"}), name
-    other = np.array([nan, 2.0])
-    other.view(np.uint64)[0] ^= 1
-    assert np.isnan(other[0])
-    assert same_objects(other, value(2.0)["array"])
+def test_objects_are_compared_as_stored_and_by_value(tmp_path: Path) -> None:
+    """NaN equals itself, as do sets in another order; a list of the numbers of a tuple differs."""
+    nan, ones = float("nan"), torch.ones(2)
+    left = {"nan": (nan, ones), "set": {"a", "b"}, "pair": (1, 2), "tensor": (ones, 1)}
+    right = {"nan": (nan, ones), "set": {"b", "a"}, "pair": [1, 2], "tensor": (ones, 2)}
+    found = compared(tmp_path, {"o": left}, {"o": right})
+    assert {change.fqn for change in found.changed} == {"o.pair", "o.tensor"}

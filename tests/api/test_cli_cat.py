@@ -17,7 +17,7 @@ from dcp_cases import seeded
 
 from ckpt_storage import save
 from ckpt_storage.cli.options import parse_slice
-from ckpt_storage.inspect.handle import Handle
+from ckpt_storage.inspect.reading import Handle
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 from commit_tools import body_of, sealed
-from manager_cases import blank, damage, restore, state_of, step_in
+from manager_cases import (
+    blank,
+    damage,
+    latest_step,
+    manager_of,
+    pruned,
+    restore,
+    save,
+    state_of,
+    step_in,
+)
 from prune_cases import name_of
 
 import ckpt_storage
@@ -17,16 +27,9 @@ from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 
 
-def manager_of(tmp_path: Path, **options: Any) -> CheckpointManager:
+def mirrored(tmp_path: Path, **options: Any) -> CheckpointManager:
     """Return a manager of a root and its mirror."""
-    chosen: dict[str, Any] = {"mode": "thread", "timeout": 60, "mirror": tmp_path / "slow"}
-    return CheckpointManager(tmp_path / "fast", **{**chosen, **options})
-
-
-def saved(manager: CheckpointManager, *steps: int, **options: Any) -> None:
-    """Save some steps."""
-    for step in steps:
-        manager.save(step, state_of(step), sync_files=False, **options)
+    return manager_of(tmp_path / "fast", **{"mirror": tmp_path / "slow", **options})
 
 
 def steps_in(root: Path) -> list[int | None]:
@@ -36,9 +39,9 @@ def steps_in(root: Path) -> list[int | None]:
 
 def test_each_checkpoint_is_copied_and_both_roots_keep_their_own(tmp_path: Path) -> None:
     """The copies are the same saves, with their metrics; each root is pruned by its policies."""
-    with manager_of(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
+    with mirrored(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
         for step in (1, 2, 3):
-            saved(manager, step, metrics={"loss": step})
+            save(manager, step, metrics={"loss": step})
             assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
         best = manager.best("loss", "min")
@@ -55,29 +58,27 @@ def test_each_checkpoint_is_copied_and_both_roots_keep_their_own(tmp_path: Path)
 
 def test_what_the_mirror_would_not_keep_is_not_copied(tmp_path: Path) -> None:
     """Only multiples of 2 and the newest are sent; the rest does not wait at the first root."""
-    with manager_of(tmp_path) as manager:
-        saved(manager, 1, 2, 3, 4, 5)
+    with mirrored(tmp_path) as manager:
+        save(manager, 1, 2, 3, 4, 5)
     shutil.rmtree(tmp_path / "slow")
     keeps: dict[str, Any] = {"keep": KeepLatest(1), "mirror_keep": KeepEvery(2)}
-    with manager_of(tmp_path, pruning="manual", **keeps) as manager:
+    with mirrored(tmp_path, pruning="manual", **keeps) as manager:
         assert manager.wait_mirrored(60)
         assert steps_in(tmp_path / "slow") == [2, 4, 5]
-        report = manager.prune()
-        assert report is not None
-        assert report.deleted == tuple(map(name_of, (1, 2, 3, 4)))
+        assert pruned(manager).deleted == tuple(map(name_of, (1, 2, 3, 4)))
 
 
 def test_nothing_goes_before_the_mirror_has_it(tmp_path: Path) -> None:
     """While the mirror cannot be written, what waits for it stays, with that reason."""
     (tmp_path / "slow").write_text("a file is in the way")
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        saved(manager, 1, 2)
+    with mirrored(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        save(manager, 1, 2)
         assert not manager.wait_mirrored(60)
         with pytest.raises(ckpt_storage.CheckpointError):
             manager.prune()
     assert steps_in(tmp_path / "fast") == [1, 2]
     (tmp_path / "slow").unlink()
-    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+    with mirrored(tmp_path, keep=KeepLatest(1)) as manager:
         assert manager.wait_mirrored(60), "the next process goes on"
         assert manager.wait_pruned(60)
     assert steps_in(tmp_path / "fast") == [2]
@@ -86,22 +87,20 @@ def test_nothing_goes_before_the_mirror_has_it(tmp_path: Path) -> None:
 
 def test_restore_takes_the_newest_sound_one_of_both(tmp_path: Path) -> None:
     """The first root where it has it; else the mirror: lost, damaged or older at the first."""
-    with manager_of(tmp_path) as manager:
-        saved(manager, 1, 2)
+    with mirrored(tmp_path) as manager:
+        save(manager, 1, 2)
         assert manager.wait_mirrored(60)
         assert restore(manager).info.url.startswith(f"file://{tmp_path}/fast")
     damage(tmp_path / "fast" / name_of(2))
-    with manager_of(tmp_path) as manager:
+    with mirrored(tmp_path) as manager:
         found = restore(manager, check="deep")
         assert (found.step, [one.name for one in found.skipped]) == (2, [name_of(2)])
         assert found.info.url.startswith(f"file://{tmp_path}/slow")
     shutil.rmtree(tmp_path / "fast")
-    with manager_of(tmp_path) as manager:
-        latest, first = manager.latest(), manager.resume_info()
-        assert latest == first
-        assert latest is not None
-        assert latest.step == restore(manager).step == 2
-        saved(manager, 3)
+    with mirrored(tmp_path) as manager:
+        assert manager.latest() == manager.resume_info()
+        assert latest_step(manager) == restore(manager).step == 2
+        save(manager, 3)
         assert restore(manager).step == 3
 
 
@@ -113,12 +112,12 @@ def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("ckpt_storage.commit.attempt.new_save_id", lambda: old_id)
         ckpt_storage.save(state_of(2), tmp_path / "old" / name_of(2), sync_files=False)
-    with manager_of(tmp_path) as manager:
-        saved(manager, 2)
+    with mirrored(tmp_path) as manager:
+        save(manager, 2)
         assert manager.wait_mirrored(60)
     shutil.rmtree(tmp_path / "fast")
     (tmp_path / "old").rename(tmp_path / "fast")
-    with manager_of(tmp_path) as manager:
+    with mirrored(tmp_path) as manager:
         assert manager.wait_mirrored(60)
         assert restore(manager).info.save_id != old_id
         assert [info.save_id == old_id for info in manager.all()] == [False]
@@ -126,8 +125,8 @@ def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
 
 def test_one_step_is_restored_from_either_root(tmp_path: Path) -> None:
     """`step=` loads that one alone; what is nowhere is an error."""
-    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
-        saved(manager, 1, 2)
+    with mirrored(tmp_path, keep=KeepLatest(1)) as manager:
+        save(manager, 1, 2)
         assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
         assert steps_in(tmp_path / "fast") == [2]
@@ -142,13 +141,13 @@ def test_one_step_is_restored_from_either_root(tmp_path: Path) -> None:
 
 def test_a_deletion_is_of_both_roots(tmp_path: Path) -> None:
     """What is deleted by the manager does not come back from the mirror, nor is it copied again."""
-    with manager_of(tmp_path) as manager:
-        saved(manager, 1, 2)
+    with mirrored(tmp_path) as manager:
+        save(manager, 1, 2)
         assert manager.wait_mirrored(60)
         assert manager.delete(2)
         assert not manager.delete(2)
         assert restore(manager).step == 1
-        saved(manager, 3)
+        save(manager, 3)
         assert manager.wait_mirrored(60)
     assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [1, 3]
 
@@ -160,18 +159,18 @@ def test_a_damaged_one_is_not_waited_for(
     tmp_path: Path, broken: int, fast: list[int], slow: list[int]
 ) -> None:
     """It is told once; both roots are pruned, and keep the newest sound one."""
-    with manager_of(tmp_path) as manager:
-        saved(manager, 1, 2)
+    with mirrored(tmp_path) as manager:
+        save(manager, 1, 2)
         assert manager.wait_mirrored(60)
-    with manager_of(tmp_path, mirror=None) as manager:
-        saved(manager, 3, 4)
+    with mirrored(tmp_path, mirror=None) as manager:
+        save(manager, 3, 4)
     damage(tmp_path / "fast" / name_of(broken))
-    with manager_of(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
+    with mirrored(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
         assert not manager.wait_mirrored(60)
         assert steps_in(tmp_path / "slow") == slow
         assert manager.wait_pruned(60)
         assert steps_in(tmp_path / "fast") == fast
-        saved(manager, 5)
+        save(manager, 5)
         assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
     assert steps_in(tmp_path / "fast") == [5]
@@ -181,19 +180,19 @@ def test_a_damaged_one_is_not_waited_for(
 @pytest.mark.parametrize("is_newer", [False, True])
 def test_a_step_that_cannot_be_read_is_no_missing_one(tmp_path: Path, *, is_newer: bool) -> None:
     """`step=` raises what is wrong with its record; a copy that is loaded instead is told."""
-    with manager_of(tmp_path) as manager:
-        saved(manager, 1)
+    with mirrored(tmp_path) as manager:
+        save(manager, 1)
         assert manager.wait_mirrored(60)
     slot = tmp_path / "fast" / name_of(1) / "commits/00000001.json"
     whole = slot.read_bytes()
     newer = sealed({**body_of(whole), "format": "ckpt_storage.commit/99"})
     slot.write_bytes(newer if is_newer else whole[:-5])
     with (
-        manager_of(tmp_path, mirror=None) as manager,
+        mirrored(tmp_path, mirror=None) as manager,
         pytest.raises(FormatError if is_newer else IntegrityError, match="00000001"),
     ):
         manager.restore(blank(), step=1)
-    with manager_of(tmp_path) as manager:
+    with mirrored(tmp_path) as manager:
         found = restore(manager, step=1)
     assert found.info.url.startswith(f"file://{tmp_path}/slow")
     assert [one.url for one in found.skipped] == [f"file://{tmp_path}/fast/{name_of(1)}"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from manager_cases import blank, state_of, step_in
+from manager_cases import blank, manager_of, pruned, saved, state_of, step_in
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointInProgressError, IntegrityError, StorageError
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.manager.root import Root, Uses
 from ckpt_storage.transfer.ranges import RangeReader
@@ -24,31 +26,35 @@ def overwrite(root: Path, marker: int) -> str | None:
         return other.save(2, state_of(marker), overwrite=True, sync_files=False).save_id
 
 
+def check_restored(root: Path, ids: list[str | None], check: Check) -> None:
+    """Restore, and compare with the save that was made meanwhile."""
+    with CheckpointManager(root, timeout=60) as manager:
+        state = blank()
+        found = manager.restore(state, check=check)
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert step_in(state) == 77
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The save that is told is the one whose bytes are in the state."""
-    with CheckpointManager(tmp_path, timeout=60) as manager:
-        manager.save(1, state_of(1), sync_files=False)
-        manager.save(2, state_of(2), sync_files=False)
-        load = ckpt_storage.load
-        ids: list[str | None] = []
+    saved(tmp_path, 1, 2)
+    load = ckpt_storage.load
+    ids: list[str | None] = []
 
-        def slow(state: Any, url: Any, **options: Any) -> None:
-            if when == "after":
-                load(state, url, **options)
-            if not ids:
-                ids.append(overwrite(tmp_path, 77))
-            if when == "before":
-                load(state, url, **options)
+    def slow(state: Any, url: Any, **options: Any) -> None:
+        if when == "after":
+            load(state, url, **options)
+        if not ids:
+            ids.append(overwrite(tmp_path, 77))
+        if when == "before":
+            load(state, url, **options)
 
-        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-        state = blank()
-        found = manager.restore(state)
-    assert found is not None
-    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
-    assert step_in(state) == 77
+    monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
+    check_restored(tmp_path, ids, "read")
 
 
 @pytest.mark.parametrize("is_freed", [False, True])
@@ -56,9 +62,7 @@ def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_freed: bool
 ) -> None:
     """A save that is superseded, and perhaps freed, in the middle of a check is not damaged."""
-    with CheckpointManager(tmp_path, timeout=60) as manager:
-        manager.save(1, state_of(1), sync_files=False)
-        manager.save(2, state_of(2), sync_files=False)
+    saved(tmp_path, 1, 2)
     ids: list[str | None] = []
 
     class Slow(RangeReader):
@@ -72,25 +76,16 @@ def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
             super().run(*given, **more)
 
     monkeypatch.setattr(verify, "RangeReader", Slow)
-    with CheckpointManager(tmp_path, timeout=60) as manager:
-        state = blank()
-        found = manager.restore(state, check="deep")
-    assert found is not None
-    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
-    assert step_in(state) == 77
+    check_restored(tmp_path, ids, "deep")
 
 
 def test_what_is_overwritten_again_and_again_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever for a job that saves over what is loaded; the error says so."""
+    saved(tmp_path, 2)
     with CheckpointManager(tmp_path, timeout=60) as manager:
-        manager.save(2, state_of(2), sync_files=False)
-
-        def slow(state: Any, url: Any, **options: Any) -> None:
-            del state, url, options
-            overwrite(tmp_path, 3)
-
+        slow = mock.Mock(side_effect=lambda *_, **__: overwrite(tmp_path, 3))
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
         with pytest.raises(CheckpointInProgressError, match="saved anew"):
             manager.restore(blank())
@@ -107,8 +102,8 @@ def test_damage_between_two_looks_does_not_begin_anew(
         slot.write_bytes(slot.read_bytes()[:-5])
         return take(uses, name, *given, **more)
 
+    saved(tmp_path, 2)
     with CheckpointManager(tmp_path, timeout=60) as manager:
-        manager.save(2, state_of(2), sync_files=False)
         monkeypatch.setattr(Uses, "take", cut)
         with pytest.raises(IntegrityError, match="None of the 1 committed"):
             manager.restore(blank())
@@ -118,20 +113,11 @@ def test_a_restore_that_fails_leaves_nothing_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be looked at is pruned later by the same manager."""
-
-    def fail(*given: Any, **more: Any) -> Any:
-        del given, more
-        message = "The storage is away."
-        raise StorageError(message, kind="connection")
-
-    options: dict[str, Any] = {"keep": KeepLatest(1), "pruning": "manual", "timeout": 60}
-    with CheckpointManager(tmp_path, **options) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step), sync_files=False)
+    saved(tmp_path, 1, 2)
+    away = mock.Mock(side_effect=StorageError("The storage is away.", kind="connection"))
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(Root, "look_at", fail)
+            patch.setattr(Root, "look_at", away)
             with pytest.raises(StorageError, match="away"):
                 manager.restore(blank(), step=1)
-        report = manager.prune()
-    assert report is not None
-    assert report.deleted == ("step-00000001",)
+        assert pruned(manager).deleted == ("step-00000001",)

@@ -56,8 +56,7 @@ def one_turn(run: Path) -> None:
     """Do what a manager does after a save, as a new process: copy, prune there, prune here."""
     probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
     fast, slow = (
-        Root(Location.of(run / name), StepNames(), retry=QUICK, thread_count=1)
-        for name in ("fast", "slow")
+        Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
     )
     mirror = Mirror(fast, slow, KeepLatest(2), timeouts=Timeouts())
     mirror.fill(Deadline("commit", 60))

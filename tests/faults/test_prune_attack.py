@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, committed
-from prune_cases import EXPORT, OTHERS, DiskRoot, at, heads, name_of, prune, pruner, save, scene
+from prune_cases import OTHERS, DiskRoot, at, heads, name_of, prune, pruner, save, scene
 from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
@@ -23,6 +23,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
 KEEP = KeepLatest(2) | KeepBest("loss", "min")
+FAR = Deadline("commit", 600)
 KEPT = {4, 5, 6}
 GONE = {1, 2, 3}
 
@@ -31,6 +32,14 @@ GONE = {1, 2, 3}
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prune is as in a new process."""
     quiet(monkeypatch)
+
+
+def stored(disk: Disk, *steps: int) -> DictStore:
+    """Save steps; return the store."""
+    store = DictStore(disk, CAS)
+    for step in steps:
+        save(store, step)
+    return store
 
 
 def rest(files: Mapping[str, bytes], steps: set[int]) -> dict[str, bytes]:
@@ -64,7 +73,7 @@ def test_a_prune_deletes_what_no_policy_keeps(capabilities: Capabilities) -> Non
     disk = scene(capabilities)
     before = rest(disk.files, KEPT | {7})
     store = DictStore(disk, capabilities)
-    dry = pruner(store, KEEP, disk).prune(Deadline("commit", 600), dry_run=True)
+    dry = pruner(store, KEEP, disk).prune(FAR, dry_run=True)
     assert dry.is_dry_run
     assert set(heads(disk.files)) == KEPT | GONE
     report = prune(store, KEEP, disk)
@@ -156,35 +165,23 @@ def test_savers_whose_clocks_are_off_change_nothing(
 
 
 def test_an_attempt_is_freed_only_a_day_after_its_last_file() -> None:
-    """What may still be being saved is left alone; a day later it is fenced and freed."""
+    """What may still be being saved is left alone; a day later it is fenced and freed.
+
+    Also at a step of `KeepEvery`, and when others are newer.
+    """
     disk = Disk()
-    store = DictStore(disk, CAS)
-    save(store, 1)
-    attempt = attempted(at(store, 2))
+    store = stored(disk, 1)
+    attempt = attempted(at(store, 5))
+    one = pruner(store, KeepLatest(1) | KeepEvery(5), disk)
     disk.clock_s += DAY_S - 10
-    assert prune(store, KeepLatest(1), disk).freed == ()
-    assert name_of(2) in prune(store, KeepLatest(1), disk).leftovers
+    report = one.prune(FAR)
+    assert (report.freed, report.leftovers) == ((), (name_of(5),))
+    stored(disk, 10, 11)
     disk.clock_s += 20
-    assert prune(store, KeepLatest(1), disk).freed == (attempt.save_id,)
+    assert one.prune(FAR).freed == (attempt.save_id,)
     with pytest.raises(CommitConflictError):
-        committed(at(store, 2), attempt)
-    assert set(heads(disk.files)) == {1}
-
-
-def test_an_export_in_the_folder_of_a_checkpoint_of_others_stays() -> None:
-    """What was exported from what is not ours is not ours to delete, whatever the name."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    save(store, 5)
-    for path, data in EXPORT.items():
-        disk.put(f"{name_of(2)}/{path}", data)
-        disk.put(f"{name_of(3)}/{path}", data)
-    disk.put(f"{name_of(3)}/.metadata", b"stock")
-    disk.clock_s += 9 * DAY_S
-    files = disk.files
-    report = prune(store, KeepLatest(1), disk)
-    assert (report.deleted, report.freed, report.failed) == ((), (), {})
-    assert disk.files == files
+        committed(at(store, 5), attempt)
+    assert set(heads(disk.files)) == {10, 11}
 
 
 def test_files_that_no_export_writes_stay_beside_it() -> None:
@@ -202,25 +199,30 @@ def test_a_plan_that_is_old_deletes_nothing_that_was_saved_since() -> None:
     disk = scene(CAS)
     store = DictStore(disk, CAS)
     old = pruner(store, KEEP, disk)
-    plan = old.prune(Deadline("commit", 600), dry_run=True)
+    plan = old.prune(FAR, dry_run=True)
     anew = save(store, 2)
-    report = old.execute(plan, Deadline("commit", 600))
+    report = old.execute(plan, FAR)
     assert report.deleted == (name_of(1), name_of(3))
     assert list(report.skipped) == [name_of(2)]
     assert heads(disk.files)[2] == anew
 
 
-def test_without_its_newest_a_plan_deletes_nothing() -> None:
-    """Between plan and deletion the newest is deleted by hand: all others stay."""
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_without_its_newest_a_plan_deletes_nothing(*, is_deleted: bool) -> None:
+    """Between plan and deletion the newest is deleted by hand or saved anew (I18)."""
     disk = scene(CAS)
     store = DictStore(disk, CAS)
     old = pruner(store, KEEP, disk)
-    plan = old.prune(Deadline("commit", 600), dry_run=True)
-    deleting(6)(store)
-    report = old.execute(plan, Deadline("commit", 600))
+    plan = old.prune(FAR, dry_run=True)
+    if is_deleted:
+        deleting(6)[1](store)
+    else:
+        save(store, 6)
+    report = old.execute(plan, FAR)
     assert report.deleted == ()
     assert set(report.skipped) == {name_of(step) for step in GONE}
-    assert set(heads(disk.files)) == (KEPT | GONE) - {6}
+    assert ("another save" in report.skipped[name_of(1)]) != is_deleted
+    assert set(heads(disk.files)) == (KEPT | GONE) - ({6} if is_deleted else set())
 
 
 def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
@@ -241,9 +243,9 @@ def test_a_root_that_is_told_nothing_new_asks_nothing_new() -> None:
     disk = scene(CAS)
     store = DictStore(disk, CAS)
     one = Pruner(DiskRoot(store), KeepLatest(2) | KeepEvery(1))
-    one.prune(Deadline("commit", 600))
+    one.prune(FAR)
     seen_first = len(store.script.calls)
-    one.prune(Deadline("commit", 600))
+    one.prune(FAR)
     second = store.script.calls[seen_first:]
     touched = {name for call in second if "step" in (name := call.path.partition("/")[0])}
     assert touched <= {name_of(step) for step in (5, 6, 7, 8, 9)}
@@ -260,37 +262,23 @@ def test_prunes_sweep_the_kept_steps_in_turn() -> None:
     before = heads(disk.files)
     one, freed = pruner(store, KeepLatest(3), disk), []
     for _ in range(4):
-        one.prune(Deadline("commit", 600))
-        freed.append(len(one.sweep(Deadline("commit", 600)).freed))
+        one.prune(FAR)
+        freed.append(len(one.sweep(FAR).freed))
     assert freed == [1, 1, 1, 0]
     assert heads(disk.files) == before
-
-
-def test_a_dead_attempt_at_a_step_kept_by_name_is_freed_in_time() -> None:
-    """A save that died at a step of `KeepEvery` is freed a day later, when others are newer."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    save(store, 1)
-    dead = attempted(at(store, 5))
-    one = pruner(store, KeepLatest(1) | KeepEvery(5), disk)
-    one.prune(Deadline("commit", 600))
-    save(store, 10)
-    save(store, 11)
-    disk.clock_s += 2 * DAY_S
-    assert one.prune(Deadline("commit", 600)).freed == (dead.save_id,)
 
 
 def test_what_a_policy_counts_is_looked_at_again() -> None:
     """Somebody deletes the best after it was read: the next best takes its place, and stays."""
     disk = Disk()
-    store = DictStore(disk, CAS)
+    store = stored(disk)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
         save(store, step, loss=loss)
     one = pruner(store, KeepLatest(1) | KeepBest("loss", "min"), disk)
-    plan = one.prune(Deadline("commit", 600), dry_run=True)
+    plan = one.prune(FAR, dry_run=True)
     assert [decision.step for decision in plan.planned] == [1, 3]
-    deleting(2)(store)
-    assert one.prune(Deadline("commit", 600)).deleted == (name_of(3),)
+    deleting(2)[1](store)
+    assert one.prune(FAR).deleted == (name_of(3),)
     assert set(heads(disk.files)) == {1, 4}
 
 
@@ -305,7 +293,7 @@ def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
     assert five is not None
     root.found_damaged(five, "cut")
     one = Pruner(root, KeepLatest(2) | KeepEvery(3))
-    assert one.prune(Deadline("commit", 600)).deleted == (name_of(1), name_of(2))
+    assert one.prune(FAR).deleted == (name_of(1), name_of(2))
     assert set(heads(disk.files)) == {3, 4, 5}
 
 

@@ -38,7 +38,7 @@ STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
 """After how many storage operations the process dies; None: it lives."""
 
-OPENERS = ("export.output", "manager.prune", "manager.root", "saves.options")
+OPENERS = ("export.output", "manager.root", "saves.options")
 
 
 class Run(RuleBasedStateMachine):
@@ -64,8 +64,7 @@ class Run(RuleBasedStateMachine):
         probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
         self.manager = CheckpointManager(self.folder / "fast", timeout=60, mode="thread")
         self.fast_root, self.slow_root = (
-            Root(Location.of(self.folder / name), StepNames(), thread_count=1)
-            for name in ("fast", "slow")
+            Root(Location.of(self.folder / name), StepNames()) for name in ("fast", "slow")
         )
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from manager_cases import damage, restore, saved, state_of
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError, InvalidInputError
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.testing.ranks import RankPool
 
@@ -67,34 +69,36 @@ def test_all_ranks_save_the_damaged_step_again(ranks: RankPool, tmp_path: Path) 
     assert results == [(1, "step-00000002")] * 3
 
 
-@pytest.mark.parametrize(("bad_rank", "in_background"), [(0, False), (1, True)])
-@pytest.mark.parametrize("what", ["metrics", "step", "claim"])
+@pytest.mark.parametrize(
+    ("what", "bad_rank", "in_background", "wanted"),
+    [
+        ("metrics", 0, True, "no number"),
+        ("metrics", 1, False, "no number"),
+        ("step", 1, True, "is no step"),
+        ("claim", 0, False, "being deleted"),
+        ("claim", 1, True, "being deleted"),
+    ],
+)
 def test_what_one_rank_refuses_is_told_to_all(
-    ranks: RankPool, tmp_path: Path, what: str, bad_rank: int, *, in_background: bool
+    ranks: RankPool, tmp_path: Path, what: str, bad_rank: int, wanted: str, *, in_background: bool
 ) -> None:
     """Wrong arguments on one rank, or a name that is being deleted, end the save of all."""
-    results = ranks.run(
-        cases.save_unlike, str(tmp_path), what, bad_rank, in_background, world_size=2
-    )
-    assert all(f"rank {bad_rank}" in text.lower() for text, _ in results), results
-    wanted = {"metrics": "no number", "step": "is no step", "claim": "being deleted"}[what]
-    assert all(wanted in text for text, _ in results), results
-    # Afterwards all save together again.
-    assert [name for _, name in results] == ["step-00000008"] * 2
+    given = (str(tmp_path), what, bad_rank, in_background)
+    results = ranks.run(cases.save_unlike, *given, world_size=2)
+    for text, later in results:
+        assert f"rank {bad_rank}" in text.lower()
+        assert wanted in text
+        assert later == "step-00000008", "afterwards all save together again"
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [{"x": torch.ones(3)}, {"x": 10**400}, {"x": "much"}, {"x" * 20_000: 1.0}, 7],
-    ids=range(5),
-)
-def test_metrics_that_cannot_be_are_refused_by_our_errors(tmp_path: Path, metrics: Any) -> None:
+def test_metrics_that_cannot_be_are_refused_by_our_errors(tmp_path: Path) -> None:
     """Whatever a number's own conversion raises, the save ends by an error of ours."""
+    wrong: list[Any] = [{"x": torch.ones(3)}, {"x": 10**400}, {"x": "much"}, {"x" * 20_000: 1.0}, 7]
     with CheckpointManager(tmp_path, **RUN) as manager:
-        with pytest.raises(CheckpointError) as caught:
-            manager.save(1, state_of(1), metrics=metrics, sync_files=False)
-        if isinstance(metrics, dict):
-            assert isinstance(caught.value, InvalidInputError)
+        for metrics in wrong:
+            error = InvalidInputError if isinstance(metrics, dict) else CheckpointError
+            with pytest.raises(error):
+                manager.save(1, state_of(1), metrics=metrics, sync_files=False)
         assert list(tmp_path.iterdir()) == []
         info = manager.save(1, state_of(1), metrics={"x": math.inf}, sync_files=False)
         assert info.metrics == {"x": math.inf}
@@ -106,14 +110,6 @@ def test_ranks_save_prune_and_restore_together(ranks: RankPool, tmp_path: Path) 
     assert all(result == results[0] for result in results)
     assert results[0][:-1] == ["step-00000004", "step-00000005"]
     assert cases.names_in(tmp_path) == ["step-00000004", "step-00000005"]
-
-
-def test_ranks_that_mean_other_roots_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    """A rank with a root of its own is no reason to restore from two: all raise."""
-    with CheckpointManager(tmp_path / "a", timeout=60) as manager:
-        manager.save(1, cases.state_of(1), sync_files=False)
-    names = ranks.run(cases.resume_alone, str(tmp_path / "a"), str(tmp_path / "b"), world_size=2)
-    assert names == ["RankMismatchError"] * 2
 
 
 @pytest.mark.parametrize("noticed", [0, 2])
@@ -129,39 +125,84 @@ def test_a_signal_on_one_rank_is_answered_by_all(
     assert [taken for *_, taken in results] == [rank == noticed for rank in range(3)]
 
 
-def test_ranks_that_ask_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    """Steps that do not match are an error on all ranks, not a save on some."""
-    names = ranks.run(cases.decide_apart, str(tmp_path), world_size=2)
-    assert names == ["RankMismatchError"] * 2
-
-
 def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """Arguments that were wrong on one rank leave no trace: the next manager works with theirs."""
-    with CheckpointManager(tmp_path, timeout=60) as manager:
-        manager.save(1, cases.state_of(1), sync_files=False)
+    saved(tmp_path, 1)
     names = ranks.run(cases.make_again, str(tmp_path), world_size=2)
     assert names == ["step-00000001"] * 2
 
 
-@pytest.mark.parametrize("what", ["preemption", "every_steps", "every_s", "names"])
+@pytest.mark.parametrize(
+    ("method", "given", "other", "named"),
+    [
+        ("restore", ({}, {}), {"root_url": "memory://elsewhere"}, "the root's URL"),
+        ("should_save", (5, 6), {}, "the step"),
+        ("should_save", (1, 1), {"preemption": bool}, "preemption"),
+        ("should_save", (1, 1), {"every_steps": 4}, "every_steps"),
+        ("should_save", (1, 1), {"every_s": 9.0}, "every_s"),
+        ("should_save", (1, 1), {"names": "s{step}"}, "names"),
+    ],
+)
 def test_ranks_that_decide_by_other_arguments_are_told(
-    ranks: RankPool, tmp_path: Path, what: str
+    ranks: RankPool, tmp_path: Path, method: str, given: Any, other: dict[str, Any], named: str
 ) -> None:
-    """At the first look all ranks learn that an argument differs; none waits for a rank in vain."""
-    errors = ranks.run(cases.decide_unlike, str(tmp_path), what, world_size=2)
-    assert all(error.startswith("RankMismatchError") for error in errors), errors
-    assert all(what in error for error in errors), errors
+    """All ranks learn what differs on one of them; none waits for a rank in vain."""
+    options = {"root_url": str(tmp_path), "every_steps": 3}
+    errors = ranks.run(cases.outcome, method, given, (options, options | other), world_size=2)
+    assert all(error.startswith("RankMismatchError") and named in error for error in errors), errors
 
 
-def test_what_the_coordinator_finds_damaged_counts_on_no_rank(
-    ranks: RankPool, tmp_path: Path
+WAYS = ("first", "middle", "cut", "longer", "removed")
+
+
+def hurt(path: Path, way: str) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    if way == "removed":
+        path.unlink()
+        return
+    if way == "longer":
+        data += b"\0"
+    elif way == "cut":
+        del data[-1:]
+    else:
+        data[0 if way == "first" else len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("check", ["read", "deep"])
+def test_every_damage_is_passed_over_alike_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, check: Check
 ) -> None:
-    """Damage that only rank 0 saw is known to all: `latest` is what was restored, on every rank."""
-    ranks.run(cases.train, str(tmp_path), 3, world_size=2)
-    cases.damage(tmp_path / "step-00000003")
-    results = ranks.run(cases.resume_deep, str(tmp_path), world_size=3)
-    assert [(step, latest) for step, latest, _ in results] == [(2, 2)] * 3
-    (skipped,) = results[2][2]
-    assert (tmp_path / "step-00000003/saves" / str(skipped)).is_dir()
+    """All ranks load the newest whole, or the one before; the coordinator says what it passed.
+
+    Each file of the newest is damaged in each way. What is known to be damaged on one rank is no
+    `latest` on any.
+    """
+    ranks.run(cases.train, str(tmp_path / "run"), 3, world_size=2)
+    newest, roots = tmp_path / "run/step-00000003", dict[str, Path]()
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        for way in WAYS:
+            root = roots[f"{way} {file.name}"] = tmp_path / str(len(roots))
+            shutil.copytree(tmp_path / "run", root)
+            hurt(root / newest.name / file.relative_to(newest), way)
+    assert len(roots) >= len(WAYS) * 8
+    told = ranks.run(cases.resume_each, [*map(str, roots.values())], check, world_size=2)
+    (save_folder,) = (newest / "saves").iterdir()
+    for what, mine, other in zip(roots, *told, strict=True):
+        step, latest, skipped, said = mine
+        assert mine[:3] == other[:3], what
+        assert (said, other[3]) == (bool(skipped), False), what
+        if step == 3:
+            assert skipped == [], what
+            # What no reader needs tells who clears up how far a save came.
+            assert check == "read" or what.endswith(("begun.json", ".metadata")), what
+        else:
+            assert (step, [name for name, _ in skipped]) == (2, [newest.name]), what
+            assert skipped[0][1] in {None, save_folder.name}, what
+            assert latest == 2, what
+            assert not what.endswith("begun.json"), what
+        if what.endswith(".distcp") and what.startswith("removed"):
+            assert step == 2, what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import Running
@@ -34,10 +35,7 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
     assert found.leftovers == ()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
 
-
-def test_a_large_file_takes_the_memory_of_its_parts(tmp_path: Path) -> None:
-    """64 MiB are sent and read back by a process that holds a few."""
-    diagnose(tmp_path, large_bytes=MIB)
+    # 64 MiB are sent and read back by a process that holds a few.
     tracemalloc.start()
     try:
         assert diagnose(tmp_path, large_bytes=64 * MIB).ok
@@ -47,9 +45,15 @@ def test_a_large_file_takes_the_memory_of_its_parts(tmp_path: Path) -> None:
     assert peak_bytes < 24 * MIB
 
 
+def seen(server: S3Server, large_bytes: int = MIB, **options: Any) -> Diagnosis:
+    """Look at a bucket."""
+    given = {"storage_options": server.storage_options, "retry": ONCE, **options}
+    return diagnose("s3://bkt/run", large_bytes=large_bytes, **given)
+
+
 def test_s3_can_do_everything_and_stays_as_it_was(server: S3Server) -> None:
     """No object and no open upload is left; every probe was timed."""
-    found = diagnose("s3://bkt/run", storage_options=server.storage_options, large_bytes=11 * MIB)
+    found = seen(server, 11 * MIB)
     assert set(outcomes(found).values()) == {"yes"}
     assert server.dump("bkt") == {}
     store = open_store("s3://bkt", storage_options=server.storage_options)
@@ -74,7 +78,7 @@ def test_a_server_that_ignores_conditions_is_found_out() -> None:
     """It declares exclusive creation; trying it shows that it has none."""
     with S3Server(ignore_preconditions=True) as server:
         server.create_bucket("bkt")
-        found = diagnose("s3://bkt/run", storage_options=server.storage_options, large_bytes=MIB)
+        found = seen(server)
     assert outcomes(found)["exclusive create"] == "no"
     assert outcomes(found)["conditional replace"] == "no"
     assert any("let one job write" in one for one in found.advice)
@@ -89,9 +93,7 @@ def _denied(*ops: str) -> list[FaultRule]:
 def test_what_cannot_be_deleted_is_named(server: S3Server) -> None:
     """Without the right to delete, the folder that stays is named, and the right is missed."""
     server.faults(_denied("delete", "bulk_delete"))
-    found = diagnose(
-        "s3://bkt/run", storage_options=server.storage_options, large_bytes=MIB, retry=ONCE
-    )
+    found = seen(server)
     assert outcomes(found)["delete"] == "no"
     assert found.ok
     assert any("delete" in one for one in found.advice)
@@ -102,10 +104,9 @@ def test_what_cannot_be_deleted_is_named(server: S3Server) -> None:
 def test_a_storage_that_can_only_be_read_is_no_place_to_save(server: S3Server) -> None:
     """What needs writing is skipped, and the answer is no."""
     server.faults(_denied("put", "create_upload"))
-    found = diagnose("s3://bkt/run", storage_options=server.storage_options, retry=ONCE)
+    found = seen(server)
     assert not found.ok
-    assert outcomes(found)["list"] == "yes"
-    assert outcomes(found)["write"] == "no"
+    assert (outcomes(found)["list"], outcomes(found)["write"]) == ("yes", "no")
     assert set(outcomes(found).values()) == {"yes", "no", "skipped"}
     assert server.dump("bkt") == {}
 
@@ -128,6 +129,6 @@ def test_a_storage_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 def test_credentials_show_nowhere(server: S3Server) -> None:
     """Neither in probes nor in advice nor in what is left."""
     server.faults(_denied("bulk_delete", "delete", "list"))
-    options = server.storage_options | {"secret": SECRET}
-    found = diagnose("s3://bkt/run", storage_options=options, large_bytes=MIB, retry=ONCE)
-    assert SECRET not in repr(found)
+    assert SECRET not in repr(
+        seen(server, storage_options=server.storage_options | {"secret": SECRET})
+    )

@@ -9,8 +9,10 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,12 +21,9 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.resume import Check, Restored
-from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.retention import KeepLatest, PruneReport
 from ckpt_storage.options import Timeouts
 from ckpt_storage.transfer.ranges import RangeReader
-
-READS: Any = verify
-"""The module whose reads a job stands in for."""
 
 MARK = bytes(range(64))
 """Bytes of the saved tensor that one finds in the shard file."""
@@ -83,11 +82,36 @@ def restore(manager: CheckpointManager, **options: Any) -> Restored:
     return found
 
 
-def saved(root: Path, *steps: int) -> None:
+def manager_of(root: Path, **options: Any) -> CheckpointManager:
+    """Return a manager that saves asynchronously in threads."""
+    chosen: dict[str, Any] = {"mode": "thread", "timeout": 60, **options}
+    return CheckpointManager(root, **chosen)
+
+
+def save(manager: CheckpointManager, *steps: int, **options: Any) -> None:
     """Save some steps."""
-    with CheckpointManager(root, mode="thread", timeout=60) as manager:
-        for step in steps:
-            manager.save(step, state_of(step), sync_files=False)
+    for step in steps:
+        manager.save(step, state_of(step), sync_files=False, **options)
+
+
+def saved(root: Path, *steps: int, **options: Any) -> None:
+    """Save some steps with a manager of its own."""
+    with manager_of(root, **options) as manager:
+        save(manager, *steps)
+
+
+def pruned(manager: CheckpointManager, **options: Any) -> PruneReport:
+    """Prune by hand, where there is something to go by."""
+    report = manager.prune(**options)
+    assert report is not None
+    return report
+
+
+def latest_step(manager: CheckpointManager) -> int | None:
+    """Return the step of the newest, which is there."""
+    latest = manager.latest()
+    assert latest is not None
+    return latest.step
 
 
 def train(rank: int, root: str, steps: int) -> list[str]:
@@ -105,111 +129,69 @@ def train(rank: int, root: str, steps: int) -> list[str]:
         return [*(info.name for info in infos), found.info.save_id or ""]
 
 
-class Keeper(logging.Handler):
-    """Keeps the texts of what is logged."""
+def resume_each(
+    rank: int, roots: list[str], check: Check
+) -> list[tuple[int, int | None, list[tuple[str, str | None]], bool]]:
+    """Restore from one root after the other.
 
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self.texts.append(record.getMessage())
-
-
-def resume_each(rank: int, roots: list[str], check: Check) -> list[tuple[int, list[str], bool]]:
-    """Restore from one root after the other; return for each what `resume` returns."""
+    Return for each the step, that of `latest`, names and ids that were skipped, and whether this
+    rank said so.
+    """
     del rank
     found = []
     for root in roots:
-        keeper = Keeper(logging.WARNING)
-        logging.getLogger("ckpt_storage").addHandler(keeper)
-        try:
-            with CheckpointManager(root, timeout=60) as manager:
-                one = restore(manager, check=check)
-        finally:
-            logging.getLogger("ckpt_storage").removeHandler(keeper)
-        said = any("Resumed from" in text for text in keeper.texts)
-        found.append((one.step, [skipped.name for skipped in one.skipped], said))
+        with (
+            mock.patch.object(logging.getLogger("ckpt_storage"), "warning") as warning,
+            CheckpointManager(root, timeout=60) as manager,
+        ):
+            one, latest = restore(manager, check=check), manager.latest()
+        said = any("Resumed from" in call.args[0] for call in warning.call_args_list)
+        skipped = [(each.name, each.save_id) for each in one.skipped]
+        found.append((one.step, None if latest is None else latest.step, skipped, said))
     return found
 
 
-def resume_alone(rank: int, root: str, others: str) -> str:
-    """Restore from roots that differ on one rank; return the error."""
-    with CheckpointManager(others if rank == 1 else root, timeout=20) as manager:
+def outcome(rank: int, method: str, given: Sequence[Any], options: Sequence[Any]) -> str:
+    """Call a method with the argument of this rank, and its own options; return the error."""
+    with CheckpointManager(timeout=20, **options[rank]) as manager:
         try:
-            manager.restore(blank())
+            getattr(manager, method)(given[rank])
         except CheckpointError as error:
-            return type(error).__name__
+            return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
 def decide(rank: int, root: str, noticed: int, steps: int) -> tuple[list[int], str | None, bool]:
     """Ask at each step, with a signal on one rank only; return when to save, and why."""
     taken: list[int] = []
+    saves: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
     try:
         with CheckpointManager(
             root, every_steps=10, signals=(signal.SIGUSR1,), timeout=60
         ) as manager:
-            saves = []
             for step in range(1, steps):
                 if step == 5 and rank == noticed:
                     os.kill(os.getpid(), signal.SIGUSR1)
-                if manager.should_save(step):
-                    saves.append(step)
+                saves += [step] if manager.should_save(step) else []
                 if manager.preempted:
                     break
             preempted = manager.preempted
-        handler = signal.getsignal(signal.SIGUSR1)
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        handler = signal.signal(signal.SIGUSR1, before)
     assert callable(handler)
     return saves, preempted, bool(taken)
-
-
-def decide_apart(rank: int, root: str) -> str:
-    """Ask at different steps on each rank; return the error."""
-    with CheckpointManager(root, every_s=0.0, timeout=20) as manager:
-        try:
-            manager.should_save(5 + rank)
-        except CheckpointError as error:
-            return type(error).__name__
-    return "nothing was raised"
 
 
 def make_again(rank: int, root: str) -> str:
     """Make a manager that is refused on rank 1 alone, then a right one; return what is restored."""
     if rank == 1:
+        wrong: Any
         for wrong in ({"every_steps": 0}, {"signals": (signal.SIGKILL,)}, {"every_s": -1.0}):
             with contextlib.suppress(CheckpointError):
-                CheckpointManager(root, timeout=20, **cast("dict[str, Any]", wrong))
+                CheckpointManager(root, timeout=20, **wrong)
     with CheckpointManager(root, timeout=20) as manager:
         return restore(manager).info.name
-
-
-def resume_deep(rank: int, root: str) -> tuple[int, int | None, list[str | None]]:
-    """Restore after checking all; return the step, that of `latest`, and the ids skipped."""
-    del rank
-    with CheckpointManager(root, timeout=60) as manager:
-        found = restore(manager, check="deep")
-        latest = manager.latest()
-    ids = [one.save_id for one in found.skipped]
-    return found.step, None if latest is None else latest.step, ids
-
-
-def decide_unlike(rank: int, root: str, what: str) -> str:
-    """Ask when to save with an argument that rank 1 alone has; return the error."""
-    options: dict[str, Any] = {"every_steps": 3}
-    if rank == 1:
-        given = {"preemption": lambda: False, "every_steps": 4, "every_s": 9.0, "names": "s{step}"}
-        options[what] = given[what]
-    with CheckpointManager(root, timeout=20, **options) as manager:
-        try:
-            manager.should_save(1)
-        except CheckpointError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def resume_and_save(rank: int, root: str) -> tuple[int, str]:
@@ -232,18 +214,15 @@ def save_unlike(
 ) -> tuple[str, str]:
     """Save with something wrong on one rank, then well; return the error, and what was saved."""
     waits = Timeouts(plan=2.0 if what == "claim" else 60.0)
-    text = "nothing was raised"
+    text, is_bad = "nothing was raised", rank == bad_rank
     with (
         CheckpointManager(root, timeout=waits, mode="thread") as manager,
         contextlib.ExitStack() as held,
     ):
         begin = manager.save_async if in_background else manager.save
-        step, metrics = 7, {"loss": 1.0}
-        if rank == bad_rank and what == "metrics":
-            metrics = {"loss": cast("float", None)}
-        if rank == bad_rank and what == "step":
-            step = -1
-        if rank == bad_rank and what == "claim":
+        metrics: Any = {"loss": None if is_bad and what == "metrics" else 1.0}
+        step = -1 if is_bad and what == "step" else 7
+        if is_bad and what == "claim":
             uses = manager._root.uses  # noqa: SLF001  # nothing public stops in the middle
             held.enter_context(uses.deleting("step-00000007"))
         try:
@@ -257,45 +236,31 @@ def save_unlike(
     return text, info.name
 
 
-def large_state() -> dict[str, Any]:
-    """Return a state that is large beside one block, and holds what `state_of` does."""
-    more = {f"t{number}": torch.rand(300_000) for number in range(20)}
-    return {**state_of(1), **more}
+def save_large(rank: int, root: str, step: int) -> None:
+    """Save a state of which each rank has a part that is large beside one block."""
+    more = {f"t{rank}.{number}": torch.rand(300_000) for number in range(10)}
+    with CheckpointManager(root, timeout=60) as manager:
+        manager.save(step, {**state_of(1), **more}, sync_files=False)
 
 
-def resume_counting(rank: int, root: str) -> int:
-    """Restore after checking all; return how many bytes this rank read to check."""
-    del rank
+def resume_watched(rank: int, root: str, hanging_rank: int) -> tuple[int, list[str], int]:
+    """Restore after checking all; return the step, what was skipped, and the bytes checked here.
+
+    Long reads of the hanging rank, if there is one, never end by themselves.
+    """
     counts: list[int] = []
 
-    class Counted(RangeReader):
+    class Watched(RangeReader):
         def run(self, reads: Any, **options: Any) -> None:
-            counts.extend(read.stop - read.start for read in reads)
-            super().run(reads, **options)
-
-    READS.RangeReader = Counted
-    try:
-        with CheckpointManager(root, timeout=60) as manager:
-            restore(manager, check="deep")
-    finally:
-        READS.RangeReader = RangeReader
-    return sum(counts)
-
-
-def resume_hanging(rank: int, root: str) -> tuple[int, list[str]]:
-    """Restore where the checking reads of rank 0 never end by themselves, of a large state."""
-
-    class Hanging(RangeReader):
-        def run(self, reads: Any, **options: Any) -> None:
-            while rank == 0 and sum(read.stop - read.start for read in reads) > 1_000_000:
+            counts.append(sum(read.stop - read.start for read in reads))
+            while rank == hanging_rank and counts[-1] > 1_000_000:
                 self.deadline.check("The read")
                 self.deadline.sleep(0.01)
             super().run(reads, **options)
 
-    READS.RangeReader = Hanging
-    try:
-        with CheckpointManager(root, timeout=60) as manager:
-            found = restore(manager, check="deep")
-    finally:
-        READS.RangeReader = RangeReader
-    return found.step, [one.name for one in found.skipped]
+    with (
+        mock.patch.object(verify, "RangeReader", Watched),
+        CheckpointManager(root, timeout=60) as manager,
+    ):
+        found = restore(manager, check="deep")
+    return found.step, [one.name for one in found.skipped], sum(counts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from commit_tools import (
@@ -56,58 +57,35 @@ class Below:
     """A folder of a store, as a store; every operation is one of the whole."""
 
     def __init__(self, inner: Store, folder: str) -> None:
-        self._inner = inner
-        self._prefix = f"{folder}/"
-        self.capabilities: Capabilities = inner.capabilities
-        self.deadline, self.policy, self.scope = inner.deadline, inner.policy, inner.scope
-
-    @property
-    def url(self) -> str:
-        """The root, for messages."""
-        return f"{self._inner.url}/{self._prefix}"
+        self._inner, self._prefix = inner, f"{folder}/"
+        self.url = f"{inner.url}/{folder}/"
 
     def bounded(self, deadline: Deadline) -> Below:
         """Return this store, ending by a deadline."""
-        found = Below(self._inner.bounded(deadline), self._prefix.rstrip("/"))
-        found.deadline = deadline
-        return found
+        return Below(self._inner.bounded(deadline), self._prefix.rstrip("/"))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an operation on one object, whose path comes first."""
+        """Return a fact of the whole, or an operation whose path or paths come first."""
         whole = getattr(self._inner, name)
-        return lambda path, *given, **more: whole(self._prefix + path, *given, **more)
+        if not callable(whole) or name in {"server_time", "policy"}:
+            return whole
 
-    def make_folders(self, folders: Sequence[str]) -> None:
-        """Make folders."""
-        self._inner.make_folders([self._prefix + folder for folder in folders])
+        def call(path: str | Sequence[str], *given: Any, **more: Any) -> Any:
+            if isinstance(path, str):
+                return whole(self._prefix + path, *given, **more)
+            return whole([self._prefix + one for one in path], *given, **more)
+
+        return call
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
         """Return the objects below a folder."""
-        whole = (self._prefix + prefix).rstrip("/")
-        cut = len(self._prefix)
-        return [
-            ObjectInfo(
-                path=entry.path[cut:], size_bytes=entry.size_bytes, modified_s=entry.modified_s
-            )
-            for entry in self._inner.list(whole, recursive=recursive)
-        ]
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects."""
-        self._inner.delete([self._prefix + path for path in paths])
+        found = self._inner.list((self._prefix + prefix).rstrip("/"), recursive=recursive)
+        return [replace(entry, path=entry.path.removeprefix(self._prefix)) for entry in found]
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads."""
-        cut = len(self._prefix)
-        is_meant = None if only is None else lambda path: only(path[cut:])
+        is_meant = only and (lambda path: only(path.removeprefix(self._prefix)))
         return self._inner.abort_uploads(self._prefix + prefix, only=is_meant)
-
-    def server_time(self, probe_path: str) -> float:
-        """Return the clock of the whole."""
-        return self._inner.server_time(probe_path)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class DiskRoot(Root):
@@ -115,7 +93,7 @@ class DiskRoot(Root):
 
     def __init__(self, store: Store, names: str = "step-{step:08d}") -> None:
         place = Location.of("memory://r")
-        super().__init__(place, StepNames(names), retry=QUICK, thread_count=1)
+        super().__init__(place, StepNames(names), retry=QUICK)
         self._store = store
 
     def open(self, deadline: Deadline, name: str | None = None) -> Any:
@@ -139,13 +117,8 @@ def save(store: Store, step: int, *, loss: float | None = None) -> str:
     here = at(store, step)
     attempt = attempted(here)
     user = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
-    record = commit.commit(
-        here,
-        attempt.grant,
-        manifest=attempt.manifest,
-        stock=attempt.stock,
-        user=user,
-    )
+    documents: dict[str, Any] = {"manifest": attempt.manifest, "stock": attempt.stock}
+    record = commit.commit(here, attempt.grant, **documents, user=user)
     published(here, attempt, record)
     return attempt.save_id
 
@@ -156,37 +129,22 @@ def scene(capabilities: Capabilities) -> Disk:
     Steps 1 to 6 are committed, 2 twice and 3 with an export; 7 is being saved, 8 died long ago.
     9 is a deletion that was cut after its record. And what others put there.
     """
-    disk = Disk()
+    disk = race_scene(capabilities, range(1, 7), 9)
     store = DictStore(disk, capabilities)
-    for step in range(1, 7):
-        save(store, step, loss=abs(step - 4.0))
-    again = at(store, 2)
-    committed(again, attempted(again))
-    for path, data in EXPORT.items():
-        disk.put(f"{name_of(3)}/{path}", data)
-    save(store, 9)
     fenced(at(store, 9), heads(disk.files)[9])
     record = disk.files[f"{name_of(9)}/commits/00000002.json"]
-    disk.put(f"{name_of(9)}/commits/00000002.json", _as_deleted(record))
-    attempted(at(store, 8))
-    disk.clock_s += 2 * DAY_S
+    as_deleted = sealed({**body_of(record), "type": "deleted", "head": None})
+    disk.put(f"{name_of(9)}/commits/00000002.json", as_deleted)
     written(at(store, 7), begun(at(store, 7)))
-    for path, data in OTHERS.items():
-        disk.put(path, data)
     return disk
 
 
-def _as_deleted(fence: bytes) -> bytes:
-    """Return the fence record as the record of a deletion."""
-    return sealed({**body_of(fence), "type": "deleted", "head": None})
-
-
-def race_scene(capabilities: Capabilities) -> Disk:
+def race_scene(capabilities: Capabilities, steps: Iterable[int] = (2, 3, 5, 6), *more: int) -> Disk:
     """Return a smaller root: 2 is committed twice, 3 with an export, 5 and 6; 8 died long ago."""
     disk = Disk()
     store = DictStore(disk, capabilities)
-    for step in (2, 3, 5, 6):
-        save(store, step)
+    for step in (*steps, *more):
+        save(store, step, loss=abs(step - 4.0))
     again = at(store, 2)
     committed(again, attempted(again))
     for path, data in EXPORT.items():

@@ -44,15 +44,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 
 
-class Reader:
-    """Loads one step as the reader does: whole and right, or with an error that says why not."""
+Coming = tuple[str, Job]
+"""Who comes, and what it does as a process of its own would."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
 
-    def __call__(self, store: DictStore) -> str:
-        """Read, and say what came of it."""
-        here = at(store, self._step)
+def reading(step: int) -> Coming:
+    """Return who loads a step as the reader does: whole and right, or told why not."""
+
+    def job(store: DictStore) -> str:
+        here = at(store, step)
         head = slotlog.read_log(here).head
         if head is None or head.save_id is None or head.manifest is None:
             return "nothing is there"
@@ -69,28 +69,22 @@ class Reader:
         assert shard == f"shard of {head.save_id}".encode()
         return "read"
 
-
-def pruning(keep: Any) -> Job:
-    """Return what a pruner does, as a process of its own would."""
-
-    def job(store: DictStore) -> object:
-        return prune(store, keep, store.disk)
-
-    return job
+    return "read", job
 
 
-def saving(step: int) -> Job:
-    """Return what a saver of a step does."""
-    return lambda store: save(store, step)
+def pruning(keep: Any) -> Coming:
+    """Return who prunes."""
+    return "prune", lambda store: prune(store, keep, store.disk)
 
 
-def deleting(step: int) -> Job:
-    """Return what somebody does who deletes a step by hand."""
+def saving(step: int) -> Coming:
+    """Return who saves a step."""
+    return "save", lambda store: save(store, step)
 
-    def job(store: DictStore) -> None:
-        delete(at(store, step))
 
-    return job
+def deleting(step: int) -> Coming:
+    """Return who deletes a step by hand."""
+    return "delete", lambda store: delete(at(store, step))
 
 
 class Watch:
@@ -125,46 +119,20 @@ class Watch:
         assert {path: data for path, data in files.items() if path in OTHERS} == self._others
 
 
-TWO = KeepLatest(2)
+ONE, TWO = KeepLatest(1), KeepLatest(2)
 
-
-ONE = KeepLatest(1)
-
-
-RACES: Mapping[str, tuple[list[tuple[str, Job]], set[int], int]] = {
-    "two pruners": ([("prune", pruning(TWO))] * 2, {5, 6}, 1),
-    "two pruners of other minds": (
-        [("prune", pruning(ONE)), ("prune", pruning(KeepEvery(3)))],
-        {6},
-        1,
-    ),
-    "a pruner and a saver of the next step": (
-        [("prune", pruning(ONE)), ("save", saving(10))],
-        {6},
-        1,
-    ),
-    "a pruner and a saver of what is pruned": (
-        [("prune", pruning(TWO)), ("save", saving(2))],
-        {5, 6},
-        1,
-    ),
-    "a pruner and a reader": ([("prune", pruning(TWO)), ("read", Reader(2))], {5, 6}, 1),
+RACES: Mapping[str, tuple[list[Coming], set[int], int]] = {
+    "two pruners": ([pruning(TWO)] * 2, {5, 6}, 1),
+    "two pruners of other minds": ([pruning(ONE), pruning(KeepEvery(3))], {6}, 1),
+    "a pruner and a saver of the next step": ([pruning(ONE), saving(10)], {6}, 1),
+    "a pruner and a saver of what is pruned": ([pruning(TWO), saving(2)], {5, 6}, 1),
+    "a pruner and a reader": ([pruning(TWO), reading(2)], {5, 6}, 1),
     "two pruners, a saver and two readers": (
-        [
-            ("prune", pruning(ONE)),
-            ("prune", pruning(TWO)),
-            ("save", saving(10)),
-            ("read", Reader(3)),
-            ("read", Reader(6)),
-        ],
+        [pruning(ONE), pruning(TWO), saving(10), reading(3), reading(6)],
         set(),
         0,
     ),
-    "a pruner and one who deletes the newest by hand": (
-        [("prune", pruning(ONE)), ("delete", deleting(6))],
-        set(),
-        1,
-    ),
+    "a pruner and one who deletes the newest by hand": ([pruning(ONE), deleting(6)], set(), 1),
 }
 """Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
 

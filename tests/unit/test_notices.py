@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -9,23 +10,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from manager_cases import manager_of
 
-from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.manager.notices import Notices
 
 LONG_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def _back() -> Iterator[None]:
-    """Check that each test leaves the handlers as they were."""
-    yield
-    left, default = signal.getsignal(signal.SIGUSR1), signal.SIG_DFL
-    signal.signal(signal.SIGUSR1, default)
-    assert left == default
+@pytest.fixture
+def taken() -> Iterator[list[int]]:
+    """The signals that a handler of the user's gets, which is there before and afterwards."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: found.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    yield found
+    assert signal.signal(signal.SIGUSR1, before) is mine
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
@@ -60,42 +66,49 @@ print("both lived as long as they should")
     assert found.stdout.startswith("both"), found.stderr
 
 
-def test_handlers_of_others_are_called_past_those_that_closed() -> None:
+def test_handlers_of_others_are_called_past_those_that_closed(taken: list[int]) -> None:
     """What was there before the first one comes back after both, and is called meanwhile."""
-    taken: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
-    mine = signal.getsignal(signal.SIGUSR1)
     first, second = Notices([signal.SIGUSR1]), Notices([signal.SIGUSR1])
     first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert taken == [signal.SIGUSR1]
     second.close()
-    assert signal.getsignal(signal.SIGUSR1) is mine
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_closing_in_another_thread_frees_all(tmp_path: Path) -> None:
-    """No error; the handler gives way when the signal comes."""
-    taken: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
-    mine = signal.getsignal(signal.SIGUSR1)
-    manager = CheckpointManager(tmp_path, signals=[signal.SIGUSR1])
-    errors: list[BaseException] = []
+def test_a_signal_asks_for_one_save(tmp_path: Path, taken: list[int]) -> None:
+    """It is due once, `preempted` says why, the handler before ours is called and comes back.
 
-    def close() -> None:
-        try:
-            manager.close()
-        except BaseException as error:  # noqa: BLE001  # shown by the test
-            errors.append(error)
-
-    thread = threading.Thread(target=close)
-    thread.start()
-    thread.join()
-    assert errors == []
+    Also where the manager is closed in another thread: the handler gives way to the next signal.
+    """
+    manager = manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGUSR2])
+    assert not manager.should_save(1)
+    assert manager.preempted is None
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert taken == [signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGUSR1) is mine
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert len([step for step in range(2, 200) if manager.should_save(step)]) == 1
+    assert manager.preempted == "SIGUSR1 on rank 0"
+    manager.close()
+    manager = manager_of(tmp_path, signals=[signal.SIGUSR1])
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(manager.close).result(LONG_S)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert taken == [signal.SIGUSR1] * 2
+        refused = thread.submit(manager_of, tmp_path, signals=[signal.SIGUSR1])
+        with pytest.raises(InvalidInputError, match="main thread"):
+            refused.result(LONG_S)
+    with pytest.raises(InvalidInputError, match="cannot be taken"):
+        manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGKILL])
+
+
+def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the hook says counts; that it fails does not end training."""
+    away = RuntimeError("the metadata server is away")
+    with manager_of(tmp_path, preemption=mock.Mock(side_effect=[None, away, "soon"])) as manager:
+        clock_s = itertools.count()
+        manager._schedule._clock = lambda: float(next(clock_s))  # noqa: SLF001  # not public
+        assert len([step for step in range(1, 200) if manager.should_save(step)]) == 1
+        assert manager.preempted == "the preemption hook on rank 0"
+    assert "the metadata server is away" in caplog.text
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting() -> None:

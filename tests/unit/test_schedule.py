@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
 from functools import partial
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -23,19 +23,10 @@ from ckpt_storage.testing.upload_facts import together
 def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
     """Also where each knows by itself when to save; and only then do they meet."""
     boards = MemoryKeys()
-    terms: list[Mapping[str, str]] = []
 
     def train(rank: int) -> list[int]:
         ranks = RankGroup(boards, rank=rank, world_size=2, look_s=0.001)
-        schedule = Schedule(
-            ranks,
-            Notices(),
-            every_steps=5,
-            every_s=None,
-            timeouts=Timeouts(),
-            terms={"the root's URL": "memory://r"},
-        )
-        terms.append(schedule._terms)  # noqa: SLF001  # what is compared
+        schedule = Schedule(ranks, Notices(), every_steps=5, every_s=None, timeouts=Timeouts())
         due = [schedule.is_due(1)]
         boards_left = ranks.number
         due += [schedule.is_due(step) for step in range(2, 21)]
@@ -43,21 +34,6 @@ def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
         return [step for step, is_due in enumerate(due, 1) if is_due]
 
     assert together([partial(train, rank) for rank in range(2)]) == [[5, 10, 15, 20]] * 2
-    assert {one["every_steps"] for one in terms} == {"5"}
-
-
-class Told:
-    """Stands for `Notices`: says what it is told to."""
-
-    are_asked_for = True
-
-    def __init__(self) -> None:
-        self.notice: str | None = None
-
-    def given(self, *, asks_hook: bool = True) -> str | None:
-        """Return the notice."""
-        del asks_hook
-        return self.notice
 
 
 def in_step(
@@ -80,10 +56,11 @@ def in_step(
 
     def train(rank: int) -> None:
         now_s = [0.0]
-        notices = Told()
+        notices = mock.Mock(are_asked_for=True)
+        notices.given.return_value = None
         schedule = Schedule(
             RankGroup(board, rank=rank, world_size=world_size, look_s=0.001),
-            notices,  # type: ignore[arg-type]  # as much of them as is needed
+            notices,
             every_steps=None,
             every_s=every_s,
             timeouts=Timeouts(),
@@ -92,7 +69,7 @@ def in_step(
         for step in range(1, last):
             now_s[0] += 20.0 if step >= long_from else 0.001
             if rank == noticed and step == notice_at:
-                notices.notice = "SIGTERM"
+                notices.given.return_value = "SIGTERM"
             if schedule.is_due(step):
                 found[rank].append(step)
                 schedule.saved()
@@ -118,15 +95,11 @@ def test_a_notice_is_answered_within_three_steps_that_became_long(noticed: int, 
     assert at <= found[0][0] <= at + 3
 
 
-def test_a_notice_among_short_steps_is_answered_within_a_second() -> None:
-    """Steps take a millisecond each: however far apart ranks look, they agree on one step."""
+def test_a_notice_and_seconds_are_answered_by_all_ranks_at_one_step() -> None:
+    """However far apart ranks look at short steps; `every_s` are those of the coordinator."""
     found = in_step(3, 1, long_from=10_000, notice_at=300, every_s=None, more=1000)
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 1
-
-
-def test_seconds_are_those_of_the_coordinator_and_all_save_at_one_step() -> None:
-    """A save is due once `every_s` have passed since the last one began."""
     found = in_step(3, None, long_from=1, notice_at=0, every_s=100.0)
     assert found[0] == found[1] == found[2]
     assert len(found[0]) >= 4
@@ -192,21 +165,12 @@ def test_what_ranks_left_that_were_ended_is_no_call() -> None:
 
 def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
     """Before, the next meeting tells; after it, nobody may go on without the word."""
-
-    class Gone(MemoryKeys):
-        is_gone = True
-
-        def get(self, key: str, timeout_s: float) -> bytes | None:
-            if self.is_gone:
-                raise LostStoreError("gone")
-            return super().get(key, timeout_s)
-
-    board = Gone()
+    board = MemoryKeys()
     call = Call(board, rank=0, world_size=2, timeout_s=1)
-    assert call.look(1, wants=False) is None
-    board.is_gone = False
+    gone = mock.patch.object(board, "get", side_effect=LostStoreError("gone"))
+    with gone:
+        assert call.look(1, wants=False) is None
     assert call.look(2, wants=True) is None
     assert call.has_promised
-    board.is_gone = True
-    with pytest.raises(LostStoreError):
+    with gone, pytest.raises(LostStoreError):
         call.look(3, wants=False)
