@@ -198,8 +198,8 @@ class TransferOptions:
         local_threads: int,
         local_part_bytes: int,
         thread_count: int | None,
-        part_bytes: int | None,
         memory_limit_bytes: int | None,
+        part_bytes: int | None = None,
     ) -> TransferOptions:
         """Return what the user chose, and what suits the kind of storage where they did not.
 

@@ -16,6 +16,7 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.selections import Selection
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys
@@ -167,13 +168,8 @@ class Checkpoint(Mapping[str, Any]):
                 places = handle.places(value_keys(source.tensors, source.blobs), store, deadline)
                 paths = {place.path for place in places}
             seen = {} if handle.marks is None else handle.marks.of
-            return tuple(
-                StoredFile(
-                    path=path,
-                    size_bytes=seen[path][0] if path in seen else store.stat(path).size_bytes,
-                )
-                for path in sorted(paths)
-            )
+            sizes = {path: (seen.get(path) or (store.stat(path).size_bytes,))[0] for path in paths}
+            return tuple(StoredFile(path=path, size_bytes=sizes[path]) for path in sorted(paths))
 
     @property
     def history(self) -> tuple[SlotRecord, ...]:
@@ -251,22 +247,16 @@ class Checkpoint(Mapping[str, Any]):
         tensor = self._tensor(fqn)
         parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
         total_bytes = tensor.nbytes * min(2, max(1, len(parts)))
-        held: list[NDArray[Any]] = []
         with self._handle.reporting(progress, total_bytes) as on_bytes:
 
-            def pieces() -> Iterator[NDArray[Any]]:
-                yield from held
-                for part in parts if not held else ():
-                    words = tensor.words(part)
-                    on_bytes(words.nbytes)
-                    piece = elements_of(words.reshape(-1), tensor.dtype)
-                    if len(parts) == 1:
-                        held.append(piece)
-                    yield piece
+            def read(part: Selection) -> NDArray[Any]:
+                words = tensor.words(part)
+                on_bytes(words.nbytes)
+                return elements_of(words.reshape(-1), tensor.dtype)
 
-            return summarise(
-                pieces, fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, bin_count=bin_count
-            )
+            held = [read(parts[0])] if len(parts) == 1 else []
+            facts: dict[str, Any] = {"fqn": fqn, "dtype": tensor.dtype, "shape": tensor.shape}
+            return summarise(lambda: held or map(read, parts), **facts, bin_count=bin_count)
 
     def diff(
         self,

@@ -82,7 +82,6 @@ class Handle:
             local_threads=2,
             local_part_bytes=LOCAL_READ_BYTES,
             thread_count=arguments["thread_count"],
-            part_bytes=None,
             memory_limit_bytes=arguments["memory_limit_bytes"],
         )
         self._costs = costs_for(is_remote=is_remote)

@@ -192,7 +192,6 @@ def _reader(
         local_threads=1,
         local_part_bytes=_LOCAL_WINDOW_BYTES,
         thread_count=thread_count,
-        part_bytes=None,
         memory_limit_bytes=memory_limit_bytes,
     )
     return RangeReader(store, options, deadline)

@@ -71,7 +71,6 @@ class Root:
         self.retry = retry or RetryPolicy()
         self._timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
-        self._lock = threading.Lock()
         self._seen: dict[str, Found] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
         self._committed_s: dict[tuple[str, str | None], float | None] = {}
@@ -91,8 +90,8 @@ class Root:
                 return []
             raise
         found = {entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")}
-        with self._lock:
-            self._seen = {name: one for name, one in self._seen.items() if name in found}
+        for name in set(self._seen) - found:
+            self.forget(name)
         return sorted(found)
 
     def steps(self, folders: Iterable[str]) -> list[tuple[int, str]]:
@@ -102,20 +101,17 @@ class Root:
 
     def seen(self) -> set[str]:
         """Return the names of which `look` without `fresh` knows already."""
-        with self._lock:
-            lasting = {"committed", "empty", "foreign"}
-            return {name for name, one in self._seen.items() if one.status in lasting}
+        lasting, seen = {"committed", "empty", "foreign"}, self._seen.copy()
+        return {name for name, one in seen.items() if one.status in lasting}
 
     def forget(self, name: str) -> None:
         """Forget a folder: somebody changed it."""
-        with self._lock:
-            self._seen.pop(name, None)
+        self._seen.pop(name, None)
 
     def look(self, names: Sequence[str], deadline: Deadline, *, fresh: bool) -> dict[str, Found]:
         """Look at folders, several at a time; without `fresh`, what was seen before will do."""
-        seen = set[str]() if fresh else self.seen()
-        with self._lock:
-            found = {name: self._seen[name] for name in names if name in seen}
+        known = {} if fresh else self._seen.copy()
+        found = {name: known[name] for name in self.seen() & known.keys() & set(names)}
         missing = [name for name in names if name not in found]
         looks = self._all([partial(self.look_at, name, deadline) for name in missing], deadline)
         found |= zip(missing, looks, strict=True)
@@ -130,8 +126,7 @@ class Root:
             if isinstance(error, StorageError) and error.kind != "permission":
                 raise
             found = Found(name=name, step=step, status="unreadable", problem=error)
-        with self._lock:
-            self._seen[name] = found
+        self._seen[name] = found
         return self._judged(found)
 
     def _found(self, store: Store, name: str, step: int | None) -> Found:
