@@ -113,16 +113,10 @@ def verify(  # the public surface, all keyword-only
             if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
-    return VerifyReport(
-        url=location.url,
-        format=check.format,
-        save_id=check.save_id,
-        problems=check.problems,
-        file_count=check.file_count,
-        checked_bytes=check.checked_bytes,
-        exports=check.exports or (),
-        notes=tuple(check.notes),
-    )
+    names = ("format", "save_id", "problems", "file_count", "checked_bytes")
+    found: dict[str, Any] = {name: getattr(check, name) for name in names}
+    notes, exports = tuple(check.notes), check.exports or ()
+    return VerifyReport(url=location.url, exports=exports, notes=notes, **found)
 
 
 @dataclass(frozen=True, slots=True)
