@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -385,26 +386,17 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
 def test_a_user_waits_until_a_deletion_has_ended() -> None:
     """`take` returns as soon as the name is no longer being deleted, and no deletion begins."""
     uses = Uses()
-    taken = threading.Event()
-    ends: list[Callable[[], None]] = []
-
-    def use() -> None:
-        ends.append(uses.take("x", "it is being saved", timeout_s=LONG_S))
-        taken.set()
-
-    with uses.deleting("x") as may:
-        assert may
-        with uses.deleting("x") as other:
-            assert not other
-        thread = threading.Thread(target=use)
-        thread.start()
-        assert not taken.wait(0.05)
-    assert taken.wait(LONG_S / 6), "nobody woke it"
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        with uses.deleting("x") as may, uses.deleting("x") as other:
+            assert (may, other) == (True, False)
+            taking = pool.submit(uses.take, "x", "it is being saved", timeout_s=LONG_S)
+            with pytest.raises(TimeoutError):
+                taking.result(0.05)
+        first = taking.result(LONG_S / 6)
     assert uses.now() == {"x": "it is being saved"}
     end = uses.take("x", "it is being loaded", timeout_s=1)
-    ends[0]()
-    ends[0]()
+    first()
+    first()
     assert uses.now() == {"x": "it is being loaded"}
     with uses.deleting("x") as may:
         assert not may
