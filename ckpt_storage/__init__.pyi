@@ -5,8 +5,8 @@ from .background.handle import SaveProgress as SaveProgress
 from .background.handle import SaveState as SaveState
 from .background.saver import AsyncSaver as AsyncSaver
 from .background.saver import save_async as save_async
-from .commit.catalog import publish as publish
 from .commit.info import CheckpointInfo as CheckpointInfo
+from .commit.publishing import publish as publish
 from .dcp.reader import CheckpointStorageReader as CheckpointStorageReader
 from .dcp.writer import CheckpointStorageWriter as CheckpointStorageWriter
 from .errors import CheckpointError as CheckpointError

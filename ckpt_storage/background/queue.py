@@ -135,7 +135,7 @@ class SaveQueue:
             with save_operation(self._ranks, job.url, options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
-                status.follow(lambda: (operation.progress, operation.save_id), operation.failed)
+                status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
                 copy = job.staging

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
+from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, travelling
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -141,12 +141,11 @@ class PipedOperation(Operation):
 
     def end(self, error: CheckpointError) -> None:
         """End all waits of this process with `error`."""
-        if self.waits.failure is None:
-            self.waits.fail(error)
+        self.take_report(Report(rank=self.rank, error=error))
 
     def failed(self, error: CheckpointError) -> None:
         """Let the trainer tell all ranks of a failure before it leaves the save."""
-        if self.waits.failure is None:
+        if self.failure() is None:
             self.end(error)
             self._send(Beat(failure=travelling(error)))
 
@@ -268,4 +267,4 @@ def worker_main(rank: int, world_size: int, log_level: int, pipe: Connection) ->
     # decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("ckpt_storage").setLevel(log_level)
-    _Worker(RankGroup.of_worker(rank, world_size), pipe).serve()
+    _Worker(RankGroup.alone(rank, world_size), pipe).serve()

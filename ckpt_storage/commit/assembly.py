@@ -10,7 +10,7 @@ import itertools
 import logging
 import platform
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
+from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
@@ -33,6 +33,7 @@ from ckpt_storage.transfer.workers import side_by_side
 from . import cleaning, publishing
 from .attempt import Grant, commit
 from .report import Planned, RankReport, ReportTable, incomplete, outside
+from .slotlog import stat_if_there
 from .stock import planned_of, stock_metadata, stock_note
 
 log = logging.getLogger("ckpt_storage")
@@ -54,11 +55,10 @@ def commit_save(
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` as for `commit`.
-    Raises `IntegrityError`, `RankFailedError`, `StorageError`,
-    `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless `must_publish` is
-    False `NotPublishedError` (committed). If superseded files cannot be deleted that is logged; the
-    next save deletes them.
+    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. Raises
+    `IntegrityError`, `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
+    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
+    Superseded files that cannot be deleted are left to the next save.
     """
     save_id = grant.save_id
     found = check_reports(reports, save_id=save_id, world_size=world_size)
@@ -96,22 +96,13 @@ def commit_save(
     _check_readable(body, path)
     document = seal(body)
     # Nothing leads to them before the commit, which comes when both are durable.
-    calls: list[Callable[[], None]] = [
-        partial(store.put, stock.path, stock_bytes),
-        partial(store.put, path, document),
-    ]
-    side_by_side(store, calls)
-    record = commit(
-        store,
-        grant,
-        manifest=FileRef.of(path, document),
-        stock=stock,
-        stock_entries=stock_entries,
-        user=user,
-    )
+    documents = {stock.path: stock_bytes, path: document}
+    side_by_side(store, [partial(store.put, *each) for each in documents.items()])
+    ref = FileRef.of(path, document)
+    record = commit(store, grant, manifest=ref, stock=stock, stock_entries=stock_entries, user=user)
     log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     try:
-        publishing.publish(store, own=record, own_stock=stock_bytes)
+        publishing.publish_head(store, own=record, own_stock=stock_bytes)
     except Exception as error:
         if must_publish:
             raise publishing.not_published(store, record, error) from error
@@ -150,11 +141,7 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
 def check_reports(
     reports: Sequence[RankReport | None], *, save_id: str, world_size: int
 ) -> list[RankReport]:
-    """Return the reports, which are of all ranks and of this save.
-
-    Raises `RankFailedError` naming every rank that did not report, and `CheckpointError` for a
-    report of another save or world.
-    """
+    """Return the reports; raise unless they are of all ranks and of this save."""
     missing = [rank for rank, report in enumerate(reports) if report is None]
     missing += range(len(reports), world_size)
     if missing or len(reports) != world_size:
@@ -184,16 +171,12 @@ def check_files(store: Store, manifest: Manifest) -> None:
     """
     documents = zip(manifest.ranks, itertools.count(), strict=False)
     for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
-        try:
-            seen = store.stat(ref.path).size_bytes
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            seen = -1
-        if seen != ref.size_bytes:
+        found = stat_if_there(store, ref.path)
+        if found is None or found.size_bytes != ref.size_bytes:
+            seen = "does not see it" if found is None else f"sees {found.size_bytes} bytes"
             raise IntegrityError(
                 f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "
-                + ("does not see it." if seen < 0 else f"sees {seen} bytes."),
+                f"{seen}.",
                 rank=rank,
                 path=ref.path,
                 phase="commit",

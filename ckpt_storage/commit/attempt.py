@@ -29,7 +29,7 @@ from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
-from .delete import TOMBSTONE_AGE_S, log_to_extend
+from .cleaning import TOMBSTONE_AGE_S, log_to_extend
 from .publishing import is_foreign
 from .slotlog import is_there, stamp, take_slot
 
@@ -58,12 +58,10 @@ def begin(
 ) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
-    A copy goes on with the attempt of a `save_id` that it chose.
-
-    Coordinator only. Raises `CheckpointExistsError` for a committed checkpoint, ours or stock
-    torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
-    folder that holds anything else is left as it is. Warns of a storage whose exclusive create
-    cannot be relied on.
+    A copy goes on with the attempt of a `save_id` that it chose. Coordinator only. Raises
+    `CheckpointExistsError` for a committed checkpoint, ours or stock torch's, when `overwrite` is
+    False, unless it is a save of ours whose id is in `replaces`. Warns of a storage whose exclusive
+    create cannot be relied on.
     """
     began_s = time.time()
     calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
@@ -83,17 +81,6 @@ def begin(
             next_step="Save to another id, or pass overwrite=True to replace it.",
         )
     save_id = save_id or new_save_id()
-    _claim(store, save_id)
-    return Grant(
-        save_id=save_id,
-        last_slot=found.last_slot,
-        previous=head.head if head else None,
-        began_s=began_s,
-    )
-
-
-def _claim(store: Store, save_id: str) -> None:
-    """Make the folders of an attempt, and the file that shows that it began."""
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
     if why_not := probe_exclusive_create(store):
         log.warning(
@@ -104,6 +91,8 @@ def _claim(store: Store, save_id: str) -> None:
         )
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(begun_path(save_id), seal(begun))
+    previous = head.head if head else None
+    return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
 
 
 def commit(
@@ -155,8 +144,7 @@ def commit(
 def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictError:
     by = f"process {holder.pid} on {holder.host or 'an unknown host'} at {holder.created_at}"
     what = f"lost slot {holder.slot} to save {holder.save_id} of {by}"
-    next_step = "That save is the checkpoint now. Let one job save to this id; the other goes on "
-    next_step += "from it, or saves to another id."
+    next_step = "That save is the checkpoint now. Let one job save to this id."
     if holder.type == "fence":
         what = f"was given up for dead and fenced by {by}"
         next_step = "See why it took so long, then save again."

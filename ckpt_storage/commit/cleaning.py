@@ -1,6 +1,10 @@
-"""Freeing what nobody needs: superseded commits and attempts that died (I7).
+"""Freeing what nobody needs, and deleting: attempts, checkpoints, at last their slots (I7).
 
-Only one rank calls it.
+Only one rank calls it. The slots of a deleted checkpoint are its tombstone, which tells a paused
+saver that its checkpoint was deleted. They may go after `TOMBSTONE_AGE_S`, because no attempt
+commits that is older than half of that. They go one by one, the lowest first, each only if it is
+still the record that was read: so nobody removes what a saver began anew at slot 1. Who finds no
+slot 1 lists the folder.
 """
 
 from __future__ import annotations
@@ -8,22 +12,110 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
-from ckpt_storage.format.names import begun_path, probe_path, save_folder
+from ckpt_storage.format.names import (
+    SAVES,
+    STOCK_METADATA,
+    begun_path,
+    is_save_id,
+    manifest_path,
+    probe_path,
+    save_folder,
+    slot_path,
+)
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_conditional_delete
 from ckpt_storage.store.store import Store
 
-from .delete import attempts_there, delete_attempt, log_to_extend
-from .publishing import publish, read_footer
-from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, take_slot
+from .publishing import publish_head, read_footer
+from .slotlog import (
+    CommitLog,
+    history,
+    is_there,
+    listed_slots,
+    read_if_there,
+    read_log,
+    read_slot,
+    take_slot,
+)
 
 log = logging.getLogger("ckpt_storage")
 
 LEFTOVER_AGE_S = 24 * 3600.0
 """Age by the storage's clock from which an attempt that never committed may be fenced and freed."""
+
+TOMBSTONE_AGE_S = 7 * 24 * 3600.0
+"""Age by the storage's clock from which the slots of a deleted checkpoint may be removed."""
+
+
+def delete_attempt(store: Store, save_id: str) -> None:
+    """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
+
+    The caller has made sure that nobody can need it. Idempotent.
+    """
+    folder, manifest = save_folder(save_id), manifest_path(save_id)
+    abort_uploads(store, folder)
+    paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
+    store.delete([path for path in paths if path.endswith(".distcp")])
+    store.delete([p for p in paths if not p.endswith(".distcp") and p != manifest])
+    store.delete([manifest])
+    store.delete_folder(folder)
+
+
+def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
+    """Abort the uploads that dead runs left open below a folder, `only` those that are meant.
+
+    They stay where the storage does not list them, or not to us: files are deleted all the same.
+    """
+    try:
+        count = store.abort_uploads(folder, only=only)
+    except StorageError as error:
+        if error.kind not in {"permission", "unsupported"}:
+            raise
+        # They take room, but no part in any checkpoint.
+        log.warning(
+            "%s: open uploads cannot be listed; those that are there stay: %s",
+            store.shown(folder),
+            error,
+        )
+    else:
+        if count:
+            log.info("%s: %d uploads that were left open are gone", store.shown(folder), count)
+
+
+def attempts_there(store: Store) -> dict[str, float | None]:
+    """Return, for each attempt, when its youngest file was written, by the storage's clock.
+
+    None where the storage does not tell. What others keep in a folder of that name is left out.
+    """
+    times_s: dict[str, float | None] = {}
+    for entry in store.list(SAVES):
+        save_id, time_s = entry.path.split("/")[1], entry.modified_s
+        if is_save_id(save_id):
+            known_s = times_s.get(save_id, 0.0)
+            is_untold = known_s is None or time_s is None
+            times_s[save_id] = None if is_untold else max(known_s or 0.0, time_s or 0.0)
+    return times_s
+
+
+def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
+    """Take the next slot with a fence record: after it, none of `save_ids` can commit.
+
+    Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
+    its history, and the caller must not delete it.
+    """
+    while True:
+        found = log_to_extend(store)
+        slot, head = found.last_slot + 1, found.head.head if found.head else None
+        record, is_ours = take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
+        if is_ours:
+            return replace(found, last_slot=record.slot, last=record)
+        store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
 def free_superseded(
@@ -31,10 +123,9 @@ def free_superseded(
 ) -> list[str]:
     """Delete the files of superseded commits beyond the newest `keep_previous`; return save ids.
 
-    Idempotent, safe when cut at any point, safe against readers of the head, savers, openers and
-    other callers (invariant I7). Looks no further back than the newest one already freed;
-    `free_leftovers` gets what had to be left then. `known` is any record of the log, and saves
-    reads. Raises `StorageError`.
+    Idempotent, safe when cut at any point, safe against readers of the head and all others
+    (invariant I7). Looks no further back than the newest one already freed; `free_leftovers` gets
+    what had to be left then. `known` is any record of the log, and saves reads.
     """
     head = read_log(store, known=known).head
     candidates: list[SlotRecord] = []
@@ -57,28 +148,13 @@ def _free_commits(
         return []
     named = read_footer(store)
     if named is None or named.slot < head.slot:
-        publish(store)
+        publish_head(store)
         named = read_footer(store)
     kept = named.save_id if named else None
     freed = [record.save_id for record in records if record.save_id and record.save_id != kept]
     for save_id in freed:
         delete_attempt(store, save_id)
     return freed
-
-
-def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
-    """Take the next slot with a fence record: after it, none of `save_ids` can commit.
-
-    Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
-    its history, and the caller must not delete it.
-    """
-    while True:
-        found = log_to_extend(store)
-        slot, head = found.last_slot + 1, found.head.head if found.head else None
-        record, is_ours = take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
-        if is_ours:
-            return replace(found, last_slot=record.slot, last=record)
-        store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
 def free_leftovers(
@@ -92,10 +168,8 @@ def free_leftovers(
 
     These are attempts that never committed, which are fenced first, and superseded commits that
     `free_superseded` had to leave. Age is that of the youngest file of the attempt, by the
-    storage's clock; a storage that tells no times keeps its leftovers. A listing chooses the
-    candidates; fence and head make deleting them safe. Costs a listing and the search for the
-    head when there is nothing old; otherwise all slots are read. `known` is as in
-    `free_superseded`.
+    storage's clock; a storage that tells no times keeps its leftovers. Costs a listing and the
+    search for the head when there is nothing old; otherwise all slots are read.
     """
     times_s = attempts_there(store)
     found = read_log(store, known=known)
@@ -116,7 +190,7 @@ def free_leftovers(
     freed = _free_commits(store, found.head, wanted)
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
-        publish(store)
+        publish_head(store)
     return freed + _delete_all(store, (save_id for save_id in dead if save_id not in commits))
 
 
@@ -166,3 +240,146 @@ def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
     if found.head is None:
         records = (read_slot(store, slot) for slot in range(found.last_slot, 0, -1))
     return {record.save_id: record for record in records if record and record.save_id}
+
+
+def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
+    """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
+
+    The slots stay as a tombstone: a paused saver that finds them fails with
+    `CommitConflictError`. The record names the attempts that were there before it: only those
+    are deleted, because their savers aim at the record's slot or an earlier one, while a saver
+    that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
+    or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
+    was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
+    saved under the name of a deleted one. Exports below it: see `export.export_folder`. Raises
+    `InvalidInputError` for an empty id.
+    """
+    if expected_save_id == "":
+        raise InvalidInputError(
+            "The save id to delete is empty.",
+            path=store.url,
+            next_step="Give the id of the save that is meant, or None for whatever is there.",
+        )
+    while True:
+        doomed = set(attempts_there(store))
+        found = read_log(store)
+        if found.last is None and not doomed:
+            return False
+        record = _tombstone(store, found)
+        if record is not None:
+            break
+        if expected_save_id not in {None, found.head.save_id if found.head else None}:
+            return False
+        found = log_to_extend(store)
+        for known in history(store, found.head):
+            if known.save_id is None or known.save_id in doomed:
+                break
+            doomed.add(known.save_id)  # it began and committed since the listing
+        slot, fenced = found.last_slot + 1, tuple(sorted(doomed))
+        record, is_ours = take_slot(store, "deleted", slot, None, fenced=fenced)
+        if is_ours:
+            break
+        store.deadline.check(f"Deleting {store.url}")
+    _end_deletion(store, record)
+    return True
+
+
+def log_to_extend(store: Store) -> CommitLog:
+    """Return the slots, such that the next one may be taken within `TOMBSTONE_AGE_S` / 2.
+
+    Of a deleted checkpoint the last record must be young for that. One whose age has come is
+    removed; before, a fence is put behind it. Raises `StorageError`, `PhaseTimeoutError`.
+    """
+    while True:
+        store.deadline.check(f"Reading the slots of {store.url}")
+        found = read_log(store)
+        if found.last is None:
+            return found
+        age_s = None if found.head else _age_s(store, found)
+        again = read_slot(store, found.last_slot)
+        if again is None or again.write_id != found.last.write_id:
+            continue  # the slots were removed while they were looked at
+        if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
+            return found
+        if age_s < TOMBSTONE_AGE_S:
+            left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
+            bounded = store.bounded(Deadline(store.deadline.phase, left_s))
+            take_slot(bounded, "fence", found.last_slot + 1, None)
+        elif _removed(store, found) is None:
+            return found  # nobody removes anything here
+
+
+def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> bool:
+    """Remove the slots of a deleted checkpoint, if the last is that old; return whether they went.
+
+    Also ends a deletion that was cut. False: there is a checkpoint, or nothing, the record is too
+    young, somebody else changed it meanwhile, or the storage deletes without conditions only. A
+    `min_age_s` below the default is safe only where nobody saves. Raises `StorageError`.
+    """
+    found = read_log(store)
+    if found.head is not None or found.last is None:
+        return False
+    age_s = _age_s(store, found)
+    return age_s is not None and age_s >= min_age_s and _removed(store, found) is True
+
+
+def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
+    """Return the deleted record that is in force, None if there is none."""
+    record = None if found.head else found.last
+    while record is not None and record.type == "fence":
+        # Somebody cleared away attempts after the deletion.
+        record = read_slot(store, record.slot - 1)
+    return record if record is not None and record.type == "deleted" else None
+
+
+def _end_deletion(store: Store, record: SlotRecord) -> None:
+    """Delete what a deleted record dooms: `.metadata` of an earlier save, and all attempts."""
+    named = read_footer(store)
+    if named is not None and named.slot < record.slot:
+        store.delete([STOCK_METADATA])
+        # A saver that began after the record may have published between look and deletion.
+        publish_head(store)
+    for save_id in record.fenced:
+        delete_attempt(store, save_id)
+
+
+def _removed(store: Store, found: CommitLog) -> bool | None:
+    """Remove the slots; return whether they went, None where the storage has no such condition."""
+    record = _tombstone(store, found)
+    if record is not None:
+        _end_deletion(store, record)
+    slots = {
+        slot: content
+        for slot in listed_slots(store)
+        if (content := read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES))
+    }
+    last = slots.get(found.last_slot)
+    if last is None or max(slots) > found.last_slot:
+        return False
+    if SlotRecord.decode(last.data, slot=found.last_slot) != found.last:
+        return False
+    try:
+        for slot, content in slots.items():
+            if content.version is None or probe_conditional_delete(store):
+                return None
+            store.delete_version(slot_path(slot), content.version)
+    except UnsupportedByStoreError:
+        return None
+    except StorageError as error:
+        if error.kind != "precondition":
+            raise
+        return False
+    return True
+
+
+def _age_s(store: Store, found: CommitLog) -> float | None:
+    """Return the age of the last record by the storage's clock, None where it tells no times."""
+    try:
+        modified_s = store.stat(slot_path(found.last_slot)).modified_s
+        return None if modified_s is None else store.server_time(probe_path()) - modified_s
+    except UnsupportedByStoreError:
+        return None
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        return None  # it was removed since

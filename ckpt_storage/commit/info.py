@@ -63,10 +63,7 @@ class CheckpointInfo:
 
 
 def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a commit record keeps of a step and its metrics; `CheckpointInfo.of` reads it.
-
-    Numbers of any library count that `float` takes. Raises `InvalidInputError` for others.
-    """
+    """Return what a commit record keeps of a step and its metrics: numbers of any library."""
     found: dict[str, float | str] = {}
     for name, value in metrics.items():
         try:

@@ -7,13 +7,24 @@ Elsewhere a publisher that was paused may bring back an older one; it then looks
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
+from typing import Any
 
-from ckpt_storage.errors import FormatError, IntegrityError, NotPublishedError, StorageError
+from ckpt_storage.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    IntegrityError,
+    NotPublishedError,
+    StorageError,
+)
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
 from ckpt_storage.format.documents import DAMAGED
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.store.backend import Content
+from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.store import Content, Location, open_store
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
 from .info import CheckpointInfo
@@ -28,10 +39,7 @@ _DOUBTS = 3
 
 
 def read_footer(store: Store) -> HeadRef | None:
-    """Return what the footer of `.metadata` names, None if it has none or is not there.
-
-    Two small requests, however large the pickle is.
-    """
+    """Return what the footer of `.metadata` names, if anything, by two small requests."""
     return split_footer(_tail(store))[1]
 
 
@@ -97,17 +105,47 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
 
 
 def _is_written_after(store: Store, head: SlotRecord) -> bool:
-    """Return whether a `.metadata` that is not ours is newer than `head`; in doubt it is.
-
-    Some storages tell whole seconds.
-    """
+    """Return whether a `.metadata` that is not ours is newer than `head`, or of the same second."""
     stock_s, slot_s = (
         store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
     )
     return stock_s is not None and slot_s is not None and stock_s >= slot_s
 
 
-def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:
+def publish(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
+    retry: RetryPolicy | None = None,
+) -> None:
+    """Bring `.metadata`, by which torch's own readers load, up to the newest commit at `url`.
+
+    For a save that raised `NotPublishedError`, once the cause is gone. Does nothing where
+    `.metadata` is up to date. Any rank; not collective.
+
+    Raises `StorageError` if it still cannot be replaced, `CheckpointNotFoundError` if there is no
+    checkpoint of ours, `FormatError` if another tool saved a newer one there, `IntegrityError` if
+    the copy that is to be published is damaged, `PhaseTimeoutError`, `InvalidInputError`.
+    """
+    location = Location.of(url, storage_options)
+    timeouts = Timeouts.of(timeout)
+    deadline = Deadline("commit", timeouts.commit)
+    store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
+    with deadline.governs(f"Publishing {location.url}"):
+        if read_log(store).head is None:
+            raise CheckpointNotFoundError(
+                f"{location.url} holds no checkpoint of this package.",
+                path=location.url,
+                phase="commit",
+                next_step="Check the path; list_checkpoints(root) shows what is there.",
+            )
+        publish_head(store)
+
+
+def publish_head(
+    store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None
+) -> bool:
     """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
 
     Idempotent; any rank or opener with the right to write may call it. A saver passes the record of
@@ -164,13 +202,13 @@ def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: by
     if stock is None:
         return False
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
-    is_conditional = store.capabilities.if_match
     try:
-        if is_conditional and current is None:
+        if not store.capabilities.if_match:
+            store.replace(STOCK_METADATA, data)
+        elif current is None:
             store.create(STOCK_METADATA, data)
         else:
-            version = current.version if is_conditional and current else None
-            store.replace(STOCK_METADATA, data, if_match=version)
+            store.replace(STOCK_METADATA, data, if_match=current.version)
     except StorageError as error:
         if error.kind in {"precondition", "exists", "not-found"}:
             return False
@@ -186,8 +224,7 @@ def _is_head(store: Store, record: SlotRecord) -> bool:
 def _stock_of(store: Store, head: SlotRecord) -> bytes | None:
     """Return the `stock.metadata` of `head`; None if it was freed meanwhile."""
     reference = head.stock
-    if reference is None:  # pragma: no cover  # the caller made sure
-        return None
+    assert reference is not None  # noqa: S101  # the caller made sure
     try:
         return read_referenced(store, reference, most_bytes=MOST_STOCK_BYTES)
     except StorageError as error:
@@ -214,7 +251,7 @@ def roll_forward(store: Store, save_id: str) -> bool:
     if named is not None and named.save_id == save_id:
         return True
     try:
-        return publish(store)
+        return publish_head(store)
     except IntegrityError as error:
         log.warning("%s: .metadata cannot be brought up to date: %s", store.url, error)
         return False

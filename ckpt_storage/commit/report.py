@@ -226,10 +226,7 @@ class ReportTable:
         return hashlib.blake2b(self._boxes_of(number).data, digest_size=16).digest()
 
     def chunks(self, number: int) -> tuple[Counts, Counts]:
-        """Return the owners of a tensor's chunks, and of each a row of offsets, then sizes.
-
-        In order of rank. Raises `IntegrityError` for one of another number of dimensions.
-        """
+        """Return the owners of a tensor's chunks, and of each a row of offsets, then sizes."""
         rows, fqn = self._boxes_of(number), self._fqns[number]
         owners = np.searchsorted(self._first_box, rows, side="right") - 1
         shape = self._planned.tensors[fqn]

@@ -44,10 +44,7 @@ class CommitLog:
 
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
-    """Return the record in `slot`, None if there is none.
-
-    Raises `StorageError`, `IntegrityError`, `FormatError`.
-    """
+    """Return the record in `slot`, None if there is none."""
     found = read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES)
     return None if found is None else SlotRecord.decode(found.data, slot=slot)
 
@@ -138,10 +135,7 @@ def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
 def read_if_there(
     store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
 ) -> Content | None:
-    """Return a document with its version token, None if it is absent.
-
-    Raises `IntegrityError` for one of more than `most_bytes`, which is not read.
-    """
+    """Return a document of at most `most_bytes` and its version token, None if it is absent."""
     try:
         return store.get(path, max_bytes=most_bytes)
     except StorageError as error:

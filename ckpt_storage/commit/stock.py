@@ -29,7 +29,6 @@ log = logging.getLogger("ckpt_storage")
 STOCK_VERSION = "1.0.0"
 """What torch 2.13 writes as `Metadata.version`; readers do not check it."""
 
-
 _FOOTER_ROOM_BYTES = 4096
 """More than the footer takes that makes a `.metadata` of the pickle."""
 
@@ -113,8 +112,7 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
     empty: dict[MetadataIndex, _StorageInfo] = {}
     for report in reports:
         lies = report.read_places()
-        if lies is None:  # pragma: no cover  # the caller made sure
-            raise InvalidInputError(f"Rank {report.rank} did not say where its items lie.")
+        assert lies is not None  # noqa: S101  # the caller made sure
         fqns = [names.setdefault(fqn, fqn) for fqn in report.read_vocabulary()[0]]
         paths = [ref.path for ref in report.files]
         ndims, flat = report.read_boxes()
@@ -139,12 +137,10 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
 
 
 def stock_note(entry_count: int) -> bytes:
-    """Return what takes the place of the pickle: `pickle.load` raises `ValueError` with its text.
-
-    The letter is pickle's opcode for a number in decimal, so that nothing is looked up or run.
-    """
+    """Return what takes the place of the pickle: loading it raises `ValueError` with its text."""
     text = (
         f"this checkpoint has no .metadata for torch's own readers, because it would hold "
         f"{entry_count} entries; load it with ckpt_storage.CheckpointStorageReader"
     )
+    # F is pickle's opcode for a number in decimal: nothing is looked up or run.
     return b"F" + text.encode() + b"\n"

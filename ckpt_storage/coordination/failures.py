@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ckpt_storage.errors import (
     CheckpointError,
-    CheckpointExistsError,
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    CommitConflictError,
-    CommitUnknownError,
-    FormatError,
-    NotPublishedError,
+    ConsolidationError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
-    SaveCancelledError,
+    StorageError,
+    UnsafeContentError,
 )
 from ckpt_storage.store import Location
 from ckpt_storage.store.redaction import without_secrets
-
-log = logging.getLogger("ckpt_storage")
 
 _CAUSE_CHARS = 4000
 """How much of a traceback travels: its end."""
 
 _PACKAGE = __name__.partition(".")[0]
 
-_OF_THE_CHECKPOINT = (
-    CheckpointExistsError,
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    CommitConflictError,
-    CommitUnknownError,
-    FormatError,
-    NotPublishedError,
-    RankMismatchError,
-    SaveCancelledError,
+_OF_A_RANK = (
+    ConsolidationError,
+    InvalidInputError,
+    IntegrityError,
+    PhaseTimeoutError,
+    StorageError,
+    UnsafeContentError,
 )
-"""What is wrong with the checkpoint, whichever rank sees it first."""
+"""What one rank may meet and another not; all else is wrong whichever rank sees it first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Why an operation ended, as the first rank that failed tells it.
-
-    `decides`: the coordinator found it when it decided for all.
-    """
+    """Why an operation ended; `decides`: the coordinator found it when it decided for all."""
 
     rank: int
     error: CheckpointError
@@ -62,15 +49,15 @@ class Report:
 
 
 def told_by(report: Report, what: str) -> CheckpointError:
-    """Return what the other ranks raise on a report in the operation `what`.
+    """Return what the other ranks raise: the error itself where it is every rank's.
 
-    The error itself where it is every rank's: what the coordinator found when it decided for all,
-    what is wrong with the checkpoint, and failures that name a rank already.
+    That is what the coordinator found when it decided for all, what is wrong with the checkpoint,
+    and failures that name a rank already.
     """
     error = report.error
     # What is of no kind of ours came from a planner or a state: that rank failed.
-    is_verdict = report.decides and type(error) is not CheckpointError
-    if is_verdict or isinstance(error, (*_OF_THE_CHECKPOINT, RankFailedError)):
+    is_plain = type(error) is CheckpointError
+    if not is_plain and (report.decides or not isinstance(error, _OF_A_RANK)):
         return error
     return of_rank(report.rank, error, what)
 
@@ -102,26 +89,38 @@ def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
     return failed
 
 
+def lost(
+    ranks: Sequence[int], world_size: int, how: str, what: str, phase: str, known: Mapping[int, str]
+) -> RankFailedError:
+    """Return the error that says that ranks were lost: what happened, and what is known of each."""
+    return RankFailedError(
+        f"{name_ranks(ranks)} of {world_size} {how} in the {phase} phase of {what}: "
+        f"{'; '.join(known.values())}.",
+        failures=dict(known),
+        is_silent=True,
+        rank=ranks[0],
+        phase=phase,
+        next_step="See what ended or stopped those processes (a crash, a signal, out of memory); "
+        "if they only had no time to tell that they live, raise Timeouts.silence.",
+    )
+
+
 def travelling(error: BaseException) -> CheckpointError:
     """Return a copy of `error` that every rank and process can read.
 
     It is of one of our own kinds, because a class of the user's may not be importable there. Where
     only the cause says what went wrong, which does not travel, its traceback is a note.
     """
-    told = None
-    cause: BaseException | None
-    if type(error).__module__.partition(".")[0] == _PACKAGE:
-        try:
-            told = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
-        except Exception as failure:  # noqa: BLE001  # any failure means: cannot travel
-            log.debug("An error does not pickle: %s", failure)
+    cause: BaseException | None = error
     if not isinstance(error, CheckpointError):
-        told, cause = CheckpointError(f"{type(error).__name__}: {error}"), error
+        told = CheckpointError(f"{type(error).__name__}: {error}")
     else:
         cause = error.__cause__ if type(error) is CheckpointError else None
-        told = told or CheckpointError(
-            str(error), rank=error.rank, phase=error.phase, path=error.path
-        )
+        told = CheckpointError(str(error), rank=error.rank, phase=error.phase, path=error.path)
+        if type(error).__module__.partition(".")[0] == _PACKAGE:
+            # Any failure means: it cannot travel.
+            with suppress(Exception):
+                told = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
     for note in getattr(error.__cause__, "__notes__", ()):
         told.add_note(note)
     if cause is not None:
@@ -132,10 +131,9 @@ def travelling(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -> Iterator[None]:
-    """Turn every failure inside into a `CheckpointError`, with the failure as its cause.
+    """Turn every failure inside, also DCP's own, into a `CheckpointError` with that as its cause.
 
-    Also DCP's own `CheckpointException`, which is no `Exception`. Interrupts pass, but not in the
-    background: there they would end a thread, and nobody would be told.
+    Interrupts pass, but not in the background: there they would end a thread, and nobody is told.
     """
     try:
         yield
@@ -168,8 +166,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> None:
     """Raise `RankMismatchError` listing value -> ranks unless all ranks have equal terms."""
-    names = {name: None for terms in terms_of.values() for name in terms}
-    for name in names:
+    for name in dict.fromkeys(name for terms in terms_of.values() for name in terms):
         ranks_of: dict[str, list[int]] = {}
         for rank, terms in terms_of.items():
             ranks_of.setdefault(terms.get(name, "(nothing)"), []).append(rank)
@@ -190,13 +187,10 @@ def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> Non
 
 def spell_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, runs folded: 0-3, 7."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank is not None and rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        if rank is not None:
-            start = previous = rank
-    return ", ".join(parts)
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

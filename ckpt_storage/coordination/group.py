@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import weakref
@@ -19,16 +18,14 @@ from ckpt_storage.errors import (
 from ckpt_storage.options import Timeouts
 
 from .failures import locate
-from .keyvalue import COORDINATOR, KeyValues, LostStoreError
+from .keyvalue import COORDINATOR, KeyValues, LostStoreError, store_of
 from .liveness import RankProcess
+from .operation import Operation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from .meeting import Answer
-    from .operation import Operation
-
-log = logging.getLogger("ckpt_storage")
 
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RankGroup]] = (
     weakref.WeakKeyDictionary()
@@ -40,25 +37,13 @@ class RankGroup:
     """The ranks of one group on one lane; runs their operations, one at a time.
 
     Every rank has one over the same store and runs the same operations in the same order. `of` and
-    `alone` make them.
-
-    Args:
-        keys: the store that all ranks share; a rank alone never asks it.
-        rank: of this process in the group.
-        world_size: number of ranks in the group.
-        look_s: longest pause in seconds between two looks for failures of others; by default it
-            grows with the world, so that thousands of ranks do not flood the store's server.
-
+    `alone` make them. `look_s` is the longest pause between two looks for failures of others; by
+    default it grows with the world, so that thousands of ranks do not flood the store's server.
     """
 
     def __init__(
         self, keys: KeyValues, *, rank: int, world_size: int, look_s: float | None = None
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise InvalidInputError(
-                f"This process is not one of the {world_size} ranks of the group.",
-                next_step="Call this on the ranks of process_group only.",
-            )
         self.keys = keys
         self.rank = rank
         self.world_size = world_size
@@ -74,13 +59,8 @@ class RankGroup:
         self._lock = threading.Lock()
 
     @classmethod
-    def alone(cls) -> RankGroup:
-        """Return this process as the only rank."""
-        return cls.of_worker(0, 1)
-
-    @classmethod
-    def of_worker(cls, rank: int, world_size: int) -> RankGroup:
-        """Return ranks that this process has no store in common with."""
+    def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
+        """Return this process as the only rank, or as one that has no store with the others."""
         return cls(KeyValues(_no_store, ""), rank=rank, world_size=world_size)
 
     @classmethod
@@ -100,7 +80,8 @@ class RankGroup:
         with _lock:
             lanes = _by_group.setdefault(group, {})
             if lane not in lanes:
-                keys = KeyValues.of(group, f"ckpt_storage/{lane}")
+                # Over a connection of our own: torch waits on its own. Its stub leaves `clone` out.
+                keys = KeyValues(store_of(group).clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
                 lanes[lane] = cls(keys, rank=group.rank(), world_size=group.size())
             found = lanes[lane]
             if is_owned and found._is_taken:  # noqa: SLF001  # one of these
@@ -118,8 +99,6 @@ class RankGroup:
         `what` names it in messages ("the save to s3://..."). An exception that leaves the block
         is reported to all ranks, which raise within seconds wherever they are.
         """
-        from .operation import Operation  # noqa: PLC0415  # which meets through this module
-
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
                 f"Another operation of rank {self.rank} kept {what} waiting for "
@@ -133,9 +112,9 @@ class RankGroup:
             self.number += 1
             operation = Operation(self, what, timeouts)
             try:
-                with operation:
-                    yield operation
+                yield operation
             except CheckpointError as caught:
+                operation.leave(caught)
                 # Requests that were given up say so; what matters is why.
                 failure = operation.failure()
                 is_effect = isinstance(caught, StorageError | LostStoreError)
@@ -145,7 +124,11 @@ class RankGroup:
                     locate(error, operation.what, rank=self.rank, phase=phase)
                 if error is caught:
                     raise
-                raise error from caught
+                raise error from error.__cause__ or caught
+            except BaseException as error:
+                operation.leave(error)
+                raise
+            operation.leave()
         finally:
             self._lock.release()
 
@@ -160,10 +143,7 @@ def _no_store() -> dist.Store:
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that is meant: the given one or the default one; None: this process alone.
-
-    Raises `InvalidInputError` on a rank outside the group.
-    """
+    """Return the group that is meant, the given or the default one; None: this process alone."""
     if process_group is None and "torch.distributed" not in sys.modules:
         return None
     import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch

@@ -1,6 +1,6 @@
-"""The key-value store that the ranks of a group share, and how a rank waits for a key.
+"""The key-value store that the ranks of a group share: that of their `torch.distributed` group.
 
-It is the store of a `torch.distributed` group. No collective runs, whatever the group's backend.
+No collective runs, whatever the group's backend.
 """
 
 from __future__ import annotations
@@ -8,19 +8,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.errors import CheckpointError, RankFailedError, SaveCancelledError, StorageError
+from ckpt_storage.errors import RankFailedError, StorageError
 from ckpt_storage.store.calls import TimedPool
-from ckpt_storage.store.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_T = TypeVar("_T")
 
 COORDINATOR = 0
 """The rank that decides and commits: the first of the group, as in DCP."""
@@ -32,15 +27,6 @@ _WHOLE, _IN_PIECES, _TEXT = b"w", b"p", b"t"
 
 _NOTHING = "-"
 """No value of ours; what a store answers that holds nothing under a key."""
-
-_FIRST_LOOK_S = 0.0002
-"""A look takes about as long, and ranks of one host are seldom further apart."""
-
-_GROWTH = 1.25
-"""From look to look a pause grows by this: what comes is noticed a quarter of the wait late."""
-
-_LEAST_PATIENCE_S = 0.5
-_SPARE_PATIENCE_S = 1.0
 
 
 class LostStoreError(RankFailedError):
@@ -73,12 +59,6 @@ class KeyValues:
         self._pool = TimedPool("ckpt-storage keys")
         self._piece_counts: dict[str, int] = {}
 
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup, prefix: str) -> KeyValues:
-        """Return the store of a group, over a connection of our own: torch waits on its own."""
-        # Torch's stub of a store leaves `clone` out.
-        return cls(store_of(process_group).clone, prefix)  # type: ignore[attr-defined]
-
     def close(self) -> None:
         """Drop the connection and the threads that wait; a later call connects anew."""
         self._store = None
@@ -87,14 +67,15 @@ class KeyValues:
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
         """Put `value` (of any size) under `key`; readers see all of it or nothing."""
-        pieces = [value[at : at + _PIECE_BYTES] for at in range(0, len(value), _PIECE_BYTES)]
-        if len(pieces) > 1:
-            self._piece_counts[key] = len(pieces)
-            for number, piece in enumerate(pieces):
+        kind = _WHOLE
+        if len(value) > _PIECE_BYTES:
+            starts = range(0, len(value), _PIECE_BYTES)
+            self._piece_counts[key] = len(starts)
+            for number, at in enumerate(starts):
+                piece = value[at : at + _PIECE_BYTES]
                 self._run("set", f"{key}#{number}", piece, timeout_s=timeout_s)
-            value = str(len(pieces)).encode()
+            kind, value = _IN_PIECES, str(len(starts)).encode()
         # The key itself comes last.
-        kind = _IN_PIECES if len(pieces) > 1 else _WHOLE
         self._run("set", key, kind + value, timeout_s=timeout_s)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
@@ -163,95 +144,3 @@ def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     # Older torch, and groups whose backend keeps none: the default group's, below the group's name.
     root = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # no public way to it
     return dist.PrefixStore(f"group/{process_group.group_name}", root)
-
-
-class Waits:
-    """How one rank waits in one operation. `deadline` is set anew with each phase.
-
-    Args:
-        keys: where messages are left.
-        deadline: of the present phase.
-        silence_s: how long the store may take to answer.
-        look_s: longest pause between two looks.
-        grace_s: how long after the deadline this rank names others. A late rank should name
-            itself first, then the coordinator name it, then anybody else.
-
-    """
-
-    def __init__(
-        self,
-        keys: KeyValues,
-        deadline: Deadline,
-        *,
-        silence_s: float,
-        look_s: float,
-        grace_s: float,
-    ) -> None:
-        self.keys = keys
-        self.deadline = deadline
-        self.look_s = look_s
-        self.grace_s = grace_s
-        self.failure: CheckpointError | None = None
-        self._silence_s = silence_s
-        self._has_ended = False
-        self._wake = threading.Event()
-
-    def fail(self, error: CheckpointError) -> None:
-        """End all waits with `error`; from any thread."""
-        self.failure = error
-        self._wake.set()
-
-    def end(self) -> None:
-        """End the waits of threads that the operation has left behind; from any thread."""
-        self._has_ended = True
-        self._wake.set()
-
-    def patience_s(self) -> float:
-        """Return how long one look may take before the store counts as lost."""
-        left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
-        return max(_LEAST_PATIENCE_S, min(self._silence_s, left_s))
-
-    def until(self, look: Callable[[], _T | None], late: Callable[[], CheckpointError]) -> _T:
-        """Return what `look` finds; raise why the operation failed, or what `late` returns."""
-        pause_s = _FIRST_LOOK_S
-        while True:
-            try:
-                found = look()
-            except LostStoreError as error:
-                # Somebody's wish does not say what became of a message that was on its way.
-                if self.failure is None or isinstance(self.failure, SaveCancelledError):
-                    raise
-                raise self.failure from error
-            if found is not None:
-                return found
-            if self.failure is not None:
-                raise self.failure
-            if self._has_ended:
-                raise CheckpointError("What was waited for belongs to an operation that has ended.")
-            if time.monotonic() > self.deadline.at_monotonic_s + self.grace_s:
-                raise late()
-            self._wake.wait(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
-
-    def within(self, seconds: float, keys: Sequence[str]) -> bool:
-        """Wait for all `keys` for some seconds, whatever fails; return whether they came."""
-        end_s = time.monotonic() + seconds
-        pause_s = _FIRST_LOOK_S
-        while not self.keys.has_all(keys, self.patience_s()):
-            if time.monotonic() > end_s:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
-        return True
-
-    def missing(self, keys: Mapping[int, str]) -> list[int]:
-        """Return the ranks under whose key nothing lies."""
-        return [r for r, key in keys.items() if not self.keys.has_all([key], self.patience_s())]
-
-    def get(self, key: str) -> bytes | None:
-        """Return what lies under `key`."""
-        return self.keys.get(key, self.patience_s())
-
-    def set(self, key: str, value: bytes) -> None:
-        """Leave a message."""
-        self.keys.set(key, value, self.patience_s())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -9,16 +11,15 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.errors import CheckpointError, RankFailedError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Phase
-from ckpt_storage.store.deadline import Deadline
 
-from .failures import Report, name_ranks
+from .failures import Report, lost
 from .keyvalue import COORDINATOR, LostStoreError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt_storage")
 
 _STOP_S = 0.25
+"""How long an operation that ends waits for its watch."""
 
 _NEWS_S = 0.02
 """How soon a new phase is told: a save begins several at once, and each word costs three looks."""
@@ -57,7 +59,7 @@ class Siblings:
     """The processes of other ranks of this host, watched until `close`."""
 
     def __init__(self, ranks: Mapping[int, RankProcess]) -> None:
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}  # by descriptor
         self._gone: list[int] = []
         own = RankProcess.own()
         for rank, process in ranks.items():
@@ -77,25 +79,20 @@ class Siblings:
             poll = select.poll()
             for descriptor in self._ranks:
                 poll.register(descriptor, select.POLLIN)
-            gone += [self._forget(descriptor) for descriptor, _ in poll.poll(0)]
+            for descriptor, _ in poll.poll(0):
+                os.close(descriptor)
+                gone.append(self._ranks.pop(descriptor))
         return gone
 
     def close(self) -> None:
         """Watch no more."""
-        for descriptor in list(self._ranks):
-            self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> int:
-        os.close(descriptor)
-        return self._ranks.pop(descriptor)
+        while self._ranks:
+            os.close(self._ranks.popitem()[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """What a rank said last: its phase, what is done and planned in it, seconds without progress.
-
-    `heard_s` is the instant at which it was heard, on this process's monotonic clock.
-    """
+    """What a rank said last; `heard_s` is when, on this process's monotonic clock."""
 
     rank: int
     phase: Phase
@@ -114,16 +111,15 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Own progress, and what was heard of other ranks; safe in any thread."""
+    """Own progress, and what was heard of other ranks since `since_s`; safe in any thread."""
 
-    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, rank: int) -> None:
         self._lock = threading.Lock()
         self._own = RankProgress(
             rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid()
         )
-        self._moved_s = self._start_s = clock()
-        self._count = 0
+        self._moved_s = self.since_s = time.monotonic()
+        self._numbers = itertools.count()
         self._raw: dict[int, bytes] = {}
         self._heard: dict[int, RankProgress] = {}
         # Second-hand word of the slowest. It must not count as a heartbeat: two ranks that pass on
@@ -133,10 +129,9 @@ class Heartbeats:
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
-            self._own = replace(self._own, phase=phase)
+            self._move(phase=phase)
             if phase != "commit":  # which moves no bytes: what was written stays on show
-                self._own = replace(self._own, done_bytes=0, total_bytes=total_bytes, done_files=0)
-            self._moved_s = self._clock()
+                self._move(done_bytes=0, total_bytes=total_bytes, done_files=0)
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all, once that is known."""
@@ -146,23 +141,21 @@ class Heartbeats:
     def advanced(self, byte_count: int) -> None:
         """Note bytes that this rank has done."""
         with self._lock:
-            self._own = replace(self._own, done_bytes=self._own.done_bytes + byte_count)
-            self._moved_s = self._clock()
+            self._move(done_bytes=self._own.done_bytes + byte_count)
 
     def ended_file(self) -> None:
         """Note that this rank has completed one file."""
         with self._lock:
-            self._own = replace(self._own, done_files=self._own.done_files + 1)
-            self._moved_s = self._clock()
+            self._move(done_files=self._own.done_files + 1)
 
-    def start(self) -> None:
-        """Count the silence of all others from now on."""
-        self._start_s = self._clock()
+    def _move(self, **changes: Any) -> None:  # noqa: ANN401  # fields of `RankProgress`
+        self._own = replace(self._own, **changes)
+        self._moved_s = time.monotonic()
 
     def own(self) -> RankProgress:
         """Return how far this rank is."""
         with self._lock:
-            now_s, own = self._clock(), self._own
+            now_s, own = time.monotonic(), self._own
             total_bytes = max(own.total_bytes, own.done_bytes)
             return replace(
                 own, total_bytes=total_bytes, idle_s=now_s - self._moved_s, heard_s=now_s
@@ -172,11 +165,9 @@ class Heartbeats:
         """Return this rank's next heartbeat; no two are equal."""
         own = self.own()
         with self._lock:
-            slowest = max(
-                [own, *self._heard.values()], key=lambda one: (one.left_bytes, one.idle_s)
-            )
-        self._count += 1
-        return pickle.dumps((self._count, own, slowest))
+            every = [own, *self._heard.values()]
+        slowest = max(every, key=lambda one: (one.left_bytes, one.idle_s))
+        return pickle.dumps((next(self._numbers), own, slowest))
 
     def hear(self, rank: int, packed: bytes | None) -> None:
         """Take in the last heartbeat of `rank`; the same as last time is no new one."""
@@ -185,7 +176,7 @@ class Heartbeats:
                 return
             self._raw[rank] = packed
             _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
-            now_s = self._clock()
+            now_s = time.monotonic()
             self._heard[rank] = replace(progress, heard_s=now_s)
             is_news = slowest.rank not in {rank, self._own.rank}
             self._told = replace(slowest, heard_s=now_s) if is_news else None
@@ -200,16 +191,15 @@ class Heartbeats:
     def silent(self, ranks: Sequence[int], limit_s: float) -> list[int]:
         """Return those of `ranks` that were not heard for `limit_s` seconds."""
         with self._lock:
-            since_s = self._clock() - limit_s
-            heard_s = {rank: progress.heard_s for rank, progress in self._heard.items()}
-            return [r for r in ranks if max(heard_s.get(r, 0.0), self._start_s) < since_s]
+            last_s = {rank: max(one.heard_s, self.since_s) for rank, one in self._heard.items()}
+        return [r for r in ranks if time.monotonic() - last_s.get(r, self.since_s) > limit_s]
 
     def describe(self, rank: int) -> str:
         """Return one phrase on what is known of a rank, for an error."""
         with self._lock:
-            heard, now_s = self._heard.get(rank), self._clock()
+            heard, now_s = self._heard.get(rank), time.monotonic()
         if heard is None:
-            return f"rank {rank} (no sign of life in {now_s - self._start_s:.1f} s)"
+            return f"rank {rank} (no sign of life in {now_s - self.since_s:.1f} s)"
         return (
             f"rank {rank} (process {heard.pid} on {heard.host}; last heard "
             f"{now_s - heard.heard_s:.1f} s ago in the {heard.phase} phase with {heard.done_bytes} "
@@ -225,31 +215,24 @@ class FailureDetector:
     earlier operations left in the shared store. Raises `RuntimeError` where no thread is to be had.
     """
 
-    def __init__(self, operation: Operation, siblings: Siblings) -> None:
+    def __init__(self, operation: Operation) -> None:
         self._operation = operation
-        self._siblings = siblings
         self._keys = operation.group.keys
+        self._debris = operation.group.debris
         self._silence_s = operation.timeouts.silence
         self._has_ended = threading.Event()
         self._has_news = threading.Event()
-        operation.heartbeats.start()
+        operation.heartbeats.since_s = time.monotonic()
         name = f"ckpt-storage watch: {operation.what}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            siblings.close()
-            raise
+        self._thread.start()
 
     def nudge(self) -> None:
         """Have it told soon that this rank has begun a phase; from any thread."""
         self._has_news.set()
 
     def stop(self) -> None:
-        """Let the thread end, which it does at once unless the store hangs.
-
-        It should not be inside a call of torch's when the interpreter ends: that aborts.
-        """
+        """Let the thread end: inside a call of torch's it would abort an interpreter that ends."""
         self._has_ended.set()
         self._has_news.set()
         self._thread.join(_STOP_S)
@@ -258,111 +241,88 @@ class FailureDetector:
         operation = self._operation
         failure: CheckpointError | None = None
         try:
-            self._watch()
+            with contextlib.closing(Siblings(operation.group.siblings)) as siblings:
+                self._watch(siblings)
             # What is left was left by operations that all ranks have gone on from.
             end_s = time.monotonic() + _STOP_S / 2
-            while operation.group.debris and time.monotonic() < end_s:
+            while self._debris and time.monotonic() < end_s:
                 self._tidy()
         except LostStoreError as error:
             failure = None if self._has_ended.is_set() else error
         except Exception as error:  # nobody else would notice that this thread ended
             log.exception("The watch over %s failed.", operation.what)
             failure = CheckpointError(f"{type(error).__name__}: {error}")
-        finally:
-            self._siblings.close()
         if failure is not None:
             operation.take_report(Report(rank=operation.rank, error=failure))
 
-    def _watch(self) -> None:
+    def _watch(self, siblings: Siblings) -> None:
+        """Watch until the operation ends or has failed."""
         operation, limit_s = self._operation, self._silence_s
         beats, world_size = operation.heartbeats, operation.world_size
-        watched = list(range(1, world_size)) if operation.is_coordinator else [COORDINATOR]
+        watched = range(1, world_size) if operation.is_coordinator else [COORDINATOR]
         # The coordinator hears every rank: thousands of them need longer for a round.
         beat_s = min(max(1.0, world_size / 2_000), limit_s / 4)
-        next_beat_s = 0.0
-        told: Deadline | None = None
+        next_beat_s, told = 0.0, None
         while not self._pause():
             # Before the look for reports: who reports and then ends has told its reason.
-            ended = self._siblings.ended()
+            ended = siblings.ended()
             data = self._keys.get(operation.key("failed"), limit_s)
             if data is not None:
                 report: Report = pickle.loads(data)  # noqa: S301  # our own ranks
                 if report.rank != operation.rank:
                     operation.take_report(report)
                 return
-            if any(self._gave_up_on(rank) for rank in ended):
-                return
+            for rank in ended:
+                phase = self._lost_in(rank)
+                if phase is not None:
+                    self._report([rank], phase, "died")
+                    return
             self._tidy()
             # A new phase is told soon: a rank that dies in it is named with it.
-            phase = operation.deadline
-            if phase is told and time.monotonic() < next_beat_s:
+            deadline = operation.deadline
+            if deadline is told and time.monotonic() < next_beat_s:
                 continue
-            told, next_beat_s = phase, time.monotonic() + beat_s
+            told, next_beat_s = deadline, time.monotonic() + beat_s
             self._keys.set(operation.key("life", operation.rank), beats.pack(), limit_s)
             for rank in watched:
                 self._hear(rank)
             silent = beats.silent(watched, limit_s)
             if silent:
-                self._report(
-                    silent,
-                    phase.phase,
-                    f"gave no sign of life for {limit_s:g} s",
-                    "See whether those processes were killed or stopped (out of memory?); if they "
-                    "only had no time for it, raise Timeouts.silence.",
-                )
+                self._report(silent, deadline.phase, f"gave no sign of life for {limit_s:g} s")
                 return
 
     def _pause(self) -> bool:
         """Wait until the next look; return whether there is none."""
         look_s = self._operation.group.look_s
-        first_s = min(_NEWS_S, look_s)
-        if not self._has_ended.wait(first_s):
-            self._has_news.wait(look_s - first_s)
+        if not self._has_ended.wait(min(_NEWS_S, look_s)):
+            self._has_news.wait(max(0.0, look_s - _NEWS_S))
             self._has_news.clear()
         return self._has_ended.is_set()
 
     def _tidy(self) -> None:
-        debris = self._operation.group.debris
-        for _ in range(min(_TIDY_KEYS, len(debris))):
-            self._keys.delete(debris.pop(0), self._silence_s)
+        for _ in range(min(_TIDY_KEYS, len(self._debris))):
+            self._keys.delete(self._debris.pop(0), self._silence_s)
 
     def _hear(self, rank: int) -> None:
         key = self._operation.key("life", rank)
         self._operation.heartbeats.hear(rank, self._keys.get(key, self._silence_s))
 
-    def _gave_up_on(self, rank: int) -> bool:
-        """Report a rank of this host whose process has ended, unless its part was done."""
+    def _lost_in(self, rank: int) -> Phase | None:
+        """Return the phase in which a process ended; None if its part was done."""
         operation = self._operation
         if self._keys.has_all([operation.key("left", rank)], self._silence_s):
-            return False
+            return None
         self._hear(rank)
         last = operation.heartbeats.known().get(rank)
-        phase = operation.deadline.phase if last is None else last.phase
-        if rank != COORDINATOR and phase == "commit":
-            # The commit needs it no more; whether it takes place is rank 0's to tell.
-            return False
-        self._report(
-            [rank],
-            phase,
-            "died",
-            "See what ended that process (a crash, a signal, out of memory).",
-        )
-        return True
+        phase: Phase = operation.deadline.phase if last is None else last.phase
+        # The commit needs no other rank; whether it takes place is rank 0's to tell.
+        return None if rank != COORDINATOR and phase == "commit" else phase
 
-    def _report(self, ranks: list[int], phase: Phase, how: str, next_step: str) -> None:
+    def _report(self, ranks: list[int], phase: Phase, how: str) -> None:
         """Tell all ranks that some were lost."""
         operation = self._operation
         known = {rank: operation.heartbeats.describe(rank) for rank in ranks}
-        end = ": its process has ended without a word" if how == "died" else ""
-        error = RankFailedError(
-            f"{name_ranks(ranks)} of {operation.world_size} {how} in the {phase} phase of "
-            f"{operation.what}{end}: {'; '.join(known.values())}.",
-            failures=known,
-            is_silent=True,
-            rank=ranks[0],
-            phase=phase,
-            next_step=next_step,
-        )
+        error = lost(ranks, operation.world_size, how, operation.what, phase, known)
         report = Report(rank=operation.rank, error=error)
         self._keys.set_first(operation.key("failed"), pickle.dumps(report), self._silence_s)
         operation.take_report(report)

@@ -20,13 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    PhaseTimeoutError,
-    RankFailedError,
-)
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, RankFailedError
 
-from .failures import check_terms, name_ranks, of_rank
+from .failures import check_terms, lost, name_ranks, of_rank, travelling
 from .keyvalue import COORDINATOR, LostStoreError
 from .liveness import RankProcess, Siblings
 
@@ -64,10 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What rank 0 tells a rank: the operation's id, or why there is none.
-
-    `siblings` are the processes of all ranks of that rank's host.
-    """
+    """What rank 0 tells a rank: the operation's id, or an error; and who else is on its host."""
 
     number: int
     operation_id: str = ""
@@ -78,39 +71,27 @@ class Verdict:
 class Meeting:
     """The beginning of one operation on one rank.
 
-    `keys` are those that this rank left in the store. `late_id` is the id of an operation that
-    began with this rank just as it gave up waiting. `is_over`: the verdict is known, or will not be
-    waited for.
+    `late_id` is the id of an operation that began with this rank just as it gave up waiting.
+    `is_over`: the verdict is known, or will not be waited for.
     """
 
     def __init__(self, operation: Operation) -> None:
-        self.keys: list[str] = []
         self.is_over = False
         self.late_id = ""
-        self._nonce = os.urandom(16).hex()
         self._operation = operation
         self._group = operation.group
-        self._waits = operation.waits
         self._told_alone: set[str] = set()
         self._logged_s = time.monotonic()
 
     def come(self, terms: Mapping[str, str] | None, error: CheckpointError | None = None) -> str:
-        """Meet all ranks and return the operation's id; without `terms`: to tell of `error`.
-
-        Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`; on all ranks.
-        """
-        group = self._group
-        process = RankProcess.own()
-        own = Answer(
-            number=group.number, nonce=self._nonce, terms=terms, error=error, process=process
-        )
+        """Meet all ranks and return the operation's id; without `terms`: to tell of `error`."""
+        group, process = self._group, RankProcess.own()
+        nonce = os.urandom(16).hex()
+        own = Answer(number=group.number, nonce=nonce, terms=terms, error=error, process=process)
         # Whose process has ended since the ranks last met will not come.
-        siblings = Siblings(group.siblings)
-        try:
+        with contextlib.closing(Siblings(group.siblings)) as siblings:
             come = self._call if group.is_coordinator else self._answer
             verdict = come(own, siblings)
-        finally:
-            siblings.close()
         self.is_over = True
         group.siblings = verdict.siblings or group.siblings
         group.number = verdict.number
@@ -122,34 +103,33 @@ class Meeting:
 
     def _answer(self, own: Answer, siblings: Siblings) -> Verdict:
         """Answer each call, also those of dead processes, until there is a verdict."""
-        waits, packed = self._waits, pickle.dumps(own)
+        operation, packed = self._operation, pickle.dumps(own)
 
         def look() -> Verdict | None:
             verdict = self._verdict(own)
             if verdict is not None:
                 return verdict
-            call = waits.get(_CALL)
-            key = _answer_key((call or b"").decode(), self._group.rank)
-            if call is not None and key not in self.keys:
-                self.keys.append(key)
-                waits.set(key, packed)
+            call = operation.get(_CALL)
+            key = _answer_key((call or b"").decode(), operation.rank)
+            if call is not None and key not in operation.own_keys:
+                operation.put(key, packed)
             if COORDINATOR in siblings.ended():
                 raise self._gone(COORDINATOR)
             self._log_late({COORDINATOR: own.verdict_key})
             return None
 
         try:
-            verdict = waits.until(look, lambda: self._operation.late([COORDINATOR], "not answered"))
+            verdict = operation.until(look, lambda: operation.late([COORDINATOR], "not answered"))
         except BaseException:
             if own.error is None:
                 self._withdraw(own)
             raise
         # This tells rank 0, too, that it was read.
-        waits.keys.delete(own.verdict_key, waits.patience_s())
+        self._group.keys.delete(own.verdict_key, operation.patience_s())
         return verdict
 
     def _verdict(self, own: Answer) -> Verdict | None:
-        data = self._waits.get(own.verdict_key)
+        data = self._operation.get(own.verdict_key)
         verdict: Verdict | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
         return verdict
 
@@ -157,8 +137,8 @@ class Meeting:
         """Take back the answers, and look whether the operation began all the same."""
         self.is_over = True
         with contextlib.suppress(LostStoreError):
-            for key in self.keys:
-                self._waits.keys.delete(key, _WITHDRAW_S)
+            for key in self._operation.own_keys:
+                self._group.keys.delete(key, _WITHDRAW_S)
             verdict = self._verdict(own)
             if verdict is not None:
                 self.late_id = verdict.operation_id
@@ -167,22 +147,21 @@ class Meeting:
 
     def _call(self, own: Answer, siblings: Siblings) -> Verdict:
         """Call, collect the answers, judge them and tell all; return the verdict."""
-        group = self._group
+        group, operation = self._group, self._operation
         token = os.urandom(16).hex()
         came = {group.rank: own}
         try:
-            self._waits.set(_CALL, token.encode())
+            group.keys.set(_CALL, token.encode(), operation.patience_s())
             late = self._collect(token, came, siblings)
         except LostStoreError:
             raise
         except BaseException as failure:
             # An interrupt: those who came must not wait for what will not be.
             self.is_over = True
-            ended = CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
-            error = failure if isinstance(failure, CheckpointError) else ended
-            told = of_rank(group.rank, error, self._operation.what)
-            with contextlib.suppress(LostStoreError):
+            told = of_rank(group.rank, travelling(failure), operation.what)
+            with contextlib.suppress(LostStoreError, PhaseTimeoutError):
                 self._take(token, came)
+            with contextlib.suppress(LostStoreError):
                 self._tell(came, Verdict(number=own.number, error=told))
             raise
         if len(came) < group.world_size:
@@ -197,37 +176,34 @@ class Meeting:
         self, token: str, came: dict[int, Answer], siblings: Siblings
     ) -> CheckpointError | None:
         """Take in all answers; return why some are not waited for any more."""
-        group, waits = self._group, self._waits
-        keys = {r: _answer_key(token, r) for r in range(group.world_size) if r != group.rank}
-        is_over = False
+        operation = self._operation
+        keys = {rank: _answer_key(token, rank) for rank in operation.others}
         gone: list[int] = []
 
         def look() -> bool | None:
-            nonlocal is_over
-            open_keys = [key for rank, key in keys.items() if rank not in came]
-            if waits.keys.has_all(open_keys, waits.patience_s()):
-                is_over = self._take(token, came) == "over"
-                if is_over or len(came) == group.world_size:
-                    return True
+            if operation.has_all([key for rank, key in keys.items() if rank not in came]):
+                self._take(token, came)
             gone.extend(rank for rank in siblings.ended() if rank not in came)
             self._log_late(keys)
-            return True if gone else None
+            return True if gone or len(came) == operation.world_size else None
 
         # Out of time, those are judged who have answered.
         with contextlib.suppress(PhaseTimeoutError):
-            waits.until(look, lambda: self._operation.late([], "not come"))
-        if is_over or self._take(token, came) == "over":
-            return self._over(group.rank)
+            operation.until(look, lambda: operation.late([], "not come"))
+        try:
+            self._take(token, came)
+        except PhaseTimeoutError as own_lateness:
+            return own_lateness
         missing = [rank for rank in keys if rank not in came]
         if gone and gone[0] in missing:
             return self._gone(gone[0])
-        return self._operation.late(missing, "not come") if missing else None
+        return operation.late(missing, "not come") if missing else None
 
-    def _take(self, token: str, came: dict[int, Answer]) -> Literal["on", "over"]:
-        """Take in who has answered; "over" if they are in a later operation than this rank."""
+    def _take(self, token: str, came: dict[int, Answer]) -> None:
+        """Take in who has answered; raise if they are in a later operation than this rank."""
         group = self._group
-        for rank in range(group.world_size):
-            data = None if rank in came else self._waits.get(_answer_key(token, rank))
+        for rank in self._operation.others:
+            data = None if rank in came else self._operation.get(_answer_key(token, rank))
             if data is None:
                 continue
             answer: Answer = pickle.loads(data)  # noqa: S301  # our own ranks
@@ -235,14 +211,13 @@ class Meeting:
                 continue
             order = _order(answer, came[group.rank], group.given_up)
             if order == "later":
-                return "over"
+                raise self._over(group.rank)
             if order == "same":
                 came[rank] = answer
             else:
                 # Its own number: the next operation that it calls is the one that waits for it.
                 self._told_alone.add(answer.nonce)
                 self._tell({rank: answer}, Verdict(number=answer.number, error=self._over(rank)))
-        return "on"
 
     def _judge(
         self, token: str, came: Mapping[int, Answer], late: CheckpointError | None
@@ -268,8 +243,7 @@ class Meeting:
             host = answer.process and answer.process.host
             if host not in packed:
                 packed[host] = pickle.dumps(replace(verdict, siblings=_of_host(came, answer)))
-            self.keys.append(answer.verdict_key)
-            self._waits.set(answer.verdict_key, packed[host])
+            self._operation.put(answer.verdict_key, packed[host])
 
     def _stay(self, came: Mapping[int, Answer]) -> None:
         """Wait a moment until all that came have read the error: this rank may host the store."""
@@ -277,38 +251,31 @@ class Meeting:
         end_s = time.monotonic() + _STAY_S
         with contextlib.suppress(LostStoreError):
             while unread and time.monotonic() < end_s:
-                time.sleep(self._waits.look_s)
-                unread = [key for key in unread if self._waits.get(key) is not None]
+                time.sleep(self._operation.look_s)
+                unread = [key for key in unread if self._operation.get(key) is not None]
 
     # What is said of those that are not there.
 
     def _log_late(self, keys: Mapping[int, str]) -> None:
         """Log once a minute, and at least four times before the deadline, who has not come."""
-        deadline = self._waits.deadline
+        operation, deadline = self._operation, self._operation.deadline
         now_s = time.monotonic()
         if now_s < self._logged_s + min(_LOG_S, deadline.timeout_s / 5):
             return
         self._logged_s = now_s
         log.warning(
             "%s of %d: not there for %s yet, says rank %d; %.0f s are left.",
-            name_ranks(self._waits.missing(keys)),
-            self._group.world_size,
-            self._operation.what,
-            self._group.rank,
+            name_ranks(operation.missing(keys)),
+            operation.world_size,
+            operation.what,
+            operation.rank,
             deadline.remaining_s(),
         )
 
     def _gone(self, rank: int) -> RankFailedError:
-        how, phase = "its process has ended", self._waits.deadline.phase
-        return RankFailedError(
-            f"Rank {rank} of {self._group.world_size} died before it came to "
-            f"{self._operation.what} ({phase} phase): {how}.",
-            failures={rank: how},
-            is_silent=True,
-            rank=rank,
-            phase=phase,
-            next_step="See what ended that process (a crash, a signal, out of memory).",
-        )
+        operation = self._operation
+        phase, known = operation.deadline.phase, {rank: "its process has ended"}
+        return lost([rank], operation.world_size, "died", operation.what, phase, known)
 
     def _over(self, rank: int) -> PhaseTimeoutError:
         return PhaseTimeoutError(
@@ -335,11 +302,11 @@ def _order(
     answer: Answer, own: Answer, given_up: Answer | None
 ) -> Literal["earlier", "same", "later"]:
     """Return which operation a rank has come to, compared with the coordinator's."""
+    terms = answer.terms
     if answer.number == own.number:
         return "same"
-    terms = answer.terms
-    is_past = given_up is not None and answer.number <= given_up.number
-    if is_past and given_up is not None and terms in (None, given_up.terms or {}):
+    past = given_up if given_up is not None and answer.number <= given_up.number else None
+    if past is not None and terms in (None, past.terms or {}):
         # Late for what was given up. Its state is older than what the others bring now.
         return "earlier"
     if terms is None or terms == own.terms:

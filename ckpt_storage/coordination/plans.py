@@ -22,7 +22,6 @@ from .operation import Operation
 
 _Plan = TypeVar("_Plan")
 
-
 # Of most values the type alone tells; asking the protocol takes 10 us.
 _NEVER_STATEFUL = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, dict, list, tuple, str, bytes, int, float, bool}
@@ -69,9 +68,8 @@ def exchange_plans(
 class Hello:
     """What one rank tells the coordinator about the save or load it is in.
 
-    `terms` maps the name of everything ranks must share to its value, as text. `nonce` is new for
-    every save on every rank. `items` are those of the plan that it rides in; pickled together, they
-    travel once.
+    `terms` are as for `Operation.meet`. `nonce` is new for every save on every rank. `items` are
+    those of the plan that it rides in; pickled together, they travel once.
     """
 
     nonce: str
@@ -85,10 +83,7 @@ class Hello:
 
 @dataclass(slots=True)
 class Inbox:
-    """Messages that arrived in one thread: hellos by rank, answers by the nonce they answer.
-
-    Copies of old messages may arrive too, when a planner copies its plans; their nonces differ.
-    """
+    """What arrived in one thread: hellos by rank, answers by nonce; perhaps old copies of them."""
 
     hellos: dict[int, Hello] = field(default_factory=dict)
     answers: dict[str, object] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.delete import abort_uploads, delete_attempt
+from ckpt_storage.commit.cleaning import abort_uploads, delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
@@ -202,7 +202,7 @@ class CopiedCheckpoint(Output):
             if self.was_there:
                 publishing.roll_forward(self.store, self._save_id)
             elif record.stock is not None:
-                publishing.publish(self.store, own=record, own_stock=stock_bytes)
+                publishing.publish_head(self.store, own=record, own_stock=stock_bytes)
         except CheckpointError as error:
             unpublished = publishing.not_published(self.store, record, error)
             if record.stock_entries != 0:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit import publishing, slotlog
-from ckpt_storage.commit.delete import log_to_extend
+from ckpt_storage.commit.cleaning import log_to_extend
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.errors import (

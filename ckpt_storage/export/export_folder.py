@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from ckpt_storage.commit.delete import abort_uploads
+from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
 from ckpt_storage.errors import CheckpointExistsError, StorageError
 from ckpt_storage.format.crc import crc32c_of

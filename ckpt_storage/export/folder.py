@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeVar
 
-from ckpt_storage.commit.delete import abort_uploads
+from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
 from ckpt_storage.errors import (
     CheckpointExistsError,

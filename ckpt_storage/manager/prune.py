@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.delete import TOMBSTONE_AGE_S, attempts_there, remove_tombstone
-from ckpt_storage.commit.delete import delete as delete_commit
+from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S, attempts_there, remove_tombstone
+from ckpt_storage.commit.cleaning import delete as delete_commit
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
@@ -358,7 +358,7 @@ def _deleted(root: Root, name: str | None, timeouts: Timeouts, *, missing_ok: bo
 
 
 def _delete_with_exports(store: Store, *, expected_save_id: str | None = None) -> bool:
-    """Delete what lies there, and then its exports; returns and raises as `commit.delete`."""
+    """Delete what lies there, and then its exports; returns and raises as `cleaning.delete`."""
     is_deleted = delete_commit(store, expected_save_id=expected_save_id)
     if is_deleted and (others := remove_exports(store)):
         log.info("%s: files of others stay, such as %s", store.url, others[0])

@@ -120,7 +120,7 @@ class Deadline:
             if error is failure:
                 raise
             if failure is not None and isinstance(error, StorageError):
-                raise failure from error
+                raise failure from failure.__cause__ or error
             is_late = isinstance(error, StorageError) and error.kind == "timeout"
             if is_late and self.remaining_s() < _CUT_S:
                 late = self.error(what)

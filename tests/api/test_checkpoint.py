@@ -28,8 +28,8 @@ from ckpt_storage import (
     InvalidInputError,
     UnsafeContentError,
 )
+from ckpt_storage.commit.cleaning import delete as delete_checkpoint
 from ckpt_storage.commit.cleaning import free_superseded
-from ckpt_storage.commit.delete import delete as delete_checkpoint
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.store import open_store

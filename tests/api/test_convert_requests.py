@@ -192,7 +192,7 @@ def test_a_commit_of_unknown_outcome_keeps_its_files(
 
 @pytest.mark.parametrize(
     "step",
-    ["commit.attempt.take_slot", "commit.publishing.publish", "export.convert.ConvertReport"],
+    ["commit.attempt.take_slot", "commit.publishing.publish_head", "export.convert.ConvertReport"],
 )
 def test_an_interrupt_once_the_slot_is_taken_leaves_the_checkpoint_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.delete import delete, delete_attempt
+from ckpt_storage.commit.cleaning import delete, delete_attempt
 from ckpt_storage.errors import (
     CheckpointExistsError,
     IntegrityError,

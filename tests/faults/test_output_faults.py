@@ -19,7 +19,7 @@ from fault_tools import Faulty
 import ckpt_storage
 import ckpt_storage.export.output
 from ckpt_storage import verify
-from ckpt_storage.commit.delete import delete
+from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert

@@ -1,4 +1,4 @@
-"""How often ranks connect to the store they share: once, not once an operation."""
+"""How ranks connect to the store they share: once, and anew where a connection is of no use."""
 
 from __future__ import annotations
 
@@ -7,74 +7,77 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_threads import END_S, LOOK_S, group, run
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
 from ckpt_storage.errors import RankFailedError
 from ckpt_storage.options import Timeouts
 
-LOOK_S = 0.002
-END_S = 30.0
+Connect = Callable[[], dist.Store]
 
 
-def group(board: Callable[[], KeyValues]) -> list[RankGroup]:
-    """Return two ranks, each over a board of its own making."""
-    return [RankGroup(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
+@pytest.fixture
+def server() -> dist.TCPStore:
+    """A server of keys."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
 
 
-def operate(
-    ranks: list[RankGroup], ready: Callable[[], bool], timeout_s: float = 20.0
-) -> list[BaseException | None]:
-    """Run one operation, in which each rank waits until `ready`; return what each raised."""
-    raised: dict[int, BaseException | None] = {}
-
-    def main(coordinator: RankGroup) -> None:
-        error = None
-        try:
-            with coordinator.operation("the test", timeouts=Timeouts.of(timeout_s)) as operation:
-                operation.meet({})
-                end_s = time.monotonic() + END_S
-                while not ready() and operation.failure() is None and time.monotonic() < end_s:
-                    time.sleep(LOOK_S)
-                failure = operation.failure()
-                if failure is not None:
-                    raise failure  # noqa: TRY301  # as any wait would
-                operation.all_gather(b"")
-        except BaseException as caught:  # noqa: BLE001  # returned
-            error = caught
-        raised[coordinator.rank] = error
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(END_S)
-    assert sorted(raised) == [0, 1], "a rank hangs"
-    return [raised[rank] for rank in range(2)]
+@pytest.fixture
+def connect(server: dist.TCPStore) -> Connect:
+    """Makes one more connection to it."""
+    return lambda: client(server.port)
 
 
-def test_operations_keep_their_connection() -> None:
+def client(port: int) -> dist.Store:
+    """Return a new connection."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def operate(ranks: list[RankGroup], for_s: float = 0.0) -> list[BaseException | None]:
+    """Run one operation that lasts a while; return what each rank raised."""
+
+    def body(one: RankGroup) -> None:
+        with one.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+            operation.meet({})
+            end_s = time.monotonic() + for_s
+            while operation.failure() is None and time.monotonic() < end_s:
+                time.sleep(LOOK_S)
+            operation.deadline.check("the test")
+            operation.all_gather(b"")
+
+    return [ended.error for ended in run(ranks, body)]
+
+
+@contextlib.contextmanager
+def connected(connect: Connect) -> Iterator[list[RankGroup]]:
+    """Give two ranks, each with a connection of its own."""
+    ranks = group(lambda: KeyValues(connect, "test"), 2)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def test_operations_keep_their_connection(connect: Connect) -> None:
     """However many there are, each rank connects once."""
-    timeout = timedelta(seconds=20)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-    connected: list[int] = []
+    made: list[dist.Store] = []
 
-    def connect() -> dist.Store:
-        connected.append(server.port)
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+    def counted() -> dist.Store:
+        made.append(connect())
+        return made[-1]
 
-    ranks = group(lambda: KeyValues(connect, "test"))
-    for _ in range(4):
-        assert operate(ranks, lambda: True) == [None, None]
-    assert len(connected) == 2
-    for rank in ranks:
-        rank.close()
+    with connected(counted) as ranks:
+        for _ in range(4):
+            assert operate(ranks) == [None, None]
+    assert len(made) == 2
 
 
 class Cable:
@@ -118,43 +121,21 @@ def _carry(source: socket.socket, drain: socket.socket) -> None:
             drain.sendall(data)
 
 
-def test_connections_that_broke_cost_one_operation() -> None:
+def test_connections_that_broke_cost_one_operation(server: dist.TCPStore) -> None:
     """Those between which they broke fail in it, and the next one connects anew."""
-    timeout = timedelta(seconds=20)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
     cable = Cable(server.port)
-
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", cable.port, is_master=False, timeout=timeout)
-
-    def operate_beyond_looks() -> list[BaseException | None]:
-        # Torch takes a while to put down how a call failed.
-        end_s = time.monotonic() + 0.3
-        return operate(ranks, lambda: time.monotonic() > end_s)
-
-    ranks = group(lambda: KeyValues(connect, "test"))
-    try:
-        assert operate_beyond_looks() == [None, None]
+    while_s = 0.3  # torch takes a while to put down how a call failed
+    with contextlib.closing(cable), connected(lambda: client(cable.port)) as ranks:
+        assert operate(ranks, while_s) == [None, None]
         cable.cut()
-        assert all(isinstance(error, RankFailedError) for error in operate_beyond_looks())
+        assert all(isinstance(error, RankFailedError) for error in operate(ranks, while_s))
         for _ in range(2):
-            assert operate_beyond_looks() == [None, None]
-    finally:
-        for rank in ranks:
-            rank.close()
-        cable.close()
+            assert operate(ranks, while_s) == [None, None]
 
 
-def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
+def test_what_is_removed_while_it_is_read_is_not_waited_for(connect: Connect) -> None:
     """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
-    timeout = timedelta(seconds=60)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
-
-    reader = KeyValues(connect, "test")
-    writer = KeyValues(connect, "test")
+    reader, writer = KeyValues(connect, "test"), KeyValues(connect, "test")
     is_over = threading.Event()
 
     def put_and_remove() -> None:
@@ -175,52 +156,44 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
     # As it is while somebody removes it.
     assert connect().delete_key("test/large#1")
     assert reader.get("large", END_S) is None
-    for board in (writer, reader):
-        board.close()
+    for keys in (writer, reader):
+        keys.close()
 
 
-def _read_often(board: KeyValues, key: str) -> set[bytes | None]:
-    return {board.get(key, END_S) for _ in range(2000)}
-
-
-def test_a_child_of_fork_connects_anew() -> None:
+def test_a_child_of_fork_connects_anew(connect: Connect) -> None:
     """Two processes that ask on one connection take each other's answers."""
-    timeout = timedelta(seconds=20)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
-
-    board = KeyValues(connect, "test")
-    board.set("parent", b"for the parent", END_S)
-    board.set("child", b"for the child", END_S)
-    assert board.has_all(["parent", "child"], END_S)
+    keys = KeyValues(connect, "test")
+    for name in ("parent", "child"):
+        keys.set(name, name.encode(), END_S)
+    assert keys.has_all(["parent", "child"], END_S)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
+    def read_often(name: str) -> set[bytes | None]:
+        return {keys.get(name, END_S) for _ in range(2000)}
+
     def child() -> None:
         theirs.send("here")
-        theirs.send(_read_often(board, "child"))
+        theirs.send(read_often("child"))
 
     process = context.Process(target=child)
     process.start()
     theirs.close()
     try:
         assert ours.recv() == "here"
-        assert _read_often(board, "parent") == {b"for the parent"}
+        assert read_often("parent") == {b"parent"}
         assert ours.poll(END_S)
-        assert ours.recv() == {b"for the child"}
+        assert ours.recv() == {b"child"}
     finally:
         process.kill()
         process.join(END_S)
     # The child let go of the connection that was the parent's, and the parent still has it.
-    assert board.get("parent", END_S) == b"for the parent"
-    board.close()
+    assert keys.get("parent", END_S) == b"parent"
+    keys.close()
 
 
 def test_a_connection_that_hangs_is_left_behind() -> None:
     """A call that does not come back keeps no later one, which connects anew."""
-    server = dist.HashStore()
     is_over = threading.Event()
 
     class Hanging:
@@ -228,7 +201,7 @@ def test_a_connection_that_hangs_is_left_behind() -> None:
             is_over.wait(END_S)
             return b""
 
-    stores: list[Any] = [Hanging(), server]
+    stores: list[Any] = [Hanging(), dist.HashStore()]
     keys = KeyValues(lambda: stores.pop(0), "test")
     try:
         with pytest.raises(LostStoreError, match="no answer in"):

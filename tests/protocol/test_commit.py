@@ -20,8 +20,8 @@ from commit_tools import (
     Disk,
     attempted,
     begun,
+    body_of,
     committed,
-    deadline,
     deleted,
     fenced,
     files_of,
@@ -46,6 +46,7 @@ from ckpt_storage.format.commit_record import HeadRef
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -60,60 +61,31 @@ def store(disk: Disk) -> DictStore:
     return DictStore(disk)
 
 
-def slots_at_random(seed: int, count: int) -> dict[str, bytes]:
-    """Return slots as savers, pruners and deleters could have left them."""
-    source = random.Random(seed)
-    files: dict[str, bytes] = {}
-    head: dict[str, object] | None = None
-    for slot in range(1, count + 1):
-        kind = source.choices(("commit", "fence", "deleted"), (6, 3, 1))[0]
-        if kind == "deleted" and head is None:
-            kind = "fence"
-        save_id = f"20260101T000000Z-{slot:016x}"
-        previous = head
-        if kind == "commit":
-            head = {"slot": slot, "save_id": save_id}
-        elif kind == "deleted":
-            head = None
-        body: dict[str, object] = {
-            "format": "ckpt_storage.commit/1",
-            "type": kind,
-            "slot": slot,
-            "write_id": f"{slot:032x}",
-            "head": head,
-        }
-        if kind == "commit":
-            named = {"path": f"saves/{save_id}/manifest.json", "bytes": 3, "crc32c": "00000000"}
-            body |= {"save_id": save_id, "manifest": named, "stock": None, "previous": previous}
-        else:
-            body["fenced"] = []
-        files[f"commits/{slot:08d}.json"] = sealed(body)
-    return files
-
-
 def test_the_head_is_found_in_logarithmic_reads(
     record_property: Callable[[str, object], None],
 ) -> None:
     """For 1 to 40 slots of all types the oracle's head is found, in about 2 log2(n) reads."""
     most: dict[int, int] = {}
-    for count in range(1, 41):
-        for seed in range(12):
-            files = slots_at_random(seed * 100 + count, count)
-            paths: list[str] = []
-            disk = Disk()
-            for path, data in files.items():
-                disk.put(path, data)
-
-            def note(operation: str, path: str, paths: list[str] = paths) -> None:
-                del operation
-                paths.append(path)
-
-            found = slotlog.read_log(DictStore(disk, CAS, note))
+    paths: list[str] = []
+    actions: list[Callable[[DictStore], object]] = [
+        lambda store: committed(store, attempted(store)),
+        lambda store: fenced(store, "20260101T000000Z-0123456789abcdef"),
+        deleted,
+    ]
+    for seed in range(12):
+        disk, source = Disk(), random.Random(seed)
+        watched = DictStore(disk, CAS, lambda _, path: paths.append(path))
+        committed(DictStore(disk), attempted(DictStore(disk)))
+        for _ in range(45):
+            now = seen(disk.files)
+            paths.clear()
+            found, count = slotlog.read_log(watched), len(now.slots)
             assert found.last_slot == count
-            assert (found.head.save_id if found.head else None) == seen(files).head
+            assert (found.head.save_id if found.head else None) == now.head
             # Doubling up, halving down, and once to the commit that the last record names.
             assert len(paths) <= 2 * count.bit_length() + 1
             most[count] = max(most.get(count, 0), len(paths))
+            source.choices(actions, (6, 3, 1))[0](DictStore(disk))
     record_property("reads of n slots", most)
     assert most[1] == 2
     assert most[40] <= 13
@@ -128,35 +100,23 @@ def test_no_slot_costs_a_read_and_a_listing(store: DictStore) -> None:
     assert calls == [("get", SLOT_1), ("list", "commits")]
 
 
-@pytest.mark.parametrize("type_of_target", ["fence", "commit of another save", "nothing"])
-def test_a_head_that_leads_astray_is_refused(disk: Disk, type_of_target: str) -> None:
+@pytest.mark.parametrize("named", ["a fence", "a commit of another save", "nothing"])
+def test_a_head_that_leads_astray_is_refused(disk: Disk, named: str) -> None:
     """A last record whose `head` is no commit of that save is a FormatError, never a guess."""
-    files = slots_at_random(7, 4)
-    save_id = f"20260101T000000Z-{2:016x}"
-    head = {"slot": 2, "save_id": save_id}
-    target: dict[str, object] = {"format": "ckpt_storage.commit/1", "slot": 2, "write_id": "0" * 32}
-    if type_of_target == "fence":
-        target |= {"type": "fence", "head": None, "fenced": []}
-    else:
-        other = {"slot": 2, "save_id": save_id.replace("Z-0", "Z-1")}
-        path = f"saves/{other['save_id']}/manifest.json"
-        named = {"path": path, "bytes": 3, "crc32c": "00000000"}
-        target |= {"type": "commit", "head": other, "save_id": other["save_id"], "manifest": named}
-    files["commits/00000002.json"] = sealed(target)
-    last: dict[str, object] = {
-        "format": "ckpt_storage.commit/1",
-        "type": "fence",
-        "slot": 4,
-        "write_id": "1" * 32,
-        "head": head if type_of_target != "nothing" else {"slot": 9, "save_id": save_id},
-        "fenced": [],
-    }
-    files["commits/00000004.json"] = sealed(last)
-    for path, data in files.items():
-        disk.put(path, data)
+    store = DictStore(disk)
+    fenced(store, saved(store))
+    fenced(store, saved(store))
+    path = slot_path(4)
+    slot, save_id = {
+        "a fence": (2, seen(disk.files).committed[0]),
+        "a commit of another save": (1, seen(disk.files).committed[1]),
+        "nothing": (9, seen(disk.files).committed[1]),
+    }[named]
+    body = body_of(disk.files[path]) | {"head": {"slot": slot, "save_id": save_id}}
+    disk.put(path, sealed(body))
     with pytest.raises(FormatError) as caught:
-        slotlog.read_log(DictStore(disk))
-    assert caught.value.path == "commits/00000004.json"
+        slotlog.read_log(store)
+    assert caught.value.path == path
 
 
 def test_begin_refuses_a_committed_checkpoint_and_changes_nothing(store: DictStore) -> None:
@@ -351,7 +311,6 @@ class Late(DictBackend):
     is_first = True
 
     def put(self, path: str, data: Buffers, **conditions: Any) -> None:
-        """Create, late."""
         if self.is_first:
             self.is_first, self.late = False, (path, data)
             raise TimeoutError
@@ -373,7 +332,7 @@ def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> 
     attempt = attempted(store)
     faulty = store.failing()
     with pytest.raises(PhaseTimeoutError):
-        committed(faulty.bounded(deadline(1e-9)), attempt)
+        committed(faulty.bounded(Deadline("commit", 1e-9)), attempt)
     assert faulty.script.calls == []
 
 
@@ -393,17 +352,6 @@ def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
     files = files_in(local_store(str(tmp_path)))
     assert seen(files).head == attempt.save_id
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
-
-
-def test_a_fenced_saver_fails_and_an_innocent_one_commits(store: DictStore) -> None:
-    """Of two live savers the one that a fence names loses; the other takes the slot behind it."""
-    guilty, innocent = attempted(store), attempted(store)
-    fenced(store, guilty.save_id)
-    with pytest.raises(CommitConflictError) as caught:
-        committed(store, guilty)
-    assert caught.value.winner["type"] == "fence"
-    assert committed(store, innocent).slot == 2
-    assert seen(store.disk.files).head == innocent.save_id
 
 
 def test_a_single_writer_storage_still_tells_a_later_saver(disk: Disk) -> None:

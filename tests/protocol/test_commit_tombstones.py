@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commit_model import save
-from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
+from commit_model import WEEK_S, gone
 from commit_tools import (
-    CAS,
     DAY_S,
-    IN_TURN,
     DictStore,
     Disk,
     attempted,
@@ -23,44 +19,19 @@ from commit_tools import (
     deleted,
     saved,
     seen,
-    take_in_turn,
 )
 from local_stores import local_store
 
-from ckpt_storage.commit.delete import remove_tombstone
+from ckpt_storage.commit.cleaning import remove_tombstone
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
     CheckpointExistsError,
-    CommitConflictError,
     PhaseTimeoutError,
     StorageError,
 )
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
-
-WEEK_S = 7 * DAY_S
-
-
-def gone(store: DictStore, *, age_s: float = WEEK_S, count: int = 2) -> None:
-    """Save, delete, and let time pass."""
-    for _ in range(count):
-        saved(store)
-    deleted(store)
-    store.disk.clock_s += age_s
-
-
-def head_of(disk: Disk) -> str | None:
-    """Return the head as an oracle reads it that allows for removed slots below the lowest."""
-    numbers = sorted(int(path[8:16]) for path in disk.files if path.startswith("commits/"))
-    if not numbers:
-        return None
-    assert numbers == list(range(numbers[0], numbers[-1] + 1)), "a commit lies apart from the log"
-    moved = {
-        f"commits/{number - numbers[0] + 1:08d}.json": disk.files[f"commits/{number:08d}.json"]
-        for number in numbers
-    }
-    return seen(moved).head
 
 
 def test_an_old_tombstone_goes_without_a_trace(store_: DictStore) -> None:
@@ -72,7 +43,7 @@ def test_an_old_tombstone_goes_without_a_trace(store_: DictStore) -> None:
     assert not store_.disk.files
     assert not remove_tombstone(store_)
     latest = saved(store_)
-    assert head_of(store_.disk) == latest
+    assert seen(store_.disk.files).head == latest
     assert not remove_tombstone(store_)
 
 
@@ -122,7 +93,7 @@ def test_who_saves_where_a_checkpoint_was_deleted_is_found(
     latest = saved(store_)
     last = read_log(store_)
     assert last.head is not None
-    assert last.head.save_id == head_of(store_.disk) == latest
+    assert last.head.save_id == seen(store_.disk.files).head == latest
     assert last.last_slot == {1: 4, 5: 5, 8: 1}[age_days]
     store_.disk.clock_s += WEEK_S
     assert not remove_tombstone(store_)
@@ -135,58 +106,6 @@ def test_an_attempt_of_days_ago_is_not_committed(store_: DictStore) -> None:
     with pytest.raises(PhaseTimeoutError, match="not committed"):
         committed(store_, old)
     assert not [path for path in store_.disk.files if path.startswith("commits/")]
-
-
-JOBS: list[tuple[str, Job]] = [
-    ("remove", remove_tombstone),
-    ("remove", remove_tombstone),
-    ("save", save),
-    ("save", save),
-]
-
-
-@pytest.mark.parametrize("age_s", [WEEK_S, WEEK_S / 2])
-def test_no_order_of_removers_and_savers_loses_or_hides_a_commit(
-    monkeypatch: pytest.MonkeyPatch, age_s: float
-) -> None:
-    """Two removers and two savers: every order of one switch, others at random."""
-    take_in_turn(monkeypatch, IN_TURN[0])
-    origin = Disk()
-    gone(DictStore(origin), age_s=age_s)
-    count = 0
-
-    def check(disk: Disk) -> None:
-        head_of(disk)
-
-    at_random: Iterator[Chooser] = (Wandering(seed) for seed in range(100))
-    in_order = Preempting(1).schedules() if age_s == WEEK_S else ()  # else nobody removes
-    for chooser in itertools.chain(in_order, at_random):
-        disk = origin.copy()
-        actors = play(disk, CAS, JOBS, chooser, check)
-        _check_end(disk, actors)
-        count += 1
-    print(f"{count} schedules of removers and savers")  # noqa: T201  # shown by -rP
-    assert count >= 100
-
-
-def _check_end(disk: Disk, actors: list[Actor]) -> None:
-    store = DictStore(disk)
-    winners = [
-        actor.result
-        for actor in actors
-        if actor.name == "save" and actor.done and actor.error is None
-    ]
-    for actor in actors:
-        assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
-    found = read_log(store)
-    head = found.head.save_id if found.head else None
-    assert head == head_of(disk)
-    if winners:
-        assert head is not None, "a commit was lost"
-    if all(actor.done for actor in actors):
-        assert head in winners
-    latest = save(store)
-    assert head_of(disk) == latest
 
 
 def test_on_s3_nothing_stays_and_what_was_replaced_does() -> None:

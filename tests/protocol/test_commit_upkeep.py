@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commit_tools import (
-    BLIND,
     BOTH,
-    CAS,
     DAY_S,
     DictStore,
     Disk,
@@ -32,25 +32,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_stores import local_store
 
-from ckpt_storage.commit import cleaning, delete, publishing
-from ckpt_storage.errors import CommitConflictError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.commit import cleaning, publishing
+from ckpt_storage.errors import CommitConflictError, IntegrityError, InvalidInputError
 from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
-
-
-@BOTH
-def test_publishing_shows_the_head_to_stock_readers(store: DictStore) -> None:
-    """After it `.metadata` is the head's pickle and a footer with its slot; again is nothing."""
-    attempt, record = just_committed(store)
-    assert published(store, attempt, record)
-    now = seen(store.disk.files)
-    assert (now.stock, now.footer) == (attempt.save_id, 1)
-    before = store.disk.changes
-    assert publishing.publish(store)
-    assert store.disk.changes == before
 
 
 @BOTH
@@ -60,39 +48,6 @@ def test_a_rebased_commit_is_published_under_the_slot_it_got(store: DictStore) -
     fenced(store, other.save_id)
     published(store, attempt, committed(store, attempt))
     assert seen(store.disk.files).footer == 2
-
-
-@BOTH
-@pytest.mark.parametrize("before", ["nothing", "an older one"])
-@pytest.mark.parametrize("action", ["error", "lost_answer"])
-def test_a_failed_answer_while_publishing_is_looked_into(
-    store: DictStore, before: str, action: str
-) -> None:
-    """Done or not, `.metadata` names the head afterwards."""
-    if before == "an older one":
-        saved(store)
-    attempt, record = just_committed(store)
-    rule = Rule(action=action, operation="put.*", path="metadata")  # type: ignore[arg-type]
-    assert published(store.failing(rule), attempt, record)
-    assert seen(store.disk.files).stock == attempt.save_id
-
-
-@BOTH
-def test_publishing_that_fails_for_good_says_so(store: DictStore) -> None:
-    """Without the right to write there is an error; the commit stands and nothing is marked."""
-    attempt, record = just_committed(store)
-    rule = Rule(
-        action="error",
-        operation="put.*",
-        kind="permission",
-        retryable=False,
-        hit_count=None,
-    )
-    with pytest.raises(StorageError):
-        published(store.failing(rule), attempt, record)
-    assert seen(store.disk.files).head == attempt.save_id
-    assert publishing.roll_forward(store, attempt.save_id)
-    assert seen(store.disk.files).stock == attempt.save_id
 
 
 @BOTH
@@ -140,29 +95,25 @@ def test_a_damaged_copy_is_not_published(store: DictStore, harm: str) -> None:
     assert not publishing.roll_forward(store, attempt.save_id)
     assert seen(store.disk.files).stock == older
     with pytest.raises(IntegrityError):
-        publishing.publish(store)
+        publishing.publish_head(store)
+
+
+FOOTERS = [
+    b'{"slot":1e999,"save_id":"x"}',
+    b'{"slot":Infinity,"save_id":"x"}',
+    b"[" * 100_000,
+    b'{"slot":{},"save_id":1}',
+    b"[1]",
+    b"null",
+]
 
 
 @given(
-    st.one_of(
-        st.binary(max_size=80),
-        st.builds(
-            lambda text, length: text + b"%08d" % length + b"CKPTSTO1",
-            st.one_of(
-                st.binary(max_size=40),
-                st.sampled_from(
-                    [
-                        b'{"slot":1e999,"save_id":"x"}',
-                        b'{"slot":Infinity,"save_id":"x"}',
-                        b"[" * 100_000,
-                        b'{"slot":{},"save_id":1}',
-                        b"[1]",
-                        b"null",
-                    ]
-                ),
-            ),
-            st.integers(0, 99_999_999),
-        ),
+    st.builds(
+        lambda text, length, end: text + b"%08d" % length + end,
+        st.one_of(st.binary(max_size=40), st.sampled_from(FOOTERS)),
+        st.integers(0, 99_999_999),
+        st.sampled_from([b"CKPTSTO1", b""]),
     )
 )
 def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
@@ -188,63 +139,12 @@ def test_superseded_commits_are_freed(store: DictStore, keep_previous: int) -> N
 
 
 @BOTH
-def test_what_metadata_names_is_not_freed_before_it_names_the_head(store: DictStore) -> None:
-    """The head was never published: freeing publishes it first."""
-    old = saved(store)
-    just_committed(store)
-    attempt, _ = just_committed(store)
-    assert seen(store.disk.files).stock == old
-    watched: list[bool] = []
-
-    def gate(operation: str, path: str) -> None:
-        del path
-        if operation.startswith("delete"):
-            watched.append(seen(store.disk.files).stock == attempt.save_id)
-
-    store.gate = gate
-    cleaning.free_superseded(store, keep_previous=0)
-    assert watched
-    assert all(watched)
-
-
-def test_a_sweep_keeps_head_and_previous_however_old() -> None:
+def test_a_sweep_keeps_head_and_previous_however_old(store: DictStore) -> None:
     """Age alone frees nothing that is committed and wanted."""
-    for capabilities in (CAS, BLIND):
-        store = DictStore(Disk(), capabilities)
-        ids = [saved(store) for _ in range(5)]
-        store.disk.clock_s += 100 * DAY_S
-        assert cleaned(store, min_age_s=DAY_S) == ids[:3]
-        assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
-
-
-@BOTH
-def test_freeing_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -> None:
-    """After a crash at any operation the head is whole, and the next run leaves no trace."""
-    count = 0
-    for action in ("crash_before", "crash_after", "torn"):
-        for skip in range(200):
-            store = DictStore(Disk(), capabilities)
-            ids = [saved(store) for _ in range(3)]
-            rule = Rule(
-                action=action,
-                operation="delete|delete_folder" if action == "torn" else "",
-                skip_count=skip,
-            )
-            faulty = store.failing(rule)
-            try:
-                cleaning.free_superseded(faulty)
-            except SimulatedCrash:
-                count += 1
-            else:
-                break
-            files = store.disk.files
-            now = seen(files)
-            assert now.head == now.stock == ids[2]
-            assert is_whole(files, ids[2])
-            assert is_whole(files, ids[1])
-            cleaning.free_superseded(store)
-            assert not [path for path in store.disk.files if ids[0] in path]
-    assert count > 20
+    ids = [saved(store) for _ in range(5)]
+    store.disk.clock_s += 100 * DAY_S
+    assert cleaned(store, min_age_s=DAY_S) == ids[:3]
+    assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
 
 
 @BOTH
@@ -253,7 +153,7 @@ def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
     attempt = attempted(store)
     gone: list[str] = []
     store.gate = lambda operation, path: gone.append(path) if operation == "delete" else None
-    delete.delete_attempt(store, attempt.save_id)
+    cleaning.delete_attempt(store, attempt.save_id)
     named = [path for path in gone if path in files_of(attempt.save_id)]
     assert named[0].endswith(".distcp")
     assert gone[-1].endswith("manifest.json")
@@ -339,7 +239,7 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
             uploads.append(upload)
         assert server.open_upload_count == 2
         fenced(store, dead.save_id)
-        delete.delete_attempt(store, dead.save_id)
+        cleaning.delete_attempt(store, dead.save_id)
         assert server.open_upload_count == 1
         assert cleaned(store) == [alive.save_id]
         assert server.open_upload_count == 0
@@ -366,67 +266,23 @@ def test_no_save_id_to_expect_is_refused(store: DictStore) -> None:
     """An empty id where nothing is committed would mean whatever is being saved."""
     live = attempted(store)
     with pytest.raises(InvalidInputError, match="save id"):
-        delete.delete(store, expected_save_id="")
+        cleaning.delete(store, expected_save_id="")
     assert is_whole(store.disk.files, live.save_id)
-    assert delete.delete(store, expected_save_id="none") is False
+    assert cleaning.delete(store, expected_save_id="none") is False
     assert is_whole(store.disk.files, live.save_id)
 
 
 @BOTH
-def test_a_paused_saver_meets_the_tombstone(store: DictStore) -> None:
-    """A saver that began before the deletion fails; one that began after it commits."""
-    saved(store)
-    paused = attempted(store)
-    deleted(store)
-    with pytest.raises(CommitConflictError) as caught:
-        committed(store, paused)
-    assert caught.value.winner["type"] == "deleted"
-    later = saved(store)
-    now = seen(store.disk.files)
-    assert now.head == now.stock == later
-
-
-@BOTH
-@pytest.mark.parametrize("with_fence", [False, True])
-def test_deleting_again_does_not_harm_who_began_since(store: DictStore, with_fence: bool) -> None:  # noqa: FBT001
-    """The tombstone in force is found, also behind a fence, and names only what was before it."""
+def test_deleting_again_does_not_harm_who_began_since(store: DictStore) -> None:
+    """The tombstone in force is found behind a fence, and names only what was before it."""
     saved(store)
     deleted(store)
     later = attempted(store)
-    if with_fence:
-        fenced(store, "20260101T000000Z-0123456789abcdef")
+    fenced(store, "20260101T000000Z-0123456789abcdef")
     deleted(store)
     assert is_whole(store.disk.files, later.save_id)
     published(store, later, committed(store, later))
     assert seen(store.disk.files).stock == later.save_id
-
-
-@BOTH
-def test_deleting_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -> None:
-    """At every point there is the whole old checkpoint or none, and the next run finishes."""
-    count = 0
-    for action in ("crash_before", "crash_after"):
-        for skip in range(200):
-            store = DictStore(Disk(), capabilities)
-            saved(store)
-            save_id = saved(store)
-            faulty = store.failing(Rule(action=action, skip_count=skip))
-            try:
-                deleted(faulty)
-            except SimulatedCrash:
-                count += 1
-            else:
-                break
-            now = seen(store.disk.files)
-            assert now.head in {None, save_id}
-            if now.head is not None:
-                assert is_whole(store.disk.files, save_id)
-                assert now.stock == save_id
-            deleted(store)
-            files = store.disk.files
-            assert seen(files).head is None
-            assert not [path for path in files if not path.startswith("commits/")]
-    assert count > 20
 
 
 @BOTH
@@ -453,3 +309,34 @@ def test_a_deleted_checkpoint_that_crashed_half_way_is_cleared_by_later_saves(
     assert cleaned(store, min_age_s=DAY_S) == [old]
     now = seen(store.disk.files)
     assert now.head == now.stock == new.save_id
+
+
+@BOTH
+@pytest.mark.parametrize("ends", [cleaning.free_superseded, deleted])
+def test_freeing_and_deleting_may_be_cut_anywhere_and_run_again(
+    capabilities: Capabilities, ends: Callable[[DictStore], object]
+) -> None:
+    """At every point the head is whole, or there is none; the next run leaves no trace."""
+    count = 0
+    for action in ("crash_before", "crash_after", "torn"):
+        for skip in itertools.count():
+            store = DictStore(Disk(), capabilities)
+            first, *kept = [saved(store) for _ in range(3)]
+            operation = "delete|delete_folder" if action == "torn" else ""
+            rule = Rule(action=action, operation=operation, skip_count=skip)
+            try:
+                ends(store.failing(rule))
+            except SimulatedCrash:
+                count += 1
+            else:
+                break
+            now = seen(store.disk.files)
+            if ends is not deleted or now.head is not None:
+                assert now.head == now.stock == kept[-1]
+                assert all(is_whole(store.disk.files, save_id) for save_id in kept)
+            ends(store)
+            gone = [first] if ends is not deleted else [first, *kept]
+            left = [path for path in store.disk.files if not path.startswith("commits/")]
+            assert not [path for path in left if any(save_id in path for save_id in gone)]
+            assert seen(store.disk.files).head == (None if ends is deleted else kept[-1])
+    assert count > 20

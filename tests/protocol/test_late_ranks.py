@@ -8,38 +8,22 @@ from typing import Any
 
 import pytest
 from memory_keys import MemoryKeys
+from rank_threads import END_S, group, run, values
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 
-END_S = 30.0
 SHORT = Timeouts(plan=0.3, silence=5)
 LONG = Timeouts(plan=8, silence=5)
 
 Terms = Callable[[int], dict[str, str]]
 
 
-def run(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Run each body in a thread of its own; return what each returned."""
-    ended: list[Any] = [None] * len(bodies)
-
-    def one(number: int) -> None:
-        ended[number] = bodies[number]()
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(END_S)
-        assert not thread.is_alive()
-    return ended
-
-
-def tried(group: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
+def tried(ranks: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
     """Run one operation; return what all said, or the error."""
     try:
-        with group.operation("the save to x", timeouts=timeouts) as operation:
+        with ranks.operation("the save to x", timeouts=timeouts) as operation:
             operation.meet(terms)
             return operation.all_gather(said)
     except CheckpointError as error:
@@ -48,21 +32,18 @@ def tried(group: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: byt
 
 def after_giving_up(late: Callable[[RankGroup], list[Any]], terms: Terms, steps: range) -> Any:
     """Let rank 0 give up step 1 and go on with `steps`; rank 1 does `late` once it gave up."""
-    keys = MemoryKeys()
-    ranks = [RankGroup(keys, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
 
-    def coordinator() -> list[Any]:
-        first = tried(ranks[0], SHORT, terms(1), b"1")
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == 1:
+            gave_up.wait(END_S)
+            return late(ranks)
+        first = tried(ranks, SHORT, terms(1), b"1")
         gave_up.set()
         assert isinstance(first, CheckpointError)
-        return [tried(ranks[0], LONG, terms(step), b"%d" % step) for step in steps]
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in steps]
 
-    def other() -> list[Any]:
-        gave_up.wait(END_S)
-        return late(ranks[1])
-
-    return run([coordinator, other])
+    return values(run(group(MemoryKeys(), 2), body))
 
 
 def same_url(_step: int) -> dict[str, str]:
@@ -79,8 +60,8 @@ def own_url(step: int) -> dict[str, str]:
 def test_a_late_rank_is_not_taken_for_one_of_the_next_save(terms: Terms) -> None:
     """A state that comes to save 1 after the others gave it up never enters save 2."""
 
-    def late(group: RankGroup) -> list[Any]:
-        return [tried(group, LONG, terms(step), b"%d" % step) for step in (1, 2)]
+    def late(ranks: RankGroup) -> list[Any]:
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (1, 2)]
 
     ours, others = after_giving_up(late, terms, range(2, 3))
     assert isinstance(others[0], CheckpointError)
@@ -91,13 +72,13 @@ def test_a_late_rank_is_not_taken_for_one_of_the_next_save(terms: Terms) -> None
 def test_a_late_failure_harms_no_later_operation(terms: Terms) -> None:
     """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
 
-    def failing(group: RankGroup) -> list[Any]:
+    def failing(ranks: RankGroup) -> list[Any]:
         with (
             pytest.raises(CheckpointError, match="my own"),
-            group.operation("the save to x", timeouts=LONG),
+            ranks.operation("the save to x", timeouts=LONG),
         ):
             raise CheckpointError("my own")
-        return [tried(group, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
 
     ours, others = after_giving_up(failing, terms, range(2, 5))
     assert ours == others == [[b"%d" % step] * 2 for step in (2, 3, 4)]
@@ -106,8 +87,29 @@ def test_a_late_failure_harms_no_later_operation(terms: Terms) -> None:
 def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
     """Where each save has a URL of its own, one that was never called costs only itself."""
 
-    def other(group: RankGroup) -> list[Any]:
-        return [tried(group, LONG, own_url(step), b"%d" % step) for step in (2, 3)]
+    def other(ranks: RankGroup) -> list[Any]:
+        return [tried(ranks, LONG, own_url(step), b"%d" % step) for step in (2, 3)]
 
     ours, others = after_giving_up(other, own_url, range(2, 4))
     assert ours == others == [[b"%d" % step] * 2 for step in (2, 3)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(late: int) -> None:
+    """Of three ranks one whose word comes too late is in step again by the third operation."""
+    gave_up = threading.Barrier(3)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == late:
+            gave_up.wait(END_S)
+        timeouts = Timeouts(plan=2.0 if ranks.rank == late else 0.3)
+        ended = [tried(ranks, timeouts, own_url(0), b"")]
+        if ranks.rank != late:
+            gave_up.wait(END_S)
+        timeouts = Timeouts(plan=2.0)
+        return ended + [tried(ranks, timeouts, own_url(step), b"") for step in (1, 2, 3)]
+
+    for ended in values(run(group(MemoryKeys(), 3), body)):
+        # Where rank 0 is late, the others wait for it in the next operation.
+        assert ended[2:] == [[b""] * 3] * 2
+        assert late == 0 or ended[1] == [b""] * 3

@@ -54,13 +54,11 @@ class Run(RuleBasedStateMachine):
         self.begin_process()
 
     def teardown(self) -> None:
-        """Leave nothing."""
         self.manager.close()
         logging.getLogger("ckpt_storage").disabled = False
         shutil.rmtree(self.folder)
 
     def begin_process(self) -> None:
-        """Begin with nothing in memory."""
         probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
         self.manager = CheckpointManager(self.folder / "fast", timeout=60, mode="thread")
         self.fast_root, self.slow_root = (
@@ -103,7 +101,6 @@ class Run(RuleBasedStateMachine):
 
     @rule(step=STEPS, cut=CUTS)
     def save(self, step: int, cut: int | None) -> None:
-        """Save a step, over what is there."""
         self.count += 1
         with self.dying(cut):
             self.manager.save(step, state_of(self.count), overwrite=True, sync_files=False)
@@ -113,7 +110,6 @@ class Run(RuleBasedStateMachine):
 
     @rule(step=STEPS, cut=CUTS)
     def delete(self, step: int, cut: int | None) -> None:
-        """Delete a step of the first root."""
         after = {one: mark for one, mark in self.fast.items() if one != step}
         with self.dying(cut):
             assert self.manager.delete(step) or step not in self.fast
@@ -123,7 +119,6 @@ class Run(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), is_mirrored=st.booleans(), cut=CUTS)
     def prune(self, count: int, is_mirrored: bool, cut: int | None) -> None:  # noqa: FBT001
-        """Keep the newest ones, and with a mirror what it lacks."""
         mirror = Mirror(self.fast_root, self.slow_root, None, timeouts=Timeouts())
         with self.dying(cut):
             more: dict[str, Any] = {"others": mirror.waiting} if is_mirrored else {}
@@ -141,7 +136,6 @@ class Run(RuleBasedStateMachine):
 
     @rule(cut=CUTS)
     def copy(self, cut: int | None) -> None:
-        """Copy what the mirror lacks."""
         with self.dying(cut):
             Mirror(self.fast_root, self.slow_root, None, timeouts=Timeouts()).fill(
                 Deadline("commit", 60)
@@ -153,7 +147,6 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.fast)
     @rule(data=st.data())
     def consolidate(self, data: st.DataObject) -> None:
-        """Make weight files of a step: they hold what was saved."""
         step = data.draw(st.sampled_from(sorted(self.fast)))
         folder = self.folder / "fast" / name_of(step)
         ckpt_storage.consolidate(folder)
@@ -164,13 +157,11 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """End the process, and begin another."""
         self.manager.close()
         self.begin_process()
 
     @rule()
     def lose_disk(self) -> None:
-        """Come back on another machine."""
         shutil.rmtree(self.folder / "fast", ignore_errors=True)
         self.fast = {}
         self.restart()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 from memory_keys import MemoryKeys
-from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
+from rank_threads import (
     END_S,
     LOOK_S,
     TERMS,
@@ -17,6 +16,7 @@ from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
     run,
     together,
     values,
+    wait_until,
 )
 
 from ckpt_storage import PhaseTimeoutError, RankFailedError
@@ -24,52 +24,46 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.options import Timeouts
 
+__all__ = ["quick"]
 
-class EndedBoard(MemoryKeys):
-    """A board as a process sees it that is ended as soon as it has left a message."""
+pytestmark = pytest.mark.usefixtures("quick")
 
-    def __init__(self, board: MemoryKeys) -> None:
-        self._values, self._lock = board._values, board._lock  # noqa: SLF001  # the same memory
+
+class EndedKeys(MemoryKeys):
+    """A store as a process sees it that is ended as soon as it has left a message."""
+
+    def __init__(self, keys: MemoryKeys) -> None:
+        self._values, self._lock = keys._values, keys._lock  # noqa: SLF001  # the same memory
         self._has_ended = False
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Leave a message, the last one."""
         if not self._has_ended:
             super().set(key, value, timeout_s)
         self._has_ended = True
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Come to no answer."""
         if self._has_ended:
             raise LostStoreError(f"ended before it read {key} within {timeout_s} s")
         return super().get(key, timeout_s)
 
     def has_all(self, keys: object, timeout_s: float) -> bool:
-        """Come to no answer."""
         raise LostStoreError(f"ended before it looked for {keys} within {timeout_s} s")
 
     def delete(self, key: str, timeout_s: float) -> None:
-        """Take nothing back."""
         raise LostStoreError(f"ended before it took {key} back within {timeout_s} s")
 
 
-def leave_message(board: MemoryKeys, rank: int, *, number: int, url: str) -> None:
-    """Leave on the board what a rank leaves that is ended in its operation `number`."""
-    ended = RankGroup(EndedBoard(board), rank=rank, world_size=3)
-    ended.number = number - 1
-    with (
-        pytest.raises(RankFailedError),
-        ended.operation("the test", timeouts=Timeouts()) as operation,
-    ):
-        operation.meet({"the checkpoint's URL": url})
-
-
-def leave_job(board: MemoryKeys, *, number: int, url: str) -> None:
+def leave_job(keys: MemoryKeys, *, number: int, url: str) -> None:
     """Leave what a job leaves that is ended while its ranks meet: a call, and answers to it."""
-    for rank in range(3):
-        leave_message(board, rank, number=number, url=url)
-    assert board.keys[0] == "call"
-    assert [key.split("/")[::2] for key in board.keys[1:]] == [["here", "1"], ["here", "2"]]
+    for ranks in group(lambda: EndedKeys(keys), 3):
+        ranks.number = number - 1
+        with (
+            pytest.raises(RankFailedError),
+            ranks.operation("the test", timeouts=Timeouts()) as operation,
+        ):
+            operation.meet({"the checkpoint's URL": url})
+    assert keys.keys[0] == "call"
+    assert [key.split("/")[::2] for key in keys.keys[1:]] == [["here", "1"], ["here", "2"]]
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
@@ -79,51 +73,44 @@ def test_messages_of_ranks_that_were_ended_are_not_taken_for_their_successors(
     number: int, url: str, first: str
 ) -> None:
     """All meet, and no operation fails, whatever operation those were in that were ended."""
-    board = MemoryKeys()
-    leave_job(board, number=number, url=url)
-    old = set(board.keys) - {"call"}
-    call = board.get("call", END_S)
-
-    def wait_for(found: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + END_S / 2
-        while not found():
-            assert time.monotonic() < end_s, board.keys
-            time.sleep(LOOK_S)
+    keys = MemoryKeys()
+    leave_job(keys, number=number, url=url)
+    old = set(keys.keys) - {"call"}
+    call = keys.get("call", END_S)
 
     def body(ranks: RankGroup) -> list[list[bytes]]:
         if ranks.is_coordinator and first == "the others":
             time.sleep(20 * LOOK_S)  # the others answer the old call meanwhile
         elif not ranks.is_coordinator and first == "the coordinator":
-            wait_for(lambda: board.get("call", END_S) != call)
+            wait_until(lambda: keys.get("call", END_S) != call, "no new call")
         return [together(ranks) for _ in range(3)]
 
-    assert values(run(group(board, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
+    assert values(run(group(keys, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
     left = MemoryKeys()
-    for key in set(board.keys) - old:
+    for key in set(keys.keys) - old:
         left.set(key, b"", END_S)
-    assert len(operations_on(left)) == 1, board.keys
+    assert len(operations_on(left)) == 1, keys.keys
 
 
 def test_a_rank_that_is_not_started_anew_is_named() -> None:
     """What its predecessor left is not taken for its coming; once it has come, all meet."""
-    board = MemoryKeys()
-    leave_job(board, number=1, url=TERMS["the checkpoint's URL"])
-    ranks = group(board, 3)
-    present = [ranks[0], ranks[2]]
+    keys = MemoryKeys()
+    leave_job(keys, number=1, url=TERMS["the checkpoint's URL"])
+    ranks = group(keys, 3)
 
-    def alone(coordinator: RankGroup) -> str:
+    def alone(ranks: RankGroup) -> str:
         with pytest.raises(PhaseTimeoutError) as caught:
-            together(coordinator, Timeouts(plan=0.5))
+            together(ranks, Timeouts(plan=0.5))
         return str(caught.value)
 
-    told = values(run(present, alone))
+    told = values(run([ranks[0], ranks[2]], alone))
     assert all("Rank 1 of 3 has not come" in one for one in told), told
 
-    def all_come(coordinator: RankGroup) -> list[bytes]:
-        if coordinator.rank == 1:
+    def all_come(ranks: RankGroup) -> list[bytes]:
+        if ranks.rank == 1:
             with pytest.raises(PhaseTimeoutError, match="given up before"):
-                together(coordinator)
-        return together(coordinator)
+                together(ranks)
+        return together(ranks)
 
     assert values(run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
 
@@ -131,7 +118,6 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_interrupted_while_others_wait_is_named_at_once(rank: int) -> None:
     """It tells those that are there, and does not wait for those that are not."""
-    board = MemoryKeys()
 
     def body(ranks: RankGroup) -> str:
         if ranks.rank == rank:
@@ -144,6 +130,6 @@ def test_a_rank_that_is_interrupted_while_others_wait_is_named_at_once(rank: int
         return str(caught.value)
 
     begin_s = time.monotonic()
-    told = values(run(group(board, 3), body))
+    told = values(run(group(MemoryKeys(), 3), body))
     assert time.monotonic() - begin_s < END_S / 2
     assert all("SystemExit" in one for one in told), told

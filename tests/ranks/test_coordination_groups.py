@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import load_stock, same, seeded
-from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError, RankFailedError
@@ -157,28 +152,6 @@ def test_no_collective_of_the_group_is_needed(ranks: RankPool, tmp_path: Path) -
     assert same(target["w"], seeded(0, 9))
 
 
-def die(rank: int, who: int) -> tuple[bool, int | None]:
-    """Let one rank vanish after it met; return what the others are told."""
-    timeouts = Timeouts(silence=3.0)
-    coordinator = RankGroup.of(None)
-    try:
-        with coordinator.operation("the test", timeouts=timeouts) as operation:
-            operation.meet({})
-            if rank == who:
-                os._exit(3)
-            operation.phase("write")
-            operation.all_gather(b"")
-    except RankFailedError as error:
-        return error.is_silent, error.rank
-    return False, None
-
-
-def test_a_rank_that_dies_is_named_by_the_others(ranks: RankPool) -> None:
-    """Over a file store, where nobody's connection breaks, silence gives a dead rank away."""
-    for outcome in ranks.outcomes(die, 2, world_size=3)[:2]:
-        assert outcome.value == (True, 2), outcome
-
-
 def die_before_the_next(rank: int, who: int) -> tuple[bool, int | None]:
     """Let one rank vanish after an operation; return what the others are told in the next."""
     speak()
@@ -197,74 +170,3 @@ def test_a_rank_that_died_between_operations_is_named_at_once(ranks: RankPool) -
     for outcome in ranks.outcomes(die_before_the_next, 0, world_size=3)[1:]:
         assert outcome.value == (True, 0), outcome
     assert time.monotonic() - begin_s < 15.0
-
-
-def die_with_the_server(rank: int, folder: str) -> tuple[bool, int | None]:
-    """As `die`, where rank 0 serves the store and dies."""
-    with cases.default_group(rank, 3, folder, kind="tcp"):
-        return die(rank, 0)
-
-
-def test_a_store_that_dies_with_its_rank_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
-    """When the process that serves the ranks' store dies, the others name rank 0."""
-    outcomes = ranks.outcomes(die_with_the_server, str(tmp_path), world_size=3)
-    for outcome in outcomes[1:]:
-        assert outcome.value == (True, 0), outcome
-
-
-WRITE_S = 2.0
-SLACK_S = 5.0
-"""What is promised beyond a deadline."""
-
-
-def stop_with_the_server(rank: int, folder: str) -> None:
-    """Let rank 0, which serves the store, be stopped; the others note what they are told."""
-    with cases.default_group(rank, 3, folder, kind="tcp"):
-        coordinator = RankGroup.of(None)
-        begin = time.monotonic()
-        told: list[Any] = ["nothing", None]
-        try:
-            timeouts = Timeouts(plan=20.0, write=WRITE_S)
-            with coordinator.operation("the test", timeouts=timeouts) as operation:
-                operation.meet({})
-                operation.phase("write", total_bytes=1)
-                begin = time.monotonic()
-                (Path(folder) / f"met-{rank}").write_text(str(os.getpid()))
-                if rank == 0:
-                    while len(list(Path(folder).glob("met-*"))) < 3:
-                        time.sleep(0.01)
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                operation.all_gather(b"")
-        except ckpt_storage.CheckpointError as error:
-            told = [str(error), error.rank]
-        wall_s = time.monotonic() - begin
-        (Path(folder) / f"told-{rank}").write_text(json.dumps([*told, wall_s]))
-        # Nobody else would end the stopped one before the job's time is up.
-        until(lambda: len(list(Path(folder).glob("told-*"))) == 2, "the other's end")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int((Path(folder) / "met-0").read_text()), signal.SIGKILL)
-        # Taking the group down would ask the stopped store.
-        os._exit(0)
-
-
-def test_a_store_whose_server_is_stopped_is_given_up(ranks: RankPool, tmp_path: Path) -> None:
-    """When the process that serves the ranks' store hangs, the others name rank 0 in time."""
-    ranks.outcomes(stop_with_the_server, str(tmp_path), world_size=3)
-    for rank in (1, 2):
-        text, named, wall_s = json.loads((tmp_path / f"told-{rank}").read_text())
-        assert named == 0, text
-        assert wall_s < WRITE_S + SLACK_S, text
-
-
-def save_on_short_group(rank: int, folder: str) -> str:
-    """Save twice on a group whose own timeout is two seconds."""
-    with cases.default_group(rank, 2, folder, timeout_s=2.0):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-        for number, used in enumerate((None, group)):
-            cases.save(rank, f"{folder}/{number}", number, process_group=used)
-    return "saved"
-
-
-def test_a_groups_own_timeout_plays_no_part(ranks: RankPool, tmp_path: Path) -> None:
-    """A default group and a sub-group with two seconds of patience both save."""
-    assert ranks.run(save_on_short_group, str(tmp_path), world_size=2) == ["saved"] * 2

@@ -163,7 +163,6 @@ class ForgetfulPlanner(dcp.DefaultSavePlanner):
         return super().create_global_plan(bare)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Drop what the coordinator's writer sent."""
         return super().finish_plan(SavePlan(new_plan.items, planner_data=new_plan.planner_data))
 
 
@@ -280,7 +279,6 @@ class Within(CheckpointStorageReader):
     """A reader of somebody else's around ours, with the parameters that torch documents."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001  # torch's
-        """Hand them on."""
         super().set_up_storage_reader(metadata, is_coordinator)
 
 

@@ -81,7 +81,6 @@ class OldPlanner(dcp.DefaultSavePlanner):
         state_dict: dict[str, Any],
         is_coordinator: bool,  # noqa: FBT001  # torch's
     ) -> None:
-        """Rename every key."""
         renamed = {f"renamed.{key}": value for key, value in state_dict.items()}
         super().set_up_planner(renamed, is_coordinator=is_coordinator)
 
@@ -133,12 +132,12 @@ LOAD_FAILURES = [
 def test_a_failure_on_one_rank_reaches_all(ranks: RankPool, tmp_path: Path) -> None:
     """Whatever a planner or a state raises, all ranks raise an error of ours that says so."""
     path = tmp_path / "run"
-    results = ranks.run(cases.save_failing, str(path), SAVE_FAILURES, world_size=3)
+    results = ranks.run(cases.fail_often, str(path), SAVE_FAILURES, "save", world_size=3)
     assert_told(results, SAVE_FAILURES, path)
     with pytest.raises(ckpt_storage.CheckpointError):
         ckpt_storage.load({"step": 0}, path)
     path = tmp_path / "run-next"
-    results = ranks.run(cases.load_failing, str(path), LOAD_FAILURES, world_size=3)
+    results = ranks.run(cases.fail_often, str(path), LOAD_FAILURES, "load", world_size=3)
     assert_told(results, LOAD_FAILURES, path)
 
 
@@ -184,8 +183,7 @@ def save_refused(rank: int, path: str) -> Told:
     for options in [*OPTIONS, {}]:
         given = {"sync_files": False, "timeout": 20.0} | (options if rank == 1 else {})
         place = None if rank == 1 and not options else path
-        error = cases.caught(ckpt_storage.save, cases.state_of(1), place, **given)
-        told.append((type(error).__name__, str(error), -1 if error.rank is None else error.rank))
+        told.append(cases.told_of(ckpt_storage.save, cases.state_of(1), place, **given))
         cases.save(rank, path, 2, overwrite=True)
     return told
 

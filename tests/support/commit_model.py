@@ -9,9 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
 from commit_tools import (
+    DAY_S,
     DictStore,
     Disk,
     attempted,
@@ -25,8 +28,13 @@ from commit_tools import (
 )
 
 from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.commit.cleaning import remove_tombstone
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.backend import Capabilities
+
+WEEK_S = 7 * DAY_S
+
+Ends = Literal["", "deletes", "removes"]
 
 
 def save(store: DictStore) -> str:
@@ -61,23 +69,23 @@ def nothing(store: DictStore) -> None:
 class Watch:
     """The invariants, checked against what was there one operation before."""
 
-    def __init__(self, disk: Disk, capabilities: Capabilities, *, deletes: bool = False) -> None:
+    def __init__(self, disk: Disk, capabilities: Capabilities, ends: Ends = "") -> None:
         self._conditional = capabilities.if_match
-        self._ordered = capabilities.if_match and not deletes
-        self._deletes = deletes
+        self._ordered = capabilities.if_match and not ends
+        self._ends = ends
         self._before = seen(disk.files)
         self._changes = disk.changes
         self.steps = 0
 
     def __call__(self, disk: Disk) -> None:
-        """Compare."""
         self.steps += 1
         if disk.changes == self._changes:
             return
         self._changes = disk.changes
         files = disk.files
         now, before = seen(files), self._before
-        assert list(now.slots[: len(before.slots)]) == list(before.slots), "a slot changed"
+        if self._ends != "removes":
+            assert list(now.slots[: len(before.slots)]) == list(before.slots), "a slot changed"
         if now.head is not None:
             assert is_whole(files, now.head), "the head dangles"
         if now.stock is not None:
@@ -86,7 +94,7 @@ class Watch:
             # Without conditions one that was paused may show what was freed, until it looks again.
             is_mended = not self._conditional or now.stock in now.deleted
             assert is_mended or is_whole(files, now.stock), ".metadata dangles"
-        if not self._deletes:
+        if not self._ends:
             assert before.head is None or now.head is not None, "the checkpoint vanished"
             assert before.stock is None or now.stock is not None, ".metadata vanished"
         if self._ordered and before.footer is not None and now.footer is not None:
@@ -99,13 +107,17 @@ def check_end(disk: Disk, capabilities: Capabilities, actors: Sequence[Actor]) -
     files = disk.files
     now = seen(files)
     for actor in actors:
+        if actor.name == "remove":
+            assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
         if actor.name != "save" or not actor.done:
             continue
         if actor.error is None:
             assert actor.result in now.committed
         else:
             assert isinstance(actor.error, CommitConflictError), actor.error
-            assert actor.error.winner["slot"] <= len(now.slots)
+            last = now.slots[-1]["slot"]
+            assert isinstance(last, int)
+            assert actor.error.winner["slot"] <= last
     winners = [actor for actor in actors if actor.name == "save" and actor.error is None]
     if all(actor.done for actor in actors):
         assert set(now.committed) >= {actor.result for actor in winners}
@@ -126,8 +138,7 @@ def explore(
     before: Callable[[DictStore], object],
     jobs: Sequence[tuple[str, Job]],
     choosers: Iterable[Chooser],
-    *,
-    deletes: bool = False,
+    ends: Ends = "",
 ) -> tuple[int, int]:
     """Play every schedule; return how many there were, and how many operations were checked."""
     origin = Disk()
@@ -135,12 +146,20 @@ def explore(
     count = steps = 0
     for choose in choosers:
         disk = origin.copy()
-        watch = Watch(disk, capabilities, deletes=deletes)
+        watch = Watch(disk, capabilities, ends)
         actors = play(disk, capabilities, jobs, choose, watch)
         check_end(disk, capabilities, actors)
         count += 1
         steps += watch.steps
     return count, steps
+
+
+def gone(store: DictStore, age_s: float = WEEK_S) -> None:
+    """Save twice, delete, and let time pass."""
+    saved(store)
+    saved(store)
+    deleted(store)
+    store.disk.clock_s += age_s
 
 
 def unpublished(store: DictStore) -> None:
@@ -154,6 +173,7 @@ class Scenario:
     """What was there before, who comes at the same time, and how the schedules are chosen.
 
     `bound` is that of `Preempting`, `seeds` how many `Wandering` schedules there are besides.
+    `ends`: whether checkpoints are deleted meanwhile, or slots of deleted ones removed.
     """
 
     name: str
@@ -161,10 +181,11 @@ class Scenario:
     jobs: Sequence[tuple[str, Job]]
     bound: int
     seeds: int
-    deletes: bool = False
+    ends: Ends = ""
 
 
 SAVE, PRUNE, OPEN, DELETE = ("save", save), ("prune", prune), ("open", open_it), ("delete", deleted)
+REMOVE: tuple[str, Job] = ("remove", remove_tombstone)
 
 SCENARIOS = (
     Scenario(name="two fresh savers", before=nothing, jobs=[SAVE, SAVE], bound=2, seeds=100),
@@ -195,7 +216,7 @@ SCENARIOS = (
         jobs=[SAVE, DELETE, SAVE],
         bound=1,
         seeds=200,
-        deletes=True,
+        ends="deletes",
     ),
     Scenario(
         name="savers, deleters and a pruner",
@@ -203,7 +224,23 @@ SCENARIOS = (
         jobs=[DELETE, DELETE, SAVE, SAVE, PRUNE],
         bound=0,
         seeds=200,
-        deletes=True,
+        ends="deletes",
+    ),
+    Scenario(
+        name="savers and removers",
+        before=gone,
+        jobs=[REMOVE, REMOVE, SAVE, SAVE],
+        bound=1,
+        seeds=100,
+        ends="removes",
+    ),
+    Scenario(
+        name="savers and removers who come too early",
+        before=partial(gone, age_s=WEEK_S / 2),
+        jobs=[REMOVE, REMOVE, SAVE, SAVE],
+        bound=0,
+        seeds=100,
+        ends="removes",
     ),
 )
 
@@ -219,7 +256,7 @@ def check_schedules(
         scenario.before,
         scenario.jobs,
         itertools.chain(in_order, at_random),
-        deletes=scenario.deletes,
+        scenario.ends,
     )
     assert count >= len(seeds)
     return f"{scenario.name}: {count} schedules, {steps} operations checked"

@@ -33,7 +33,7 @@ def is_private(disk: Disk, operation: str, path: str) -> bool:
     """
     if operation == "put" and path.startswith("saves/"):
         return not path.rpartition("/")[2].startswith(MARKERS)
-    return operation == "get" and path.startswith("commits/") and path in disk.objects
+    return operation == "get" and path.startswith("commits/") and f"/{path}" in disk.store
 
 
 class Actor:
@@ -82,7 +82,6 @@ class Actor:
         self._rests.release()
 
     def step(self) -> None:
-        """Do the next operation, and run on to the one after it."""
         self._go.release()
         self._rests.acquire()
         if self._failure is not None:
@@ -183,7 +182,6 @@ class Wandering:
         self._end = self._random.choice((0.0, 0.0, 0.02))
 
     def __call__(self, actors: Sequence[Actor], last: int | None) -> int:
-        """Return the next actor."""
         del last
         if not self._order:
             self._order = self._random.sample(range(len(actors)), len(actors))

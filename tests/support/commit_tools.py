@@ -5,12 +5,12 @@ The oracle reads slots and `.metadata` with `json` and `pickle` alone; it never 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import crc32c
@@ -19,23 +19,14 @@ import pytest
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.delete import delete
-from ckpt_storage.errors import StorageError
+from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import probe
-from ckpt_storage.store.backend import (
-    Backend,
-    Buffers,
-    Capabilities,
-    Content,
-    ObjectInfo,
-    Part,
-    Range,
-    ShortReadError,
-)
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.backend import Backend, Buffers, Capabilities
+from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.backends.refusals import changed
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.store import Store as Facade
 from ckpt_storage.testing.faults import FaultBackend, Rule
@@ -81,162 +72,108 @@ def ungated(operation: str, path: str) -> None:
     del operation, path
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An object of fsspec's memory, as far as `MemoryBackend` asks."""
+
+    data: bytes
+    modified: datetime
+
+    def getvalue(self) -> bytes:
+        return self.data
+
+
 @dataclass(slots=True)
 class Disk:
-    """What a storage holds: content, token and time by path; `clock_s` is its own clock."""
+    """What a storage holds, with a slash before each path; `clock_s` is its own clock.
 
-    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
-    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    To `MemoryBackend` it is the file system.
+    """
+
+    store: dict[str, _File] = field(default_factory=dict)
     clock_s: float = 1e9
     changes: int = 0
 
     def put(self, path: str, data: bytes) -> None:
-        """Put an object with a token that was never used before."""
-        self.objects[path] = (data, f"v{next(self.numbers)}", self.clock_s)
+        self.store[f"/{path}"] = _File(data, datetime.fromtimestamp(self.clock_s, UTC))
         self.changes += 1
 
     def drop(self, path: str) -> None:
         """Remove an object that may be absent."""
-        self.changes += self.objects.pop(path, None) is not None
+        self.changes += self.store.pop(f"/{path}", None) is not None
 
     @property
     def files(self) -> dict[str, bytes]:
         """Content by path."""
-        return {path: found[0] for path, found in self.objects.items()}
+        return {full[1:]: file.data for full, file in self.store.items()}
 
     def copy(self) -> Disk:
-        """Return a disk of its own with the same objects and tokens."""
-        return Disk(dict(self.objects), itertools.count(10**9), self.clock_s)
+        """Return a disk of its own with the same objects."""
+        return Disk(dict(self.store), self.clock_s)
 
 
-class DictBackend(Backend):
+def _gated(name: str) -> Any:
+    inner = getattr(MemoryBackend, name)
+
+    def call(backend: DictBackend, path: str, *args: Any, **more: Any) -> Any:
+        backend.gate(name, path)
+        return inner(backend, path, *args, **more)
+
+    return call
+
+
+class DictBackend(MemoryBackend):
     """A backend on a `Disk`; every operation first passes `gate`, and then is one atomic step.
 
     Operations bear the names that `FaultBackend` gives them.
     """
 
     def __init__(self, disk: Disk, capabilities: Capabilities = CAS, gate: Gate = ungated) -> None:
-        self.disk = disk
+        self.disk = self._fs = disk
+        self._root = ""
         self.capabilities = capabilities
         self.gate = gate
-        self._uploads: dict[str, dict[int, bytes]] = {}
 
-    def stat(self, path: str) -> ObjectInfo:
-        """Return size and time."""
-        self.gate("stat", path)
-        return self._info(path)
+    stat = _gated("stat")
+    get = _gated("get")
+    read = _gated("read")
+    list = _gated("list")
 
-    def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Return an object and its token."""
-        del max_bytes
-        self.gate("get", path)
-        data, version, _ = self._found(path)
-        return Content(data=data, version=version)
-
-    def read(self, path: str, ranges: Iterable[Range]) -> int:
-        """Fill memory."""
-        self.gate("read", path)
-        data = self._found(path)[0]
-        for start, target in ranges:
-            piece = data[start : start + len(target)]
-            target[: len(piece)] = piece
-            if len(piece) < len(target):
-                raise ShortReadError(start + len(piece))
-        return len(data)
-
-    def put(
-        self,
-        path: str,
-        data: Buffers,
-        *,
-        write_id: str | None = None,
-        if_absent: bool = False,
-        if_match: str | None = None,
-    ) -> None:
-        """Put an object, on a condition if one is given."""
-        del write_id
+    def put(self, path: str, data: Buffers, **conditions: Any) -> None:
+        if_absent, if_match = conditions.get("if_absent"), conditions.get("if_match")
         self.gate("put_absent" if if_absent else "put_match" if if_match else "put", path)
-        if if_absent and path in self.disk.objects:
-            raise StorageError(f"{path} is there.", kind="exists", path=path)
-        if if_match and self._found(path)[1] != if_match:
-            raise StorageError(f"{path} has changed.", kind="precondition", path=path)
+        if if_absent and f"/{path}" in self.disk.store:
+            raise FileExistsError(path)
+        if if_match:
+            self._check(path, if_match)
         self.disk.put(path, b"".join(data))
 
-    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Yield the objects below a folder."""
-        self.gate("list", prefix)
-        folder = f"{prefix}/" if prefix else ""
-        found: dict[str, ObjectInfo] = {}
-        for path in [path for path in self.disk.objects if path.startswith(folder)]:
-            head, slash, _ = path[len(folder) :].partition("/")
-            if slash and not recursive:
-                found[head] = ObjectInfo(path=f"{folder}{head}/", size_bytes=0)
-            else:
-                found[path] = self._info(path)
-        return iter(found.values())
-
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects one by one, each a step of its own."""
         for path in paths:
             self.gate("delete", path)
             self.disk.drop(path)
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete an object of a version."""
         self.gate("delete_version", path)
-        if path in self.disk.objects and self.disk.objects[path][1] != version:
-            raise StorageError(f"{path} has changed.", kind="precondition", path=path)
+        if f"/{path}" in self.disk.store:
+            self._check(path, version)
         self.disk.drop(path)
+
+    def _check(self, path: str, version: str) -> None:
+        if MemoryBackend.get(self, path, max_bytes=0).version != version:
+            raise changed(path)
 
     def delete_folder(self, path: str) -> bool:
         """Delete all below a folder in one step."""
         self.gate("delete_folder", path)
-        for known in list(self.disk.objects):
+        for known in self.disk.files:
             if known.startswith(f"{path}/"):
                 self.disk.drop(known)
         return True
 
-    def begin_upload(self, path: str, **_: object) -> str:
-        """Begin an upload in memory."""
-        del path
-        token = str(next(self.disk.numbers))
-        self._uploads[token] = {}
-        return token
-
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Keep a copy of a part."""
-        del path, offset, last
-        self._uploads[token][number] = b"".join(data)
-        return ""
-
-    def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
-    ) -> None:
-        """Put the object."""
-        pieces = self._uploads.pop(token)
-        whole = [memoryview(pieces[part.number]) for part in parts]
-        self.put(path, whole, write_id=write_id, if_absent=if_absent)
-
-    def abort_upload(self, path: str, token: str) -> None:
-        """Forget the parts."""
-        del path
-        self._uploads.pop(token, None)
-
     def server_time(self, probe_path: str) -> float:
-        """Return the disk's clock."""
         del probe_path
         return self.disk.clock_s
-
-    def _found(self, path: str) -> tuple[bytes, str, float]:
-        if path not in self.disk.objects:
-            raise StorageError(f"{path} is not there.", kind="not-found", path=path)
-        return self.disk.objects[path]
-
-    def _info(self, path: str) -> ObjectInfo:
-        data, _, modified_s = self._found(path)
-        return ObjectInfo(path=path, size_bytes=len(data), modified_s=modified_s)
 
 
 class DictStore(Facade):
@@ -268,12 +205,10 @@ class DictStore(Facade):
             raise self.explain(error, operation, path) from None
 
     def failing(self, *rules: Rule) -> DictStore:
-        """Return another store on this disk that plays rules."""
         return DictStore(self.disk, self.capabilities, rules=rules)
 
     @property
     def gate(self) -> Gate:
-        """What every operation passes."""
         return self.inner.gate
 
     @gate.setter
@@ -292,18 +227,7 @@ class Attempt:
 
     @property
     def save_id(self) -> str:
-        """Its id."""
         return self.grant.save_id
-
-
-def deadline(timeout_s: float = 600.0) -> Deadline:
-    """Return a deadline of the commit phase."""
-    return Deadline("commit", timeout_s)
-
-
-def reference(path: str, data: bytes) -> FileRef:
-    """Return what names a document."""
-    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c.crc32c(data))
 
 
 def files_of(save_id: str) -> list[str]:
@@ -329,8 +253,8 @@ def written(store: Store, grant: Grant) -> Attempt:
     store.put(manifest, text)
     return Attempt(
         grant=grant,
-        manifest=reference(manifest, text),
-        stock=reference(stock_path, stock_bytes),
+        manifest=FileRef.of(manifest, text),
+        stock=FileRef.of(stock_path, stock_bytes),
         stock_bytes=stock_bytes,
     )
 
@@ -347,7 +271,7 @@ def committed(store: Store, attempt: Attempt) -> SlotRecord:
 
 def published(store: Store, attempt: Attempt, record: SlotRecord) -> bool:
     """Publish an attempt as its saver does."""
-    return publishing.publish(store, own=record, own_stock=attempt.stock_bytes)
+    return publishing.publish_head(store, own=record, own_stock=attempt.stock_bytes)
 
 
 def saved(store: Store) -> str:
@@ -361,17 +285,6 @@ def just_committed(store: Store) -> tuple[Attempt, SlotRecord]:
     """Save up to the commit; the saver has not published."""
     attempt = attempted(store)
     return attempt, committed(store, attempt)
-
-
-def interrupt(store: DictStore, operation: str, path: str, action: Callable[[], object]) -> None:
-    """Run `action` once, just before the next operation of that name on a path ending so."""
-
-    def gate(name: str, at: str) -> None:
-        if name == operation and at.endswith(path):
-            store.gate = ungated
-            action()
-
-    store.gate = gate
 
 
 def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:
@@ -409,7 +322,6 @@ class Seen:
 
     @property
     def committed(self) -> list[str]:
-        """The save ids of all commit records, in order."""
         return [str(slot["save_id"]) for slot in self.slots if slot["type"] == "commit"]
 
     @property
@@ -421,9 +333,13 @@ class Seen:
 
 
 def seen(files: Mapping[str, bytes]) -> Seen:
-    """Return what the files say; fails for slots that are not dense."""
+    """Return what the files say; fails for slots that are not dense.
+
+    Those of a deleted checkpoint may be removed from the lowest on.
+    """
     names = sorted(path for path in files if path.startswith("commits/"))
-    assert names == [f"commits/{n:08d}.json" for n in range(1, len(names) + 1)]
+    lowest = int(names[0][8:16]) if names else 1
+    assert names == [f"commits/{lowest + n:08d}.json" for n in range(len(names))], "slots lie apart"
     slots = [body_of(files[name]) for name in names]
     head = None
     for slot in slots:

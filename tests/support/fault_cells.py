@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, get_args
 
-from fault_ranks import Where
-
-from ckpt_storage import RetryPolicy, Timeouts
-
-__all__ = ["PHASES", "TIMEOUTS", "WAITS", "Cell", "Hold", "Host", "all_cells"]
+from ckpt_storage import Timeouts
 
 Fault = Literal["kill", "stop", "stop and go on", "oversleep", "interrupt", "error", "hang"]
 Victim = Literal["member", "coordinator"]
 Host = Literal["rank 0", "launcher"]
+Where = Literal["call", "local plan", "global plan", ""]
 
 TIMEOUTS = Timeouts(
     plan=6, stage=6, write=6, commit=6, load=6, consolidate=6, request=60, silence=3
 )
-RETRY = RetryPolicy()
 REPORTED_S = 2.0
 SLACK_S = 5.0
 
@@ -33,163 +30,92 @@ SLOT = r"commits/00000002\.json$"
 """The commit record of the save under test: the checkpoint that it replaces has the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hold:
-    """How a victim is kept in a phase, and what errors may call the phase.
+    """How a victim is kept in a phase, what may befall it, and what errors may call the phase.
 
-    `where` names the call in which it asks. `key` is the storage object, `op` the request, of
-    which the answer is withheld from `held`: the victim, another rank, or "both".
+    `key` is the storage object, `op` the request, of which the answer is withheld from `held`: the
+    victim, another rank, or "both". `where` names the call in which it asks instead.
 
     `hit_count` requests are withheld before the fault comes. `coordinator_step` and `member_step`
     are where ranks wait whose part is done; "" is the operation's usual one. `files` says which
     weight file each tensor goes into.
     """
 
-    names: frozenset[str]
-    where: Where = ""
+    names: AbstractSet[str]
+    faults: AbstractSet[Fault]
     op: str = ""
     key: str = ""
     holds: Literal["victim", "other", "both", ""] = ""
+    where: Where = ""
     hit_count: int = 1
     coordinator_step: str = "gather 2"
     member_step: str = ""
     files: tuple[int, int, int] = (1, 2, 3)
-    faults: frozenset[Fault]
-    victims: tuple[Victim, ...] = ("member", "coordinator")
+    victims: tuple[Victim, ...] = get_args(Victim)
 
 
-_SIGNALS: frozenset[Fault] = frozenset({"kill", "stop"})
-_PUT = "put|part|create_upload"
-
-
-def _asked(where: Where, *names: str, only: Victim | None = None) -> Hold:
-    return Hold(
-        names=frozenset(names),
-        where=where,
-        faults=_SIGNALS | {"error", "stop and go on"},
-        victims=("member", "coordinator") if only is None else (only,),
-    )
-
+_DIES: AbstractSet[Fault] = {"kill", "stop"}
+_FAILS: AbstractSet[Fault] = _DIES | {"error", "hang"}
+_ALL_BUT_CTRL_C: AbstractSet[Fault] = _FAILS | {"stop and go on"}
+_ASKED: AbstractSet[Fault] = _DIES | {"error", "stop and go on"}
+_GO_ON: AbstractSet[Fault] = _DIES | {"stop and go on", "oversleep"}
+_PUT, _SHARD = "put|part|create_upload", r"/__{held}_0\.distcp$"
+# Who has written is committing, as far as it knows.
+_WRITING = {"write", "commit"}
 
 _SAVE = {
-    "before meeting": _asked("call", "plan"),
-    "plan": _asked("local plan", "plan"),
-    "global plan": _asked("global plan", "plan", only="coordinator"),
-    "write": Hold(
-        # Who has written is committing, as far as it knows.
-        names=frozenset({"write", "commit"}),
-        op=_PUT,
-        key=r"/__{held}_0\.distcp$",
-        holds="victim",
-        faults=_SIGNALS | {"error", "hang", "stop and go on"},
-    ),
-    "waiting": Hold(
-        names=frozenset({"write", "commit"}),
-        op=_PUT,
-        key=r"/__{held}_0\.distcp$",
-        holds="other",
-        faults=_SIGNALS | {"interrupt"},
-    ),
-    "commit": Hold(
-        names=frozenset({"commit"}),
-        op="put",
-        key=SLOT,
-        faults=_SIGNALS | {"error", "hang", "interrupt", "stop and go on"},
-    ),
-    "publish": Hold(
-        names=frozenset({"commit"}),
-        op="put",
-        key=r"/\.metadata$",
-        faults=_SIGNALS | {"error", "hang"},
-    ),
+    "before meeting": Hold({"plan"}, _ASKED, where="call"),
+    "plan": Hold({"plan"}, _ASKED, where="local plan"),
+    "global plan": Hold({"plan"}, _ASKED, where="global plan", victims=("coordinator",)),
+    "write": Hold(_WRITING, _ALL_BUT_CTRL_C, _PUT, _SHARD, "victim"),
+    "waiting": Hold(_WRITING, _DIES | {"interrupt"}, _PUT, _SHARD, "other"),
+    "commit": Hold({"commit"}, _ALL_BUT_CTRL_C | {"interrupt"}, "put", SLOT),
+    "publish": Hold({"commit"}, _FAILS, "put", r"/\.metadata$"),
 }
 _LOAD = {
-    "before meeting": _asked("call", "plan"),
-    "plan": _asked("local plan", "plan", "load"),
-    "global plan": _asked("global plan", "plan", "load", only="coordinator"),
-    "read": Hold(
-        names=frozenset({"load"}),
-        op="get",
-        key=r"/__{held}_0\.distcp$",
-        holds="victim",
-        faults=_SIGNALS | {"error", "hang", "stop and go on"},
-    ),
-    "waiting": Hold(
-        names=frozenset({"load"}),
-        op="get",
-        key=r"/__{held}_0\.distcp$",
-        holds="other",
-        faults=_SIGNALS | {"interrupt"},
-    ),
+    "before meeting": Hold({"plan"}, _ASKED, where="call"),
+    "plan": Hold({"plan", "load"}, _ASKED, where="local plan"),
+    "global plan": Hold({"plan", "load"}, _ASKED, where="global plan", victims=("coordinator",)),
+    "read": Hold({"load"}, _ALL_BUT_CTRL_C, "get", _SHARD, "victim"),
+    "waiting": Hold({"load"}, _DIES | {"interrupt"}, "get", _SHARD, "other"),
 }
 
 _NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
-_GO_ON: frozenset[Fault] = _SIGNALS | {"stop and go on", "oversleep"}
-
-
-def _writing(op: str, **more: Any) -> Hold:
-    """Hold a request for the weight file that a rank writes alone; it is small."""
-    return Hold(names=frozenset({"consolidate"}), op=op, key=_NAME, **{"holds": "victim", **more})
-
-
-def _sharing(op: str, victim: Victim, files: tuple[int, int, int], **more: Any) -> Hold:
-    """Hold a request for a weight file that two ranks write, and that the coordinator completes."""
-    return Hold(
-        names=frozenset({"consolidate"}),
-        op=op,
-        key=_NAME,
-        faults=_GO_ON,
-        victims=(victim,),
-        files=files,
-        **more,
-    )
-
+_OUT, _LATE = {"consolidate"}, "broadcast 3"
 
 _CONSOLIDATE = {
-    "before meeting": replace(_asked("call", "plan"), faults=_SIGNALS | {"stop and go on"}),
-    "plan": _asked("local plan", "plan"),
+    "before meeting": Hold({"plan"}, _DIES | {"stop and go on"}, where="call"),
+    "plan": Hold({"plan"}, _ASKED, where="local plan"),
     "opening": Hold(
-        names=frozenset({"plan"}),
-        op="get",
-        key=r"saves/.*/manifest\.json$",
-        faults=_SIGNALS | {"error", "hang", "stop and go on"},
-        member_step="broadcast 1",
+        {"plan"}, _ALL_BUT_CTRL_C, "get", r"saves/.*/manifest\.json$", member_step="broadcast 1"
     ),
-    "read": Hold(
-        names=frozenset({"consolidate"}),
-        op="get",
-        key=r"/__{held}_0\.distcp$",
-        holds="victim",
-        faults=_GO_ON | {"error", "hang"},
-        member_step="broadcast 3",
-    ),
-    "write": _writing("put", faults=_GO_ON | {"error", "hang"}, member_step="broadcast 3"),
-    "waiting": _writing(
-        "put", holds="other", faults=_SIGNALS | {"interrupt"}, member_step="broadcast 3"
-    ),
-    # All parts of the file are withheld, those of the victim and those of the other rank.
-    "write shared": replace(
-        _sharing("part(_copy)?", "member", (1, 1, 2), holds="both", hit_count=2),
-        victims=("member", "coordinator"),
-    ),
-    "complete shared": _sharing(
-        "complete", "coordinator", (1, 1, 2), holds="victim", member_step="broadcast 3"
+    "read": Hold(_OUT, _GO_ON | _FAILS, "get", _SHARD, "victim", member_step=_LATE),
+    # The weight file that a rank writes alone is small.
+    "write": Hold(_OUT, _GO_ON | _FAILS, "put", _NAME, "victim", member_step=_LATE),
+    "waiting": Hold(_OUT, _DIES | {"interrupt"}, "put", _NAME, "other", member_step=_LATE),
+    # Two ranks write a file, and the coordinator completes it. All its parts are withheld, those of
+    # the victim and those of the other rank.
+    "write shared": Hold(_OUT, _GO_ON, "part(_copy)?", _NAME, "both", hit_count=2, files=(1, 1, 2)),
+    "complete shared": Hold(
+        _OUT,
+        _GO_ON,
+        "complete",
+        _NAME,
+        "victim",
+        member_step=_LATE,
+        files=(1, 1, 2),
+        victims=("coordinator",),
     ),
     "index": Hold(
-        names=frozenset({"consolidate"}),
-        op="put",
-        key=r"/model\.safetensors\.index\.json$",
-        faults=_SIGNALS | {"error", "hang", "interrupt", "stop and go on", "oversleep"},
-        member_step="broadcast 3",
+        _OUT,
+        {*get_args(Fault)},
+        "put",
+        r"/model\.safetensors\.index\.json$",
+        member_step=_LATE,
     ),
     # The index counts by now; what it supersedes is deleted.
-    "clean": Hold(
-        names=frozenset({"consolidate"}),
-        op="bulk_delete",
-        key="^$",
-        faults=_SIGNALS | {"error", "hang", "stop and go on", "oversleep"},
-        member_step="broadcast 3",
-    ),
+    "clean": Hold(_OUT, _ALL_BUT_CTRL_C | {"oversleep"}, "bulk_delete", "^$", member_step=_LATE),
 }
 
 # An interrupt of the trainer does not end what its threads do.
@@ -203,12 +129,7 @@ _ASYNC = {
     for name, hold in _SAVE.items()
 }
 
-PHASES: dict[str, dict[str, Hold]] = {
-    "save": _SAVE,
-    "async save": _ASYNC,
-    "load": _LOAD,
-    "consolidate": _CONSOLIDATE,
-}
+PHASES = {"save": _SAVE, "async save": _ASYNC, "load": _LOAD, "consolidate": _CONSOLIDATE}
 WAITS = {
     "save": "outcome 1",
     "async save": "outcome 1",
@@ -218,7 +139,7 @@ WAITS = {
 """The step in which a member waits for the end of an operation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One combination; `world_size` ranks."""
 
@@ -237,24 +158,20 @@ class Cell:
 
     @property
     def hold(self) -> Hold:
-        """How the phase is held."""
         return PHASES[self.operation][self.phase]
 
     @property
-    def phases(self) -> frozenset[str]:
-        """The phases that errors may name."""
+    def phases(self) -> AbstractSet[str]:
         # Who goes on after a stop may be writing before it hears that the others gave up.
         goes_on = self.fault == "stop and go on" and "plan" in self.hold.names
-        return self.hold.names | ({"write"} if goes_on else frozenset())
+        return self.hold.names | ({"write"} if goes_on else set())
 
     @property
     def rank(self) -> int:
-        """The victim's rank."""
         return 0 if self.victim == "coordinator" else 1
 
     @property
     def held(self) -> int:
-        """The rank whose storage request gets no answer."""
         if self.hold.holds == "other":
             return self.world_size - 1 if self.world_size - 1 != self.rank else 0
         return self.rank if self.hold.holds == "victim" else 0
@@ -262,18 +179,15 @@ class Cell:
     @property
     def key(self) -> str:
         """Which objects' requests get no answer, a regular expression; "" for none."""
-        hold, kept = self.hold, re.search(r"kept by (\d)", self.phase)
-        file = hold.files[int(kept[1]) if kept else self.held]
-        return hold.key.replace("{held}", str(self.held)).replace("{file}", str(file))
+        file = str(self.hold.files[self.held])
+        return self.hold.key.replace("{held}", str(self.held)).replace("{file}", file)
 
     @property
     def files(self) -> dict[str, int]:
-        """Which weight file each tensor goes into."""
         return {f"model.w{number}": file for number, file in enumerate(self.hold.files)}
 
     @property
     def limit_s(self) -> float:
-        """How long after the fault the last live rank may raise."""
         if self.fault in {"error", "interrupt"}:
             return REPORTED_S
         phase_s = TIMEOUTS.write  # all are alike
@@ -281,35 +195,24 @@ class Cell:
             return phase_s + SLACK_S
         return TIMEOUTS.silence + SLACK_S
 
+    @property
+    def is_possible(self) -> bool:
+        """Only who asks the storage sees it fail, or gets an answer late."""
+        hold = self.hold
+        asks = bool(hold.holds) or not hold.key or self.victim == "coordinator"
+        by_itself = self.fault in {"kill", "stop", "interrupt"}
+        return self.fault in hold.faults and (asks or by_itself)
 
-def all_cells(world_size: int, hosts: Sequence[Host] = ("rank 0", "launcher")) -> Iterator[Cell]:
+
+def all_cells(world_size: int) -> Iterator[Cell]:
     """Return the whole matrix."""
     for operation, phases in PHASES.items():
         for phase, hold in phases.items():
-            for fault in (
-                "kill",
-                "stop",
-                "stop and go on",
-                "oversleep",
-                "interrupt",
-                "error",
-                "hang",
-            ):
-                for victim, host in itertools.product(hold.victims, hosts):
-                    is_of_storage = fault in {"error", "hang"} and hold.key
-                    if fault not in hold.faults or (
-                        # Only who asks the storage sees it fail, or gets an answer late.
-                        hold.holds == ""
-                        and hold.key
-                        and victim == "member"
-                        and (is_of_storage or fault in {"stop and go on", "oversleep"})
-                    ):
-                        continue
-                    yield Cell(
-                        operation=operation,
-                        phase=phase,
-                        fault=fault,
-                        victim=victim,
-                        host=host,
-                        world_size=world_size,
-                    )
+            every = itertools.product(get_args(Fault), hold.victims, get_args(Host))
+            cells = (Cell(operation, phase, *one, world_size) for one in every)
+            yield from (cell for cell in cells if cell.is_possible)
+
+
+def chosen(pattern: str, world_size: int = 3) -> list[Cell]:
+    """Return the cells whose description matches."""
+    return [cell for cell in all_cells(world_size) if re.search(pattern, str(cell))]

@@ -9,47 +9,33 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
-import fault_ranks
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_cells import RETRY, TIMEOUTS
-from fault_ranks import Job, Where
+from fault_cells import Cell, Where
+from fault_ranks import Job, state_of, weights_of
 from servers import free_port
 
 from ckpt_storage.testing.s3_server import S3Server
-
-__all__ = [
-    "BUCKET",
-    "EXIT_S",
-    "SETTLE_S",
-    "Event",
-    "Hub",
-    "Ranks",
-    "export_leftovers",
-    "export_version",
-    "stock_version",
-]
 
 SETTLE_S = 60.0
 """How long the driver waits for what must come; longer than any limit under test."""
 EXIT_S = 30.0
 
 BUCKET = "bucket"
-URL = f"s3://{BUCKET}/run/step-1"
 EXPORT = "run/step-1/hf"
 INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """What a rank or the nursery told; `connection` waits for an answer if it asked."""
 
@@ -87,23 +73,20 @@ class Hub:
             self.events = []
             return self._number
 
-    def wait_for(self, *wanted: tuple[int, str], timeout_s: float = SETTLE_S) -> list[Event]:
+    def wait_for(self, *wanted: tuple[int, str]) -> list[Event]:
         """Return the first event of each (rank, what) once all are there; raise `TimeoutError`."""
-        found: list[Event] = []
+        found: dict[tuple[int, str], Event] = {}
 
         def are_there() -> bool:
-            found[:] = [
-                event
-                for one in wanted
-                for event in [e for e in self.events if (e.rank, e.what) == one][:1]
-            ]
-            return len(found) == len(wanted)
+            for event in self.events:
+                found.setdefault((event.rank, event.what), event)
+            return found.keys() >= {*wanted}
 
         with self._changed:
-            if not self._changed.wait_for(are_there, timeout_s):
-                missing = set(wanted) - {(event.rank, event.what) for event in found}
-                raise TimeoutError(f"Not heard in {timeout_s:g} s: {sorted(missing)}")
-        return list(found)
+            if not self._changed.wait_for(are_there, SETTLE_S):
+                missing = sorted({*wanted} - found.keys())
+                raise TimeoutError(f"Not heard in {SETTLE_S:g} s: {missing}")
+        return [found[one] for one in wanted]
 
     def wait_dead(self, pids: Iterable[int], timeout_s: float) -> dict[int, tuple[int, float]]:
         """Return exit code and time of death of those `pids` that ended in time."""
@@ -121,22 +104,18 @@ class Hub:
         return found
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                args = (self._listener.accept(),)
+                threading.Thread(target=self._read, args=args, daemon=True).start()
 
     def _read(self, connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 rank, what, at_s, details = connection.recv()
-                event = Event(
-                    rank=rank, what=what, at_s=at_s, details=details, connection=connection
-                )
+                event = Event(rank, what, at_s, details, connection)
                 with self._changed:
-                    if details.get("number", self._number) != self._number:
+                    if event.details.get("number", self._number) != self._number:
                         return
                     self.events.append(event)
                     self._changed.notify_all()
@@ -165,108 +144,101 @@ class Ranks:
 
     def start(
         self,
-        operation: str,
+        cell: Cell,
         server: S3Server,
-        *,
-        world_size: int,
-        launcher_hosts: bool,
+        operation: str,
         version: int,
+        *,
         holds: Mapping[int, Where] | None = None,
         files: Mapping[str, int] | None = None,
     ) -> None:
-        """Start the processes; they wait for `go`. `holds` tells in which call a rank asks."""
+        """Let as many processes as the cell has call the operation; one that `holds` asks first."""
         port = free_port()
-        if launcher_hosts:
+        if cell.host == "launcher":
+            timeout = timedelta(seconds=SETTLE_S)
             self._store = dist.TCPStore(
-                "127.0.0.1",
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=SETTLE_S),
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
             port = self._store.port
-        for rank in range(world_size):
+        for rank in range(cell.world_size):
             self._nursery.send(
                 Job(
                     address=self._hub.address,
                     number=self._number,
                     operation=operation,
                     rank=rank,
-                    world_size=world_size,
-                    url=URL,
+                    world_size=cell.world_size,
                     storage_options=server.storage_options,
-                    timeouts=TIMEOUTS,
-                    retry=RETRY,
                     port=port,
-                    launcher_hosts=launcher_hosts,
+                    launcher_hosts=cell.host == "launcher",
                     hold=(holds or {}).get(rank, ""),
                     version=version,
                     files=files,
                     log_path=str(self._folder / f"rank-{rank}.log"),
                 )
             )
-        self._ready = self._hub.wait_for(*((rank, "ready") for rank in range(world_size)))
-        self.pids = {event.rank: event.details["pid"] for event in self._ready}
-
-    def go(self) -> None:
-        """Let all ranks call the operation."""
-        for event in self._ready:
+        ready = self._hub.wait_for(*((rank, "ready") for rank in range(cell.world_size)))
+        self.pids = {event.rank: event.details["pid"] for event in ready}
+        for event in ready:
             event.connection.send("go")
 
     def left(self) -> list[int]:
-        """Return what lives of the ranks and all that they started."""
         sessions = set(self.pids.values())
         return [pid for pid, session in _sessions() if session in sessions]
 
     def logs(self) -> list[str]:
-        """Return what the ranks logged."""
         return [
             f"--- {path.name}\n{path.read_text(errors='replace')}"
             for path in sorted(self._folder.iterdir())
         ]
 
 
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Return process id and session of every live process."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    yield int(folder.name), int(fields[3])
+
+
+def _version(found: Mapping[str, Any], made: Callable[[int, range], dict[str, Any]]) -> int:
+    """Return which version of a state this is, -1 for none."""
+    for version in range(1, 9):
+        expected = made(version, range(len(found)))
+        if found.keys() == expected.keys() and all(
+            torch.equal(found[name], value) for name, value in expected.items()
+        ):
+            return version
+    return -1
+
+
 def stock_version(server: S3Server, world_size: int) -> int:
     """Return which version stock torch loads completely from what lies on the server."""
-    with tempfile.TemporaryDirectory() as folder:
+    state = state_of(0, range(world_size))
+    target = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         for key, data in server.dump().items():
             path = Path(folder) / key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        target = {
-            "model": {
-                name: torch.zeros_like(value)
-                for name, value in fault_ranks.state_of(0, range(world_size)).items()
-            }
-        }
-        with contextlib.redirect_stderr(io.StringIO()):
-            dcp.load(
-                target,
-                storage_reader=dcp.FileSystemReader(Path(folder) / "run" / "step-1"),
-                no_dist=True,
-            )
-    for version in range(1, 9):
-        expected = fault_ranks.state_of(version, range(world_size))
-        if all(torch.equal(target["model"][name], expected[name]) for name in expected):
-            return version
-    return -1
+        reader = dcp.FileSystemReader(Path(folder) / "run" / "step-1")
+        dcp.load(target, storage_reader=reader, no_dist=True)
+    return _version(target["model"], state_of)
 
 
 def export_version(server: S3Server) -> int:
     """Return which version safetensors loads completely through the index of the export."""
     objects = server.dump()
+    places = json.loads(objects[f"{EXPORT}/{INDEX}"])["weight_map"]
     found: dict[str, Any] = {}
-    index = json.loads(objects[f"{EXPORT}/{INDEX}"])
-    for name in set(index["weight_map"].values()):
-        loaded = safetensors.torch.load(objects[f"{EXPORT}/{name}"])
-        found |= {key: value for key, value in loaded.items() if index["weight_map"][key] == name}
-    for version in range(1, 9):
-        expected = fault_ranks.weights_of(version, range(3))
-        if found.keys() == {f"model.{name}" for name in expected} and all(
-            torch.equal(found[f"model.{name}"], value) for name, value in expected.items()
-        ):
-            return version
-    return -1
+    for file in set(places.values()):
+        loaded = safetensors.torch.load(objects[f"{EXPORT}/{file}"])
+        found |= {name: value for name, value in loaded.items() if places[name] == file}
+    if found.keys() != {f"model.w{rank}" for rank in range(3)}:
+        return -1
+    return _version({name.removeprefix("model."): found[name] for name in found}, weights_of)
 
 
 def export_leftovers(server: S3Server) -> list[str]:
@@ -278,13 +250,3 @@ def export_leftovers(server: S3Server) -> list[str]:
     named = {INDEX, *index["weight_map"].values(), *(f".ckpt-storage/{name}" for name in documents)}
     left = {key.removeprefix(f"{EXPORT}/") for key in objects if key.startswith(f"{EXPORT}/")}
     return sorted(left ^ named)
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """Return process id and session of every live process."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    yield int(folder.name), int(fields[3])

@@ -13,36 +13,35 @@ import importlib
 import os
 import resource
 import signal
-import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Client, Connection, wait
-from typing import Any, Literal
+from multiprocessing.connection import Client, Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from fault_cells import TIMEOUTS, Where
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage.coordination.operation import Operation
 
-__all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
-
 ELEMENT_COUNT = 50_000
 WEIGHT_COUNT = 800_000
 """Elements of a tensor to consolidate: more than the 5 MiB that S3 wants of a part."""
+
+URL = "s3://bucket/run/step-1"
 
 _PR_SET_PDEATHSIG = 1
 _OURS = [
     f"ckpt_storage.{name}"
     for name in ("loads.load", "background.saver", "saves.save", "export.consolidate")
 ]
-
-Where = Literal["call", "local plan", "global plan", ""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +58,26 @@ class Job:
     operation: str
     rank: int
     world_size: int
-    url: str
     storage_options: Mapping[str, Any]
-    timeouts: ckpt_storage.Timeouts
     port: int
     launcher_hosts: bool
-    hold: Where = ""
-    version: int = 0
-    files: Mapping[str, int] | None = None
-    log_path: str = os.devnull
-    retry: ckpt_storage.RetryPolicy = field(default_factory=ckpt_storage.RetryPolicy)
+    hold: Where
+    version: int
+    files: Mapping[str, int] | None
+    log_path: str
 
+    @property
+    def common(self) -> dict[str, Any]:
+        return {"storage_options": dict(self.storage_options), "timeout": TIMEOUTS}
 
-def tensor_of(version: int, rank: int) -> torch.Tensor:
-    """Return what `rank` has in `version` of the state; no two are alike anywhere."""
-    return torch.arange(ELEMENT_COUNT, dtype=torch.int64) + (version * 100 + rank) * 10**6
+    def own(self, version: int) -> dict[str, Any]:
+        return state_of(version, range(self.rank, self.rank + 1))
 
 
 def state_of(version: int, ranks: range) -> dict[str, Any]:
-    """Return the part of the state that `ranks` hold; each tensor lies in its rank's file."""
-    return {f"w{rank}": tensor_of(version, rank) for rank in ranks}
+    """Return the part of the state that `ranks` hold, each in its file; no two are alike."""
+    numbers = torch.arange(ELEMENT_COUNT, dtype=torch.int64)
+    return {f"w{rank}": numbers + (version * 100 + rank) * 10**6 for rank in ranks}
 
 
 def weights_of(version: int, ranks: range) -> dict[str, Any]:
@@ -102,7 +101,6 @@ class _Line:
         self.number = number
 
     def tell(self, what: str, **details: Any) -> None:
-        """Tell the driver something, and when."""
         with Client(self.address, "AF_UNIX") as connection:
             connection.send(self._event(what, **details))
 
@@ -159,11 +157,9 @@ class _Held:
         return super()
 
     def create_local_plan(self) -> Any:
-        """Plan."""
         return self._inner("local plan").create_local_plan()
 
     def create_global_plan(self, plans: Any) -> Any:
-        """Plan for all."""
         return self._inner("global plan").create_global_plan(plans)
 
 
@@ -184,40 +180,30 @@ class HeldModel:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, once the driver says so."""
         if self._where == "call":
             self._line.ask(self._where)
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state."""
         self._state = state
 
 
 def save(job: Job, line: _Line, *, is_async: bool = False) -> str:
     """Save, or do it in a background thread; return what was committed."""
     call: Callable[..., Any] = ckpt_storage.save_async if is_async else ckpt_storage.save
-    ended = call(
-        {"model": HeldModel(line, job.hold, _own(job, job.version))},
-        job.url,
-        overwrite=True,
-        planner=HeldSavePlanner(line, job.hold),
-        **_common(job),
-    )
+    state = {"model": HeldModel(line, job.hold, job.own(job.version))}
+    planner = HeldSavePlanner(line, job.hold)
+    ended = call(state, URL, overwrite=True, planner=planner, **job.common)
     return f"committed in slot {(ended.result() if is_async else ended).slot}"
 
 
 def load(job: Job, line: _Line) -> str:
     """Load this rank's part; return which version it is."""
-    target = {name: torch.zeros_like(value) for name, value in _own(job, 0).items()}
-    ckpt_storage.load(
-        {"model": HeldModel(line, job.hold, target)},
-        job.url,
-        planner=HeldLoadPlanner(line, job.hold),
-        **_common(job),
-    )
+    target = {name: torch.zeros_like(value) for name, value in job.own(0).items()}
+    state = {"model": HeldModel(line, job.hold, target)}
+    ckpt_storage.load(state, URL, planner=HeldLoadPlanner(line, job.hold), **job.common)
     for version in range(9):
-        if all(torch.equal(value, target[name]) for name, value in _own(job, version).items()):
+        if all(torch.equal(value, target[name]) for name, value in job.own(version).items()):
             return f"version {version}"
     raise AssertionError("What was loaded is no version at all.")
 
@@ -227,18 +213,15 @@ def check_and_save(job: Job, line: _Line) -> str:
     found = load(job, line)
     save(job, line)
     again = load(job, line)
-    if again != f"version {job.version}":
-        raise AssertionError(f"Saved version {job.version}, loaded {again}.")
+    assert again == f"version {job.version}", f"Saved version {job.version}, loaded {again}."
     return found
 
 
 def save_weights(job: Job, line: _Line) -> str:
     """Save the model to consolidate, which three ranks hold; return what was committed."""
     state = weights_of(job.version, range(job.rank, 3, job.world_size))
-    info = ckpt_storage.save(
-        {"model": HeldModel(line, "", state)}, job.url, overwrite=True, **_common(job)
-    )
-    return f"committed in slot {info.slot}"
+    model = HeldModel(line, "", state)
+    return f"committed {ckpt_storage.save({'model': model}, URL, overwrite=True, **job.common)}"
 
 
 def consolidate(job: Job, line: _Line) -> str:
@@ -253,7 +236,7 @@ def consolidate(job: Job, line: _Line) -> str:
         return fqn
 
     report = ckpt_storage.consolidate(
-        job.url, fqn_to_index_mapping=job.files, rename=rename, **_common(job)
+        URL, fqn_to_index_mapping=job.files, rename=rename, **job.common
     )
     return f"published {', '.join(file.name for file in report.files)}"
 
@@ -266,18 +249,6 @@ OPERATIONS: dict[str, Callable[[Job, _Line], str]] = {
     "save weights": save_weights,
     "consolidate": consolidate,
 }
-
-
-def _own(job: Job, version: int) -> dict[str, Any]:
-    return state_of(version, range(job.rank, job.rank + 1))
-
-
-def _common(job: Job) -> dict[str, Any]:
-    return {
-        "storage_options": dict(job.storage_options),
-        "timeout": job.timeouts,
-        "retry": job.retry,
-    }
 
 
 def rank_main(job: Job) -> None:
@@ -312,7 +283,7 @@ def rank_main(job: Job) -> None:
             trace=traceback.format_exc(),
         )
     else:
-        line.tell("ended", kind="returned", ours=True, text=value)
+        line.tell("ended", kind="returned", text=value)
 
 
 def _settle(job: Job) -> None:
@@ -336,38 +307,18 @@ def nursery(address: str) -> Job | None:
         importlib.import_module(name)  # once, before the forks
     connection = Client(address, "AF_UNIX")
     connection.send((-1, "nursery", time.monotonic(), {}))
-    woken, waker = socket.socketpair()
-    woken.settimeout(0)
-    waker.settimeout(0)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
-    while True:
-        for ready in wait([connection, woken]):
-            if ready is connection:
-                try:
-                    job: Job = connection.recv()
-                except EOFError:
-                    return None
-                if (pid := os.fork()) == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for inherited in (connection, woken, waker):
-                        inherited.close()
-                    return job
-                connection.send((-1, "born", time.monotonic(), {"pid": pid, "rank": job.rank}))
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    woken.recv(1024)
-        _reap(connection)
-
-
-def _reap(connection: Connection) -> None:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        connection.send((-1, "died", time.monotonic(), {"pid": pid, "code": code}))
+            job: Job = connection.recv()
+        except EOFError:
+            return None
+        if (pid := os.fork()) == 0:
+            connection.close()
+            return job
+        threading.Thread(target=_tell_of_end, args=(connection, pid), daemon=True).start()
+
+
+def _tell_of_end(connection: Connection, pid: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    # Messages as small as this one are written at once.
+    connection.send((-1, "died", time.monotonic(), {"pid": pid, "code": code}))

@@ -40,12 +40,10 @@ class Counter(torch.nn.Module):
     def state_dict(  # type: ignore[override]  # the protocol asks no more
         self, *_args: Any, **_more: Any
     ) -> dict[str, Any]:
-        """Return the count."""
         self.asked += 1
         return {"count": torch.tensor(self.count)}
 
     def load_state_dict(self, state_dict: Any, *_args: Any, **_more: Any) -> Any:
-        """Take the count."""
         self.told += 1
         self.count = int(state_dict["count"])
 
@@ -96,13 +94,6 @@ def load_both_ways(_rank: int, path: Path, step: int) -> None:
     assert_state(stock, step)
 
 
-def load_ours(_rank: int, path: str | Path, step: int) -> None:
-    """Load with `load` and compare."""
-    ours = state_of(step, zeros=True)
-    ckpt_storage.load(ours, path)
-    assert_state(ours, step)
-
-
 class Locked(Exception):  # noqa: N818  # a failure of a user's
     """An exception that does not pickle."""
 
@@ -111,15 +102,11 @@ class Locked(Exception):  # noqa: N818  # a failure of a user's
         self.lock = threading.Lock()
 
 
-def failure_of(kind: str) -> BaseException:
-    """Return an exception of a kind."""
+def fail(kind: str) -> Any:
+    """Raise an exception of a kind."""
     if kind == "CheckpointException":
-        return CheckpointException("boom", {0: (ValueError("boom"), None)})  # type: ignore[dict-item]
-    if kind == "unpicklable":
-        return Locked("boom")
-    return {"ValueError": ValueError, "OSError": OSError, "AssertionError": AssertionError}[kind](
-        "boom"
-    )
+        raise CheckpointException("boom", {0: (ValueError("boom"), None)})  # type: ignore[dict-item]
+    raise {"ValueError": ValueError, "OSError": OSError, "unpicklable": Locked}[kind]("boom")
 
 
 class FailingState(Counter):
@@ -129,31 +116,9 @@ class FailingState(Counter):
         super().__init__(1)
         self.kind = kind
 
-    def state_dict(  # type: ignore[override]  # the protocol asks no more
-        self, *_args: Any, **_more: Any
-    ) -> dict[str, Any]:
-        """Fail."""
-        raise failure_of(self.kind)
-
-
-class _Failing:
-    """A planner that fails in the method named."""
-
-    def __init__(self, method: str, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        setattr(self, method, self._fail)
-
-    def _fail(self, *_args: Any, **_more: Any) -> Any:
-        raise failure_of(self.kind)
-
-
-class FailingSave(_Failing, dcp.DefaultSavePlanner):
-    """One of saves."""
-
-
-class FailingLoad(_Failing, dcp.DefaultLoadPlanner):
-    """One of loads."""
+    def state_dict(self, *_args: Any, **_more: Any) -> dict[str, Any]:  # type: ignore[override]  # the protocol asks no more
+        found: dict[str, Any] = fail(self.kind)
+        return found
 
 
 def caught(
@@ -172,37 +137,33 @@ def caught(
 Told = tuple[str, str, int]
 
 
-def _told(error: ckpt_storage.CheckpointError) -> Told:
+def told_of(function: Callable[..., Any], *args: Any, **options: Any) -> Told:
+    """Return kind, text and rank of what a call raised; -1 for no rank."""
+    error = caught(function, *args, **options)
     return type(error).__name__, str(error), -1 if error.rank is None else error.rank
 
 
-def save_failing(rank: int, path: str, failures: list[tuple[int, str, str]]) -> list[Told]:
-    """Save with each failure (rank, place, kind), then well; return what this rank was told."""
+def fail_often(
+    rank: int, path: str, failures: list[tuple[int, str, str]], function: str
+) -> list[Told]:
+    """Save or load with each failure (rank, place, kind), then well; return what one is told."""
     told = []
     for who, where, kind in failures:
-        state, planner = state_of(1), None
+        state = state_of(1, zeros=function == "load")
+        planner: Any = dcp.DefaultSavePlanner() if function == "save" else dcp.DefaultLoadPlanner()
         if rank == who and where == "state_dict":
             state["counter"] = FailingState(kind)
         elif rank == who:
-            planner = FailingSave(where, kind)
-        options: dict[str, Any] = {"planner": planner, "timeout": 20.0, "sync_files": False}
-        told.append(_told(caught(ckpt_storage.save, state, path, **options)))
-    save(rank, path + "-next", 1)
-    return told
-
-
-def load_failing(rank: int, path: str, failures: list[tuple[int, str, str]]) -> list[Told]:
-    """Load with each failure (rank, place, kind), then well; return what this rank was told."""
-    told = []
-    for who, where, kind in failures:
+            setattr(planner, where, lambda *_, kind=kind, **__: fail(kind))
+        more = {"sync_files": False} if function == "save" else {}
+        call = getattr(ckpt_storage, function)
+        told.append(told_of(call, state, path, planner=planner, timeout=20.0, **more))
+    if function == "save":
+        save(rank, path + "-next", 1)
+    else:
         state = state_of(1, zeros=True)
-        planner = dcp.DefaultLoadPlanner()
-        if rank == who and where == "state_dict":
-            state["counter"] = FailingState(kind)
-        elif rank == who:
-            planner = FailingLoad(where, kind)
-        told.append(_told(caught(ckpt_storage.load, state, path, planner=planner, timeout=20.0)))
-    load_ours(rank, path, 1)
+        ckpt_storage.load(state, path)
+        assert_state(state, 1)
     return told
 
 
@@ -238,29 +199,22 @@ def default_group(
 
 
 def _init(rank: int, world_size: int, folder: Path, timeout_s: float, kind: str) -> None:
+    wait = timedelta(seconds=30)
     store: dist.Store
-    if kind == "tcp":
-        store = _tcp_store(rank, world_size, folder)
-    else:
-        store = dist.FileStore(str(folder / "rendezvous"), world_size)
     # A short timeout is for what is tested, not for ranks that begin a moment apart.
     meeting = dist.FileStore(str(folder / "meeting"), world_size)
+    if kind == "file":
+        store = dist.FileStore(str(folder / "rendezvous"), world_size)
+    elif rank == 0:
+        server = store = dist.TCPStore(
+            "127.0.0.1", 0, world_size, is_master=True, timeout=wait, wait_for_workers=False
+        )
+        meeting.set("port", str(server.port))
+    else:
+        port = int(meeting.get("port"))
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=wait)
     meeting.set(f"here {rank}", "")
-    meeting.wait([f"here {other}" for other in range(world_size)], timedelta(seconds=30))
+    meeting.wait([f"here {other}" for other in range(world_size)], wait)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def _tcp_store(rank: int, world_size: int, folder: Path) -> dist.TCPStore:
-    """Return a client of a server in rank 0, which tells its port in a file."""
-    timeout = timedelta(seconds=30)
-    meeting = dist.FileStore(str(folder / "port"), world_size)
-    if rank == 0:
-        store = dist.TCPStore(
-            "127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        meeting.set("port", str(store.port))
-        return store
-    port = int(meeting.get("port"))
-    return dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)

@@ -20,33 +20,27 @@ class MemoryKeys(KeyValues):
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:  # noqa: ARG002  # as there
-        """Put a value."""
         with self._lock:
             self._values[key] = bytes(value)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:  # noqa: ARG002  # as there
-        """Return a value."""
         with self._lock:
             return self._values.get(key)
 
     def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:  # noqa: ARG002  # as there
-        """Return whether all are there."""
         with self._lock:
             return all(key in self._values for key in keys)
 
     def set_first(self, key: str, value: bytes, timeout_s: float) -> None:  # noqa: ARG002  # as there
-        """Put a value where there is none."""
         with self._lock:
             self._values.setdefault(key, bytes(value))
 
     def delete(self, key: str, timeout_s: float) -> None:  # noqa: ARG002  # as there
-        """Remove a value."""
         with self._lock:
             self._values.pop(key, None)
 
     @property
     def keys(self) -> list[str]:
-        """What is there, sorted."""
         with self._lock:
             return sorted(self._values)
 

@@ -14,7 +14,7 @@ from commit_tools import IN_TURN, DictStore, Disk, take_in_turn
 from prune_cases import OTHERS, at, heads, prune, race_scene, save
 
 from ckpt_storage.commit import slotlog
-from ckpt_storage.commit.delete import delete
+from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,

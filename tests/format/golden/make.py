@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage.commit.delete import delete
+from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool
 
