@@ -249,7 +249,9 @@ def check_schedules(
     capabilities: Capabilities, scenario: Scenario, seeds: range, *, systematic: bool
 ) -> str:
     """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
-    in_order = Preempting(scenario.bound).schedules() if systematic else ()
+    # Removers have the most schedules, and are told of changes by conditions alone.
+    bound = scenario.bound if capabilities.if_match or scenario.ends != "removes" else 0
+    in_order = Preempting(bound).schedules() if systematic else ()
     at_random = (Wandering(seed) for seed in seeds)
     count, steps = explore(
         capabilities,
