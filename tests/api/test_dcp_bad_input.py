@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from ckpt_storage import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     CheckpointStorageReader,
@@ -265,31 +264,6 @@ def test_a_checkpoint_that_is_not_whole_says_what_is_missing(tmp_path: Path) -> 
     assert_says(lost, IntegrityError, "__0_0.distcp, which rank 0 wrote", "Restore the file")
     assert lost.rank == 0
     assert lost.fqn in {"w", "step"}
-
-
-def test_an_overwritten_checkpoint_says_that_it_is_gone(tmp_path: Path) -> None:
-    """A reader whose save was replaced and freed while it was open is told to load again."""
-    dcp_cases.save(dict(STATE), tmp_path)
-    planner = ReplacingPlanner(tmp_path)
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.load(zeros_like(STATE), tmp_path, planner=planner)
-    (error,) = failures_of(caught.value).values()
-    assert isinstance(error, CheckpointGoneError)
-    assert_says(error, CheckpointGoneError, "is gone", "Load again")
-
-
-class ReplacingPlanner(dcp.DefaultLoadPlanner):
-    """A load planner in whose midst the checkpoint is overwritten until the old save is freed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Overwrite twice: the newest superseded save is kept."""
-        for _ in range(2):
-            dcp_cases.save(dict(STATE), self.path, overwrite=True)
-        return new_plan
 
 
 def test_checkpoints_of_single_ranks_are_explained(tmp_path: Path) -> None:

@@ -34,14 +34,6 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": seeded(step, 40, 30), "step": step}
 
 
-def assert_holds(path: str | Path, step: int) -> None:
-    """Assert that both torch's reader and ours find the state of `step` there."""
-    for load in (dcp_cases.load, dcp_cases.load_stock):
-        target = zeros_like(state_of(step))
-        load(target, path)
-        assert same(target, state_of(step))
-
-
 class WaitingPlanner(dcp.DefaultSavePlanner):
     """A planner that lets a save go on only after another one began to write."""
 
@@ -81,7 +73,7 @@ def test_overlapping_saves_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(overlapping_saves, tmp_path, world_size=2)
     assert {info.name for info in list_checkpoints(str(tmp_path))} == {"step-0", "step-1"}
     for step in (0, 1):
-        assert_holds(tmp_path / f"step-{step}", step)
+        dcp_cases.assert_holds(tmp_path / f"step-{step}", state_of(step))
 
 
 def save_alone(rank: int, folder: Path) -> str:
@@ -102,7 +94,7 @@ def test_a_rank_saves_for_itself_only_if_it_is_told_so(ranks: RankPool, tmp_path
     """With `no_dist`, which leaves no place for the next save; not with `use_collectives=False`."""
     assert ranks.run(save_alone, tmp_path, world_size=2) == [str(tmp_path)] * 2
     for rank in (0, 1):
-        assert_holds(tmp_path / f"alone-{rank}", rank)
+        dcp_cases.assert_holds(tmp_path / f"alone-{rank}", state_of(rank))
     assert not (tmp_path / "run").exists()
 
 
@@ -129,7 +121,7 @@ def test_a_sub_group_saves_and_loads_without_the_others(ranks: RankPool, tmp_pat
     """Two of three ranks save; a writer that was given another group refuses on both."""
     outcomes = ranks.run(save_on_two_of_three, tmp_path, world_size=3)
     for step in (0, 1):
-        assert_holds(tmp_path / f"step-{step}", step)
+        dcp_cases.assert_holds(tmp_path / f"step-{step}", state_of(step))
     for said in outcomes[1:]:
         assert said.count("The save runs on 2 ranks; the writer's process_group has 3.") == 2
     assert not (tmp_path / "wrong").exists()
@@ -161,7 +153,7 @@ def test_regression_a_refused_save_does_not_spoil_later_cached_plans(
     """After a refusal, saves with plan caching go on, be the refused plan cached or new."""
     ranks.run(refused_then_accepted, tmp_path, world_size=2)
     for name, step in (("a", 0), ("b", 2), ("c", 4)):
-        assert_holds(tmp_path / name, step)
+        dcp_cases.assert_holds(tmp_path / name, state_of(step))
 
 
 class UnpicklableError(Exception):

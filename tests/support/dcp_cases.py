@@ -101,6 +101,14 @@ def load_stock(state: dict[str, Any], path: str | Path) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
 
 
+def assert_holds(path: str | Path, expected: dict[str, Any]) -> None:
+    """Assert that torch's reader and ours bring back `expected`."""
+    for by in (load, load_stock):
+        target = zeros_like(expected)
+        by(target, path)
+        assert same(target, expected), by
+
+
 def failures_of(error: BaseException | None) -> dict[int, BaseException]:
     """Return what DCP's exception says each failed rank raised."""
     assert isinstance(error, CheckpointException), repr(error)
