@@ -53,23 +53,21 @@ from ckpt_storage.testing.ranks import RankPool
 W, C, D = SaveState.WRITING, SaveState.COMMITTING, SaveState.COMMITTED
 
 
-def _walk(rank: int, folder: str, mode: Any) -> tuple[list[Any], str | None]:
-    """Hold a save of all ranks in each step; return states and save ids on the way."""
-    saver = quick_saver(mode)
-    seen: list[Any] = []
-    with saver:
+def _walk(rank: int, folder: str, mode: Any) -> list[str | None]:
+    """Hold a save of all ranks in each step; return its save ids."""
+    with quick_saver(mode) as saver:
         hold = Hold(folder, "write", rank)
         handle = save_step(saver, folder, rank, 0, planner=held(hold))
         assert not handle.done()
         hold.reached()
         until(lambda: handle.save_id, "a save id")
-        seen += [handle.state, handle.save_id]
+        first_id = handle.save_id
         with pytest.raises(PhaseTimeoutError):
             handle.result(0.01)
-        seen.append(handle.state)
+        assert handle.state is W
         hold.go()
-        handle.result(END_S)
-        seen += [handle.state, handle.save_id]
+        assert handle.result(END_S).save_id == handle.save_id == first_id
+        assert handle.state is D
         dist.barrier()
         (Path(folder) / f"go-{rank}").unlink()
         hold = Hold(folder, "commit" if rank == 0 else "outcome", rank)
@@ -77,33 +75,22 @@ def _walk(rank: int, folder: str, mode: Any) -> tuple[list[Any], str | None]:
         hold.reached()
         until(lambda: handle.state is C, "the commit")
         progress = handle.progress()
-        assert progress.state is C
-        seen += [progress.done_bytes, progress.total_bytes, progress.done_files]
+        assert progress.done_bytes == progress.total_bytes >= 4000
+        assert (progress.state, progress.done_files) == (C, 1)
         until(lambda: len(handle.progress().ranks) == dist.get_world_size() or rank, "all ranks")
         hold.go()
         info = handle.result(END_S)
-        assert handle.done()
         assert handle.exception() is None
         assert not handle.cancel()
-        assert handle.state is D
-    return seen, info.save_id
+        assert (handle.done(), handle.state) == (True, D)
+    return [first_id, info.save_id]
 
 
 @pytest.mark.parametrize(("mode", "world_size"), [("thread", 1), ("process", 2)])
 def test_states_walk_in_order(ranks: RankPool, tmp_path: Path, mode: str, world_size: int) -> None:
     """A save is WRITING, COMMITTING, COMMITTED, with one save id on all ranks and its bytes."""
     outcomes = ranks.run(_walk, str(tmp_path), mode, world_size=world_size)
-    first = outcomes[0][0]
-    assert len({seen[1] for seen, _ in outcomes}) == 1
-    assert len({save_id for _, save_id in outcomes}) == 1
-    for seen, _ in outcomes:
-        assert seen[0] is W
-        assert seen[2] is W
-        assert seen[3] is D
-        assert seen[4] == first[1]
-        done_bytes, total_bytes, done_files = seen[5:8]
-        assert done_bytes == total_bytes >= 4000
-        assert done_files == 1
+    assert outcomes == [outcomes[0]] * world_size
 
 
 class Trainer:
@@ -206,19 +193,11 @@ def test_saves_commit_in_order_and_the_next_waits(
     assert [info.name for info in list_checkpoints(tmp_path)] == steps
 
 
-def _memory_bytes(pid: int) -> int:
-    """Return what a process has in memory but for files, whoever else has it, too.
-
-    Its share of that would grow whenever another process on this machine ended.
-    """
+def _held(pid: int) -> tuple[int, int]:
+    """Return a process's memory in bytes but for files, whoever shares it, and its descriptors."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return 1024 * sum(
-        int(text.partition(f"\n{field}:")[2].split()[0]) for field in ("RssAnon", "RssShmem")
-    )
-
-
-def _descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    kib = [int(text.partition(f"\n{field}:")[2].split()[0]) for field in ("RssAnon", "RssShmem")]
+    return 1024 * sum(kib), len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def _thread_count() -> int:
@@ -243,13 +222,8 @@ def _stable(rank: int, folder: str, mode: Any) -> list[tuple[int, int, int]]:
             if step in {4, 12, 20}:
                 gc.collect()
                 pids = [os.getpid(), *([saver.worker_pid] if saver.worker_pid else [])]
-                seen.append(
-                    (
-                        sum(map(_memory_bytes, pids)),
-                        sum(map(_descriptors, pids)),
-                        _thread_count(),
-                    )
-                )
+                memory, descriptors = map(sum, zip(*map(_held, pids), strict=True))
+                seen.append((memory, descriptors, _thread_count()))
     return seen
 
 
