@@ -26,10 +26,9 @@ log = logging.getLogger("ckpt_storage")
 
 @dataclass(slots=True, kw_only=True)
 class SaveJob:
-    """One save: what it is told, and the copy of its state.
+    """One save; with `refusal` nothing is saved, and the other ranks are told why.
 
-    `number` counts the saves of a saver. `packed` are the options as a worker gets them. With
-    `refusal` nothing is saved, and the other ranks are told why.
+    `number` counts the saves of a saver. `packed` are the options as a worker gets them.
     """
 
     status: SaveStatus

@@ -62,11 +62,9 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where the items of a plan lie in an arena, each in the order of the plan; pickles.
+    """Where the items of a plan lie in an arena: columns in the order of the plan; pickles.
 
-    A blob has no dtype. `unsafe` names the type that makes `load` refuse a blob, by its position.
-    `ties` maps alias to target. Columns, because objects for each of many items set the garbage
-    collector to work.
+    A blob has no dtype. `unsafe` names, by position, the type that makes `load` refuse a blob.
     """
 
     starts: list[int] = field(default_factory=list)

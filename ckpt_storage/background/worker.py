@@ -43,8 +43,7 @@ BEAT_S = 0.25
 class Job:
     """One save; with `with_file` the descriptor of its arena follows.
 
-    `options` are a pickled `SaveOptions`. `plan` is a pickled `RankPlan`, None for one of the last
-    `KEPT_PLANS` that were sent. `arena_ids` are those of all arenas that are still in use.
+    `plan` is None for one of the last `KEPT_PLANS`; `arena_ids` are all arenas still in use.
     """
 
     number: int

@@ -16,11 +16,9 @@ _R = TypeVar("_R")
 
 
 def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let only exceptions out that pickle both ways.
+    """Let only exceptions out that pickle both ways: others would hang the ranks they are sent to.
 
-    DCP sends a rank's exception to all others by pickle; one that does not survive it hangs them.
-    It prints the traceback of each rank before its error. Ours say what happened, so they come
-    without the frames inside this package.
+    Ours say what happened, so they come without the frames inside this package.
     """
 
     @functools.wraps(method)

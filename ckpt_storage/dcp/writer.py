@@ -1,8 +1,6 @@
 """`CheckpointStorageWriter`: DCP's save calls become the steps of one save session.
 
-Every rank holds one; which methods run where is said at each. All state of a save belongs to the
-thread that runs it, so one writer may serve overlapping saves (`dcp.async_save` runs each in a
-thread of its own).
+All state of a save belongs to the thread that runs it: saves of one writer may overlap.
 """
 
 from __future__ import annotations
@@ -266,10 +264,9 @@ class CheckpointStorageWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The coordinator's answer to the hello with the same nonce: its leave, or why there is none.
+    """The coordinator's leave, or refusal, to the hello with the same nonce; rides in a plan.
 
-    It rides in a plan, and takes effect when it is unpickled, as a `Hello` does. A refusal is no
-    exception in the planning step: with plan caching, every later save would fail.
+    No exception in the planning step: with plan caching, every later save would fail.
     """
 
     nonce: str

@@ -39,11 +39,7 @@ _LINK_S = 60.0
 
 
 class SharedReads:
-    """One rank's part of the shared reads of one load.
-
-    `reads` has what this rank wants, by chunk. The deadline of the `ranges` knows of other ranks'
-    failures. At most `window` units are read, and as many received, at a time.
-    """
+    """One rank's part of shared reads; at most `window` units are read, and received, at a time."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""The load planner of the front doors: torch's default, at the cost of a rank's own chunks.
-
-Torch's `DefaultLoadPlanner` looks at every chunk that any rank saved of every tensor, on every
-rank; this one finds those that a rank needs by bisection of the grid, and plans the same reads.
-"""
+"""The front doors' load planner: torch's default, at the cost of a rank's own chunks."""
 
 from __future__ import annotations
 
@@ -153,11 +149,7 @@ is stored, its number, the part's place there; and the part's sizes."""
 
 
 class OwnChunksLoadPlanner(DefaultLoadPlanner):
-    """Plans what `DefaultLoadPlanner` plans, in time that does not grow with the saving world.
-
-    Takes the same arguments and raises the same errors. The order of items, and hints in their
-    indices, may differ.
-    """
+    """Plans what `DefaultLoadPlanner` plans, in time that does not grow with the saving world."""
 
     def create_local_plan(self) -> LoadPlan:
         """Return the reads that fill this rank's values."""

@@ -1,9 +1,4 @@
-"""What DCP's own planners answer to `resolve_data` and `resolve_tensor`, without their detours.
-
-For a sharded tensor torch goes through autograd and several look-ups, 6 to 8 us each time; of most
-the answer is at hand. Planners of other classes, and kinds of tensors that answer for themselves,
-are asked as ever.
-"""
+"""What DCP's own planners resolve, without their detours of 6 to 8 us for a sharded tensor."""
 
 from __future__ import annotations
 
@@ -77,11 +72,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements, but the memory of all of them was given back.
-
-    As FSDP does with parameters it has gathered: their storage is resized to nothing. Kinds of
-    tensors that wrap others have no memory of their own, and are not judged.
-    """
+    """Return whether a tensor has elements, but their memory was given back, as FSDP does."""
     return (
         type(tensor) in _PLAIN
         and not tensor.untyped_storage().nbytes()

@@ -108,11 +108,9 @@ class LoadSettings:
 
 
 class LoadSession:
-    """One load as this rank sees it, step by step; belongs to one thread.
+    """One load as this rank sees it, step by step, in one thread; `begin` starts its phases.
 
-    `begin` starts the phases of the load; a front door's know of other ranks' failures. Errors of
-    the opening: `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
-    `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
+    What opens the checkpoint raises as `CheckpointStorageReader.read_metadata`.
     """
 
     def __init__(

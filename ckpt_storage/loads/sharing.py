@@ -1,8 +1,6 @@
 """Who reads what several ranks need, so that remote storage sends it once: pure planning.
 
-What two or more ranks want is cut into units of a few MiB. Each is read by one of its ranks, the
-one with the fewest bytes so far, and passed on to the others. Units have numbers, which all ranks
-go through in rising order. What only one rank wants is left to it.
+It is cut into numbered units of a few MiB; one of the ranks reads each, and passes it on.
 """
 
 from __future__ import annotations

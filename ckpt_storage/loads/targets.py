@@ -54,11 +54,7 @@ class CudaMover:
 
 
 class UploadRing:
-    """A few buffers that windows go through on their way to one device; for several threads.
-
-    A window is free as soon as `move` has returned. A buffer is filled again once the upload that
-    started from it, and what used that, have ended.
-    """
+    """A few buffers that windows go through on their way to one device; for several threads."""
 
     def __init__(self, mover: CudaMover, buffer_count: int) -> None:
         self._mover = mover

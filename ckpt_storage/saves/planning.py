@@ -1,8 +1,6 @@
 """How the ranks of a save come to their plans: planned anew, or as the last time.
 
-Torch's planner takes some 100 us for each item of each rank; a state is compared in about one. So a
-process keeps the plans of the last few structures. A rank that has one for this structure sends its
-id. Kept plans are used only if every rank sends the same id and the coordinator has kept it too.
+Kept plans are used only if every rank sends the same id and the coordinator has kept it too.
 """
 
 from __future__ import annotations
@@ -131,10 +129,9 @@ PLANS = PlanMemory()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """One rank's part of planning: what it can say before it hears of other ranks.
+    """One rank's part of planning; `structure` is None where plans are not kept.
 
-    `plan` makes the local plan, `planner` those for all ranks and the final one, and `source` gives
-    its items. `ties` maps alias to target. `structure` is None where plans are not kept.
+    `plan` makes the local plan, `planner` all others, `source` gives items, `ties` maps aliases.
     """
 
     plan: Callable[[], SavePlan]
@@ -194,10 +191,7 @@ class _Answer:
 def exchange(
     operation: Operation, session: SaveSession, local: LocalPlan
 ) -> tuple[SavePlan, Granted, Metadata | None]:
-    """Return this rank's final plan, the coordinator's leave, and there, the metadata; all ranks.
-
-    Raises on all ranks what the coordinator refused the save for; no byte was written then.
-    """
+    """Return the final plan, the coordinator's leave and there metadata. Raises its refusal."""
     structure, options, metadata = local.structure, session.options, None
     kept = None if structure is None else PLANS.find(structure)
 
@@ -264,8 +258,7 @@ def without_chunks(metadata: Metadata) -> Metadata:
 def checked(plan: SavePlan) -> SavePlan:
     """Return a plan that can be stored, in which what is equal of many items is one object.
 
-    So plans of many small tensors travel small, and keep the garbage collector idle. Raises
-    `InvalidInputError` for tensors of whose elements nobody knows the bytes.
+    Raises `InvalidInputError` for tensors of whose elements nobody knows the bytes.
     """
     known: dict[object, Any] = {}
     items = []

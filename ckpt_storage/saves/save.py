@@ -286,11 +286,7 @@ def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUn
 def hear_outcome(
     operation: Operation, session: SaveSession, word: bytes | None = None
 ) -> CheckpointInfo:
-    """Return what the coordinator committed; on the other ranks, once their part is told.
-
-    `word` is what it announced, where that is known. Raises why nothing was committed, or that it
-    cannot be told.
-    """
+    """Return what the coordinator committed, once this part is told. Raises why it did not."""
     try:
         outcome = pickle.loads(word or operation.outcome())  # noqa: S301  # our own ranks
     except CheckpointError as error:

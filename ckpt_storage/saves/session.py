@@ -72,10 +72,7 @@ class SaveSession:
         phase: PhaseClock,
         checkpoint_id: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Take up a save to `url`, or to the place that `checkpoint_id` leads to from there.
-
-        Raises `InvalidInputError` for what cannot be.
-        """
+        """Take up a save to `url`, or where `checkpoint_id` leads. Raises `InvalidInputError`."""
         self.location = options.place(url).join(checkpoint_id)
         self.rank = rank
         self.is_coordinator = is_coordinator
@@ -109,10 +106,9 @@ class SaveSession:
         return self.options.terms(self.location)
 
     def begin(self, world_size: int, item_count: int) -> Granted:
-        """Open the attempt on the storage; coordinator only.
+        """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
-        `item_count` is that of all ranks' plans. Raises `CheckpointExistsError`, `StorageError`,
-        and `InvalidInputError` for a storage that not all ranks share.
+        Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
         with deadline.governs(f"Beginning a save to {self.url}", rank=self.rank):

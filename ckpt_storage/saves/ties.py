@@ -1,8 +1,4 @@
-"""Which tensors of one rank are the same memory.
-
-Tensors are the same memory if they begin at the same byte and have the same dtype, shape and
-strides. A rank that holds no element of a tensor says nothing about it.
-"""
+"""Which tensors of one rank are the same memory: same first byte, dtype, shape and strides."""
 
 from __future__ import annotations
 
