@@ -11,7 +11,6 @@ from typing import Any
 import consolidate_cases as cases
 import pytest
 import servers
-import torch
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
@@ -28,11 +27,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def model(version: int) -> dict[str, torch.Tensor]:
-    """Return a small model; versions differ."""
-    return {f"w{i}": torch.full((100, 50), version + i / 8) for i in range(4)}
-
-
 class Bucket:
     """Two checkpoints on S3, and one export folder that is made as it was before each export."""
 
@@ -42,7 +36,7 @@ class Bucket:
         self._given: dict[str, Any] = {"storage_options": server.storage_options, "retry": RETRY}
         server.create_bucket("bkt")
         for version in (1, 2):
-            ckpt_storage.save(model(version), f"s3://bkt/run{version}", **self._given)
+            ckpt_storage.save(cases.small_model(version), f"s3://bkt/run{version}", **self._given)
 
     def fresh(self) -> None:
         """Empty the folder; for "replace", export version 1 to it."""
@@ -70,7 +64,7 @@ class Bucket:
         if not files.keys() & weight_map.values():
             return None
         found = cases.tensors_of(files)
-        (version,) = [v for v in (1, 2) if cases.expected_of(model(v)) == found]
+        (version,) = [v for v in (1, 2) if cases.expected_of(cases.small_model(v)) == found]
         return version
 
     def check_whole(self, at: str) -> None:

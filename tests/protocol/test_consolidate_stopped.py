@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from consolidate_cases import small_model
 from safetensors.torch import load_file
 
 import ckpt_storage
@@ -18,16 +19,11 @@ SEVERAL, ONE = 60_000, 10_000_000
 """`max_file_bytes` that make several weight files of a model, and one."""
 
 
-def model(version: int) -> dict[str, torch.Tensor]:
-    """Return a small model; versions differ."""
-    return {f"w{i}": torch.full((100, 50), version + i / 8) for i in range(4)}
-
-
 @pytest.fixture
 def export(tmp_path: Path) -> Callable[[int, int], object]:
     """Return what exports a version of the model to one folder, in files of some length."""
     for version in (1, 2, 3):
-        ckpt_storage.save(model(version), tmp_path / f"run{version}")
+        ckpt_storage.save(small_model(version), tmp_path / f"run{version}")
 
     def run(version: int, file_bytes: int) -> object:
         return ckpt_storage.consolidate(
@@ -64,5 +60,5 @@ def test_who_was_overtaken_after_publishing_deletes_nothing(
     found: dict[str, torch.Tensor] = {}
     for file in out.glob("*.safetensors"):
         found |= load_file(file)
-    assert found.keys() == model(3).keys()
-    assert all(torch.equal(found[fqn], tensor) for fqn, tensor in model(3).items())
+    assert found.keys() == small_model(3).keys()
+    assert all(torch.equal(found[fqn], tensor) for fqn, tensor in small_model(3).items())

@@ -72,6 +72,11 @@ def sharded_state(dtypes: list[str] | None = None) -> dict[str, Any]:
     return state
 
 
+def small_model(version: int) -> dict[str, torch.Tensor]:
+    """Return a model of four tensors of 20 kB; versions differ."""
+    return {f"w{i}": torch.full((100, 50), version + i / 8) for i in range(4)}
+
+
 def expected_of(state: Mapping[str, torch.Tensor]) -> Tensors:
     """Return dtype (as safetensors spells it), shape and bytes by name."""
     found: Tensors = {}
