@@ -21,17 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
 from ckpt_storage.format.boxes import GridBoxes
-from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner, _Cuts
+from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
 
@@ -138,31 +133,6 @@ def test_odd_targets_are_planned_or_refused_as_torch_does() -> None:
         for partial in (True, False):
             options = {"allow_partial_load": partial, "flatten_state_dict": flatten}
             assert isinstance(planned(state, W, **options), list) is partial
-
-
-def own_chunks(_rank: int) -> tuple[list[Any], list[Any]]:
-    """Return what we and torch say that this rank holds, if torch takes placements for equal."""
-    mesh = init_device_mesh("cpu", (2,))
-    ours: list[Any] = []
-    theirs: list[Any] = []
-    cuts = _Cuts()
-    with pytest.MonkeyPatch.context() as patched:
-        for kind in (TorchShard, _StridedShard):
-            patched.setattr(kind, "__eq__", lambda a, b: a.dim == getattr(b, "dim", None))
-            patched.setattr(kind, "__hash__", lambda a: a.dim)
-        for placement in (TorchShard(0), _StridedShard(0, split_factor=2)):
-            value = DTensor.from_local(torch.zeros(4, 2), mesh, [placement], run_check=False)
-            ours.append(cuts.own(value)[0])
-            theirs.append(_create_chunk_list(value))
-    return ours, theirs
-
-
-def test_what_a_rank_holds_does_not_depend_on_how_torch_compares_placements(
-    ranks: RankPool,
-) -> None:
-    """A strided shard is not taken for the plain one that was looked at before it."""
-    for ours, theirs in ranks.run(own_chunks, world_size=2):
-        assert ours == theirs
 
 
 class Dropping(DefaultLoadPlanner):
