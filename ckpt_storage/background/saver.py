@@ -326,11 +326,6 @@ def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: RankGroup)
     ranks.close()
 
 
-class _Alone:
-    """Stands for the group of a process without one."""
-
-
-_alone = _Alone()
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -378,7 +373,8 @@ def save_async(  # all that `save` takes, and one argument more
 
 
 def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
-    group: object = group_of(process_group) or _alone
+    # The class stands for the group of a process without one.
+    group: object = group_of(process_group) or AsyncSaver
     with _lock:
         saver = _savers.get(group)
         if saver is None:
