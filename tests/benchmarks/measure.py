@@ -23,15 +23,13 @@ def _nothing() -> None:
 class Contender:
     """One way to do what a scenario measures; every rank calls all three, only `run` is timed.
 
-    `before` makes ready, `after` checks the outcome and cleans up. `inside`, if given, returns the
-    seconds of the last run that this rank spent in a DCP plug-in.
+    `before` makes ready, `after` checks the outcome and cleans up.
     """
 
     name: str
     run: Callable[[], object]
     before: Callable[[], object] = _nothing
     after: Callable[[], object] = _nothing
-    inside: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +38,13 @@ class Run:
 
     cpu_s: user and system time of all ranks and their ended children. extra_bytes: the largest
     rank's peak of resident memory beyond what it held before. request_count: what the benchmark's
-    own server saw. inside_s: the longest rank's time in a DCP plug-in. None: not known.
+    own server saw. None: not known.
     """
 
     seconds: float
     cpu_s: float
     extra_bytes: int | None
     request_count: int | None
-    inside_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,6 @@ class Comparison:
                 "CPU s",
                 "extra MiB",
                 "requests",
-                "plug-in s",
             ]
         ]
         for name, runs in self.runs.items():
@@ -95,7 +91,6 @@ class Comparison:
                     f"{statistics.median(run.cpu_s for run in runs):.2f}",
                     _median([run.extra_bytes for run in runs], 1 << 20, ".0f"),
                     _median([run.request_count for run in runs], 1, ".0f"),
-                    _median([run.inside_s for run in runs], 1, ".4f"),
                 ]
             )
         return rows
@@ -143,9 +138,8 @@ class Meter:
         seconds = time.perf_counter() - start
         peak = _status_bytes("VmHWM")
         extra = -1 if held is None or peak is None else max(0, peak - held)
-        inside = -1.0 if contender.inside is None else contender.inside()
         sums = torch.tensor([own_cpu_s], dtype=torch.float64)
-        largest = torch.tensor([seconds, float(extra), inside], dtype=torch.float64)
+        largest = torch.tensor([seconds, float(extra)], dtype=torch.float64)
         dist.all_reduce(sums, group=self._group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         after = self._request_count()
@@ -154,7 +148,6 @@ class Meter:
             cpu_s=float(sums[0]),
             extra_bytes=None if largest[1] < 0 else int(largest[1]),
             request_count=None if requests is None or after is None else after - requests,
-            inside_s=None if largest[2] < 0 else float(largest[2]),
         )
 
     def _request_count(self) -> int | None:

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-
-_METHODS = (
-    "reset",
-    "read_metadata",
-    "set_up_storage_writer",
-    "set_up_storage_reader",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "write_data",
-    "read_data",
-    "finish",
-)
-
-_Plugin = TypeVar("_Plugin", StorageWriter, StorageReader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,37 +21,6 @@ class Peer:
     name: str
     writer: Callable[[str], StorageWriter]
     reader: Callable[[str], StorageReader]
-
-
-class PluginClock:
-    """Adds up the seconds in the methods of a plug-in that DCP calls."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def of(self, plugin: _Plugin) -> _Plugin:
-        """Return `plugin`, whose calls by DCP are timed from now on, begun at 0."""
-        self.seconds = 0.0
-        for name in _METHODS:
-            method = getattr(plugin, name, None)
-            if method is not None:
-                setattr(plugin, name, self._timed(method))
-        return plugin
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        # With the signature, which torch looks at.
-        @wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                found = method(*args, **kwargs)
-                if hasattr(found, "wait"):
-                    found.wait()
-            finally:
-                self.seconds += time.perf_counter() - start_s
-            return found
-
-        return timed
 
 
 def peers_for(url: str, storage_options: Mapping[str, Any]) -> list[Peer]:

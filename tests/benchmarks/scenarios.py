@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from floors import DiskFloor, Floor, FsspecFloor, checksum
 from measure import Comparison, Contender, Meter
-from peers import Peer, PluginClock, peers_for
+from peers import Peer, peers_for
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
 )
@@ -88,26 +88,21 @@ def _peer_save(peer: Peer, state: State, url: str) -> None:
 
 
 def _save(bench: Bench, what: str, state: State) -> Comparison:
-    clock = PluginClock()
     own = f"{dist.get_rank()}"
 
-    def contender(name: str, run: Callable[[], object], *, is_dcp: bool = False) -> Contender:
-        inside = (lambda: clock.seconds) if is_dcp else None
-        return Contender(name=name, run=run, after=lambda: bench.clear("save"), inside=inside)
+    def contender(name: str, run: Callable[[], object]) -> Contender:
+        return Contender(name=name, run=run, after=lambda: bench.clear("save"))
 
     def by(writer: Callable[[], Any]) -> Callable[[], object]:
-        return lambda: dcp.save(dict(state), storage_writer=clock.of(writer()))
+        return lambda: dcp.save(dict(state), storage_writer=writer())
 
     url = bench.at("save")
     writer = functools.partial(ckpt_storage.CheckpointStorageWriter, url, **bench.options)
     contenders = [
         contender(bench.floor.name, lambda: bench.floor.put(f"save/{own}", own_views(state))),
         contender("ckpt_storage", lambda: ckpt_storage.save(state, url, **bench.options)),
-        contender("ckpt_storage, dcp.save", by(writer), is_dcp=True),
-        *(
-            contender(peer.name, by(functools.partial(peer.writer, url)), is_dcp=True)
-            for peer in bench.peers
-        ),
+        contender("ckpt_storage, dcp.save", by(writer)),
+        *(contender(peer.name, by(functools.partial(peer.writer, url))) for peer in bench.peers),
     ]
     return bench.compare(what, state_bytes(state), contenders)
 
@@ -115,8 +110,6 @@ def _save(bench: Bench, what: str, state: State) -> Comparison:
 def _load(
     bench: Bench, what: str, state: State, target: State, expected: State, *, is_cold: bool = False
 ) -> Comparison:
-    clock = PluginClock()
-
     def before() -> None:
         if is_cold and isinstance(bench.floor, DiskFloor) and dist.get_rank() == 0:
             bench.floor.forget_cached()
@@ -126,13 +119,11 @@ def _load(
         check_same(target, expected, name)
         zero(target)
 
-    def contender(name: str, run: Callable[[], object], *, is_dcp: bool = False) -> Contender:
-        after = functools.partial(checked, name)
-        inside = (lambda: clock.seconds) if is_dcp else None
-        return Contender(name=name, run=run, before=before, after=after, inside=inside)
+    def contender(name: str, run: Callable[[], object]) -> Contender:
+        return Contender(name=name, run=run, before=before, after=functools.partial(checked, name))
 
     def by(reader: Callable[[], Any]) -> Callable[[], object]:
-        return lambda: dcp.load(dict(target), storage_reader=clock.of(reader()))
+        return lambda: dcp.load(dict(target), storage_reader=reader())
 
     # The floor reads what this rank needs from a file of its own, also where ours must reshard.
     bench.floor.put(f"load-floor/{dist.get_rank()}", own_views(expected))
@@ -147,13 +138,9 @@ def _load(
         contender(bench.floor.name, get),
         contender("floor + CRC-32C", functools.partial(get, checksum)),
         contender("ckpt_storage", lambda: ckpt_storage.load(target, url, **bench.options)),
-        contender("ckpt_storage, dcp.load", by(reader), is_dcp=True),
+        contender("ckpt_storage, dcp.load", by(reader)),
         *(
-            contender(
-                peer.name,
-                by(functools.partial(peer.reader, bench.at(f"load-{number}"))),
-                is_dcp=True,
-            )
+            contender(peer.name, by(functools.partial(peer.reader, bench.at(f"load-{number}"))))
             for number, peer in enumerate(bench.peers)
         ),
     ]

@@ -206,13 +206,3 @@ def test_plugins_pickle_with_their_options(tmp_path: Path, kind: type) -> None:
     assert repr(again) == repr(plugin)
     assert "very-secret" not in repr(again)
     assert b"very-secret" in pickle.dumps(again)
-
-
-def test_a_reader_used_again_sees_what_is_there_now(tmp_path: Path) -> None:
-    """One reader, used before and after an overwrite, loads the old state and then the new."""
-    reader = CheckpointStorageReader(tmp_path)
-    for step in (0, 1):
-        dcp_cases.save(state_of(step), tmp_path, overwrite=True)
-        target = zeros_like(state_of(step))
-        dcp.load(target, storage_reader=reader)
-        assert same(target, state_of(step))

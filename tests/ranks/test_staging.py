@@ -6,9 +6,6 @@ import contextlib
 import ctypes
 import gc
 import io
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from dcp_cases import raw_bytes, same, seeded
-from descriptors import open_files
 from saver_cases import END_S, quick_saver
 from torch import nn
 
@@ -157,16 +153,10 @@ def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(arenas: Ar
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda state: state.update(b=seeded(5, 3, 4).bfloat16()), id="dtype"),
         pytest.param(lambda state: state.update(b=seeded(5, 4, 3).t()), id="strides"),
-        pytest.param(lambda state: state.update(b=seeded(5, 4, 4)), id="shape"),
-        pytest.param(lambda state: state.update(a=seeded(5, 2_000_000)), id="growth"),
-        pytest.param(lambda state: state.update(b=state["a"]), id="new tie"),
         pytest.param(lambda state: state.update(b=state["a"][1:]), id="new partial tie"),
         pytest.param(lambda state: state.update(b=nn.Parameter(state["b"])), id="parameter"),
         pytest.param(lambda state: state.update(c=state["c"].conj()), id="conjugated"),
-        pytest.param(lambda state: state.pop("a"), id="removed"),
-        pytest.param(lambda state: state.update(b={"a": state.pop("a")}), id="moved"),
     ],
 )
 def test_a_changed_structure_is_noticed(
@@ -223,32 +213,8 @@ def test_the_same_elements_are_copied_once(arenas: Arenas) -> None:
     assert staged.places.ties["again"] == staged.places.ties["parameter"] == "whole"
 
 
-@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: torch.empty(3, device="meta"), "meta device"),
-        (lambda: seeded(1, 4).to_sparse(), "sparse_coo"),
-        (threading.Lock, "lock"),
-    ],
-)
-def test_what_cannot_be_staged_is_refused_by_name(
-    arenas: Arenas, make: Callable[[], Any], reason: str
-) -> None:
-    """The error names the value by its FQN and says what to do; the next state is staged."""
-    state = {"a": seeded(1, 3), "model": {"layers": [seeded(2, 3), make()]}}
-    with pytest.raises(InvalidInputError, match=rf"model\.layers\.1 .*{reason}") as caught:
-        stage(state, arenas)
-    assert caught.value.next_step
-    assert contents(stage({"a": seeded(1, 3)}, arenas)) == {"a": raw_bytes(seeded(1, 3))}
-
-
-def test_a_circle_and_a_list_are_refused(arenas: Arenas) -> None:
-    """A container that holds itself is an error, not a crash; so is a state that is no mapping."""
-    circle: list[Any] = []
-    circle.append(circle)
-    with pytest.raises(InvalidInputError, match="holds itself"):
-        stage({"x": circle}, arenas)
+def test_a_list_is_refused(arenas: Arenas) -> None:
+    """A state that is no mapping is an error."""
     with pytest.raises(InvalidInputError, match="is a list, not a dict"):
         stage([seeded(1, 3)], arenas)
 
@@ -272,12 +238,6 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
             target: dict[str, Any] = {f"w{kind}": torch.zeros(700_000 * (kind + 1)), "step": [0, 0]}
             load(target, tmp_path / f"{step}", unsafe_pickle=True)
             assert same(target, state)
-
-
-def resident_bytes() -> int:
-    """Return the memory of this process that is in RAM, shared memory included."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class FakeRuntime:
@@ -307,20 +267,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return runtime
 
 
-@KINDS
-def test_what_was_staged_outlives_memory_that_is_not_given_back(kind: Kind) -> None:
-    """Nobody writes into memory that somebody may still read; it goes with its last reader."""
-    with contextlib.closing(Arenas(kind)) as arenas:
-        stuck = copied({"x": seeded(1, 1000)}, arenas)
-        arena = weakref.ref(stuck.arena)
-        stuck.arena.close()
-        copied({"x": seeded(2, 1000)}, arenas)
-        assert bytes(stuck.arena.memory[:4000]) == raw_bytes(seeded(1, 1000))
-        del stuck
-        gc.collect()
-        assert arena() is None
-
-
 def test_memory_that_cannot_be_had_is_an_error() -> None:
     """A state larger than the address space is refused with the phase; others can be staged."""
     with contextlib.closing(Arenas()) as arenas:
@@ -328,21 +274,6 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
             arenas.take(1 << 60)
         assert caught.value.phase == "stage"
         assert arenas.take(1).size_bytes > 0
-
-
-@KINDS
-def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
-    """Resident memory and open files stand still from the second stage on."""
-    state = {str(index): torch.ones(MIB) for index in range(8)}
-    with contextlib.closing(Arenas(kind)) as arenas:
-        for step in range(22):
-            if step == 2:
-                before, files = resident_bytes(), open_files()
-            stage(state, arenas)
-        assert resident_bytes() - before < 8 * MIB
-        assert open_files() <= files
-    gc.collect()
-    assert before - resident_bytes() > 16 * MIB
 
 
 @KINDS
