@@ -126,8 +126,8 @@ class _Child:
             number=job.number,
             url=os.fspath(job.url),
             options=job.packed,
-            plan_key=plan.key,
-            plan=None if plan.key in self._plans else pickle.dumps(plan),
+            plan_id=plan.plan_id,
+            plan=None if plan.plan_id in self._plans else pickle.dumps(plan),
             places=job.staging.places,
             arena_id=arena.arena_id,
             arena_bytes=arena.size_bytes,
@@ -136,7 +136,7 @@ class _Child:
         )
         self.send(message, file=arena.file if is_new else None)
         if message.plan is not None:
-            self._plans = [*self._plans, plan.key][-KEPT_PLANS:]
+            self._plans = [*self._plans, plan.plan_id][-KEPT_PLANS:]
 
     def messages(self, limit_s: float) -> Iterator[Beat | Step | Outcome]:
         """Yield what it tells. Raises `GoneError` once it is silent, or was not done in time."""

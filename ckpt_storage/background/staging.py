@@ -26,7 +26,6 @@ from ckpt_storage.saves.planning import (
     Kept,
     LocalPlan,
     PlanMemory,
-    Structure,
     checked,
     naming_refused,
 )
@@ -52,15 +51,6 @@ _planned = PlanMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """What one rank plans; pickles. `key` is new for each plan that is made."""
-
-    key: str
-    plan: SavePlan
-    structure: Structure | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """Where the items of a plan lie in an arena: columns in the order of the plan; pickles.
 
@@ -75,18 +65,18 @@ class Places:
 
 
 def staged_part(
-    rank_plan: RankPlan,
+    kept: Kept,
     places: Places,
     memory: NDArray[np.uint8],
     planner: SavePlanner | None,
 ) -> LocalPlan:
     """Return what a save takes of items whose bytes are in `memory`; default planner: torch's."""
     return LocalPlan(
-        plan=lambda: rank_plan.plan,
+        plan=lambda: kept.plan,
         planner=planner or DefaultSavePlanner(),
-        source=StagedItems(rank_plan.plan, places, memory),
+        source=StagedItems(kept.plan, places, memory),
         ties=places.ties,
-        structure=rank_plan.structure,
+        structure=kept.structure,
     )
 
 
@@ -153,7 +143,7 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            self.plan = _rank_plan(live)
+            self.plan = _planned_by(live)
             self.places = Places(ties=live.ties)
             self._sources: list[torch.Tensor] = []
             self._starts: list[int] = []
@@ -282,20 +272,18 @@ class _Found(LiveItems):
         return super()._tensor(item, data)
 
 
-def _rank_plan(live: LocalPlan) -> RankPlan:
+def _planned_by(live: LocalPlan) -> Kept:
     """Return the plan of a planner that is set up, as the last time where nothing changed."""
-    structure = live.structure
-    kept = None if structure is None else _planned.find(structure)
-    if kept is not None:
-        return RankPlan(key=kept.plan_id, plan=kept.plan, structure=structure)
-    plan = live.plan()
-    if not plan.usable:
-        # With plan caching: the same as the last time, which this rank copies all the same.
-        plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
-    plan, key = checked(plan), os.urandom(16).hex()
-    if structure is not None:
-        _planned.keep(structure, Kept(plan_id=key, plan=plan))
-    return RankPlan(key=key, plan=plan, structure=structure)
+    kept = _planned.find(live.structure)
+    if kept is None:
+        plan = live.plan()
+        if not plan.usable:
+            # With plan caching: the same as the last time, which this rank copies all the same.
+            plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
+        plan, plan_id = checked(plan), os.urandom(16).hex()
+        kept = Kept(plan_id=plan_id, plan=plan, structure=live.structure)
+        _planned.keep(kept)
+    return kept
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

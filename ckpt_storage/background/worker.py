@@ -21,12 +21,13 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import Kept
 from ckpt_storage.saves.save import run_save
 from ckpt_storage.store.calls import abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
 
 from .arena import map_shared
-from .staging import Places, RankPlan, staged_part
+from .staging import Places, staged_part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +50,7 @@ class Job:
     number: int
     url: str
     options: bytes
-    plan_key: str
+    plan_id: str
     plan: bytes | None
     places: Places
     arena_id: int
@@ -171,7 +172,7 @@ class _Worker:
         self._group = group
         self._pipe = pipe
         self._arenas: dict[int, NDArray[np.uint8]] = {}
-        self._plans: dict[str, RankPlan] = {}
+        self._plans: dict[str, Kept] = {}
         self._sending = threading.Lock()
         self._operation: PipedOperation | None = None
         self._is_busy = False
@@ -205,7 +206,7 @@ class _Worker:
 
     def _run(self, job: Job) -> CheckpointInfo:
         if job.plan is not None:
-            self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
+            self._plans[job.plan_id] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
             for key in list(self._plans)[:-KEPT_PLANS]:
                 del self._plans[key]
         try:
@@ -217,7 +218,7 @@ class _Worker:
                 phase="plan",
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
-        plan, memory = self._plans[job.plan_key], self._arenas[job.arena_id]
+        plan, memory = self._plans[job.plan_id], self._arenas[job.arena_id]
         part = staged_part(plan, job.places, memory, options.planner)
         self._operation = PipedOperation(self._send, self._group, job.number, options.timeouts)
         return run_save(self._operation, job.url, options, lambda: part, in_background=True)

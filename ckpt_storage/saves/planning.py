@@ -95,6 +95,7 @@ class Kept:
 
     plan_id: str
     plan: SavePlan
+    structure: Structure | None
     item_count: int = 0
     metadata: Metadata | None = None
 
@@ -104,18 +105,19 @@ class PlanMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[tuple[Structure, Kept]] = []
+        self._kept: list[Kept] = []
 
     def find(self, structure: Structure | None) -> Kept | None:
         """Return what was kept of an equal structure, None if nothing was."""
         with self._lock:
-            return next((kept for known, kept in self._kept if known == structure), None)
+            return next((kept for kept in self._kept if kept.structure == structure), None)
 
-    def keep(self, structure: Structure, kept: Kept) -> None:
-        """Keep a plan in place of what was kept of an equal structure."""
-        with self._lock:
-            others = [pair for pair in self._kept if pair[0] != structure]
-            self._kept = [*others[1 - _KEPT_COUNT :], (structure, kept)]
+    def keep(self, kept: Kept) -> None:
+        """Keep a plan, if it has a structure, in place of what was kept of an equal one."""
+        if kept.structure is not None:
+            with self._lock:
+                others = [other for other in self._kept if other.structure != kept.structure]
+                self._kept = [*others[1 - _KEPT_COUNT :], kept]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -193,7 +195,7 @@ def exchange(
 ) -> tuple[SavePlan, Granted, Metadata | None]:
     """Return the final plan, the coordinator's leave and there metadata. Raises its refusal."""
     structure, options, metadata = local.structure, session.options, None
-    kept = None if structure is None else PLANS.find(structure)
+    kept = PLANS.find(structure)
 
     def decide(proposals: Sequence[_Proposal]) -> list[_Answer]:
         nonlocal metadata
@@ -232,10 +234,15 @@ def exchange(
     else:
         assert answer.plan is not None  # noqa: S101  # who proposed a plan gets one
         plan, count = local.planner.finish_plan(answer.plan), answer.item_count
-        if structure is not None:
-            lasting = without_chunks(metadata) if metadata and _is_many(count) else metadata
-            found = Kept(plan_id=answer.plan_id, plan=plan, item_count=count, metadata=lasting)
-            PLANS.keep(structure, found)
+        PLANS.keep(
+            Kept(
+                plan_id=answer.plan_id,
+                plan=plan,
+                structure=structure,
+                item_count=count,
+                metadata=without_chunks(metadata) if metadata and _is_many(count) else metadata,
+            )
+        )
     if not isinstance(answer.leave, Granted):
         assert answer.leave is not None  # noqa: S101  # it comes with a plan
         raise answer.leave

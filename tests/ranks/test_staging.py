@@ -146,7 +146,7 @@ def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(arenas: Ar
         state["a"].zero_()
         assert contents(staged)["a"] == expected
         assert value(staged, "b.1") == step
-        seen.add((staged.arena.arena_id, staged.plan.key))
+        seen.add((staged.arena.arena_id, staged.plan.plan_id))
     assert len(seen) == 1
 
 
