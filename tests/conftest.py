@@ -91,7 +91,7 @@ sftp_server = _session_server("sftp", servers.sftp)
 def moto_root(moto_server: Running) -> Running:
     """A new bucket at moto."""
     bucket = _bucket()
-    assert servers.ask(moto_server.url, "PUT", f"/{bucket}") == 200
+    assert servers.ask(moto_server.url, "PUT", f"/{bucket}")[0] == 200
     return replace(moto_server, url=f"s3://{bucket}/run")
 
 
@@ -99,8 +99,8 @@ def moto_root(moto_server: Running) -> Running:
 def gcs_root(gcs_server: Running) -> Running:
     """A new bucket at fake-gcs-server."""
     bucket = _bucket()
-    given = (f'{{"name": "{bucket}"}}'.encode(), "application/json")
-    assert servers.ask(gcs_server.url, "POST", "/storage/v1/b?project=test", *given) == 200
+    given = f'{{"name": "{bucket}"}}'.encode(), {"Content-Type": "application/json"}
+    assert servers.ask(gcs_server.url, "POST", "/storage/v1/b?project=test", *given)[0] == 200
     return replace(gcs_server, url=f"gs://{bucket}/run")
 
 

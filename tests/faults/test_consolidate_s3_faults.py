@@ -42,7 +42,7 @@ class Bucket:
         """Empty the folder; for "replace", export version 1 to it."""
         for key in self.server.dump("bkt"):
             if key.startswith("out/"):
-                assert servers.ask(self.server.endpoint_url, "DELETE", f"/bkt/{key}") == 204
+                assert servers.ask(self.server.endpoint_url, "DELETE", f"/bkt/{key}")[0] == 204
         if self._kind == "replace":
             consolidate("s3://bkt/run1", "s3://bkt/out", **self._given)
         self.server.reset_counters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import tempfile
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import pytest
 from local_stores import local_store
@@ -19,7 +20,6 @@ from local_stores import local_store
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix
@@ -29,54 +29,27 @@ OLD = b"old content " * 3
 NEW = b"new content, longer " * 5
 PART_BYTES = 1 << 20
 LONG = bytes(range(256)) * (10 << 10)
+Lost: TypeAlias = Literal["data and names", "data"]
 DRAFT = re.compile(r"\.x\.tmp-[0-9a-f]{16}")
 
 
-def write(store: Store) -> None:
-    """Write the new content."""
-    store.put(NAME, NEW)
-
-
-def create(store: Store) -> None:
-    """Create the new content."""
-    store.create(NAME, NEW)
-
-
-def replace(store: Store) -> None:
-    """Replace what is there by the new content."""
-    store.replace(NAME, NEW)
-
-
-def upload(store: Store) -> None:
-    """Upload the new content in three parts, and abort if that fails, as callers do."""
+def upload(store: Store, data: bytes = NEW, part_bytes: int = 40) -> None:
+    """Upload content in three parts, the last one first, and abort if that fails, as callers do."""
     started = store.upload(NAME)
     try:
         for number in (2, 0, 1):
-            view = memoryview(NEW)[40 * number : 40 * number + 40]
-            started.write_part(number, 40 * number, [view[:7], view[7:]], last=number == 2)
-        started.complete(len(NEW))
+            start = part_bytes * number
+            view = memoryview(data)[start : start + part_bytes]
+            started.write_part(number, start, [view[:7], view[7:]], last=number == 2)
+        started.complete(len(data))
     except Exception:
         started.abort()
         raise
 
 
 def long_upload(store: Store) -> None:
-    """Upload long content in three parts; abort if that fails."""
-    started = store.upload(NAME)
-    try:
-        for number, start in enumerate(range(0, len(LONG), PART_BYTES)):
-            view = memoryview(LONG)[start : start + PART_BYTES]
-            started.write_part(number, start, [view[:7], view[7:]], last=number == 2)
-        started.complete(len(LONG))
-    except Exception:
-        started.abort()
-        raise
-
-
-def late_part(started: Upload) -> None:
-    """Write the new content as one part, which is refused if the upload has ended meanwhile."""
-    with contextlib.suppress(StorageError):
-        started.write_part(0, 0, [memoryview(NEW)], last=True)
+    """Upload content that the kernel begins to write back before it is synced."""
+    upload(store, LONG, PART_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +58,17 @@ class Way:
 
     name: str
     run: Callable[[Store], None]
-    before: bytes | None
+    before: bytes | None = None
     after: bytes = NEW
 
 
 WAYS = (
-    Way(name="write", run=write, before=None),
-    Way(name="create", run=create, before=None),
-    Way(name="replace-nothing", run=replace, before=None),
-    Way(name="replace", run=replace, before=OLD),
-    Way(name="upload", run=upload, before=None),
-    Way(name="long-upload", run=long_upload, before=None, after=LONG),
+    Way(name="write", run=lambda store: store.put(NAME, NEW)),
+    Way(name="create", run=lambda store: store.create(NAME, NEW)),
+    Way(name="replace-nothing", run=lambda store: store.replace(NAME, NEW)),
+    Way(name="replace", run=lambda store: store.replace(NAME, NEW), before=OLD),
+    Way(name="upload", run=upload),
+    Way(name="long-upload", run=long_upload, after=LONG),
 )
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
@@ -115,15 +88,11 @@ def tmp_path() -> Iterator[Path]:
 def roots(tmp_path: Path) -> Iterator[Path]:
     """Fresh prepared roots, one after the other."""
 
-    def fresh() -> Iterator[Path]:
-        number = 0
-        while True:
-            number += 1
-            root = tmp_path / str(number)
-            (root / "saves").mkdir(parents=True)
-            yield root
+    def fresh(number: int) -> Path:
+        (tmp_path / str(number) / "saves").mkdir(parents=True)
+        return tmp_path / str(number)
 
-    return fresh()
+    return map(fresh, itertools.count())
 
 
 def prepared(roots: Iterator[Path], way: Way) -> Path:
@@ -156,7 +125,7 @@ def assert_clean_retry(root: Path, way: Way) -> None:
     assert visible == ([NAME] if content(root) is not None else [])
     store.abort_uploads("")
     assert [path.name for path in (root / "saves").iterdir()] == (["x"] if visible else [])
-    if way.run is create and visible:
+    if way.name == "create" and visible:
         with pytest.raises(StorageError) as caught:
             store.create(NAME, OLD)
         assert caught.value.kind == "exists"
@@ -167,19 +136,23 @@ def assert_clean_retry(root: Path, way: Way) -> None:
 
 @EACH_WAY
 @pytest.mark.parametrize("action", CRASHES)
+@pytest.mark.parametrize("lost", [None, "data and names", "data"])
 def test_a_crash_at_any_call_leaves_old_or_new(
-    roots: Iterator[Path], way: Way, action: Action
+    roots: Iterator[Path], tmp_path: Path, way: Way, action: Action, lost: Lost | None
 ) -> None:
-    """A process that dies before, after or within any system call tears no file."""
+    """Dying before, after or within any call tears no file, also if what was not synced is lost."""
     cut_count = 0
     for n, operation in enumerate(calls_of(roots, way)):
         if action == "torn" and operation != "pwritev":
             continue
         root = prepared(roots, way)
-        posix = FaultPosix([Rule(action=action, skip_count=n)])
+        disk = PowerCutPosix(tmp_path / f"graveyard-{n}") if lost else None
+        posix = FaultPosix([Rule(action=action, skip_count=n)], disk)
         with pytest.raises(SimulatedCrash):
             way.run(local_store(str(root), posix=posix))
         assert posix.open_count == 0
+        if disk is not None and lost is not None:
+            disk.power_cut(lost)
         assert content(root) in {way.before, way.after}, (n, operation)
         assert_clean_retry(root, way)
         cut_count += 1
@@ -272,44 +245,40 @@ def test_a_write_that_was_not_carried_out_is_noticed(roots: Iterator[Path]) -> N
             data = b"".join(buffers)
             return super().pwritev(fd, [memoryview(data)[:-1]], offset) + 1
 
-    for way in (write, create, upload):
-        with pytest.raises(StorageError, match="bytes instead of"):
-            way(local_store(str(root), posix=Liar()))
-        assert list((root / "saves").iterdir()) == []
+    for way in WAYS:
+        if way.name in {"write", "create", "upload"}:
+            with pytest.raises(StorageError, match="bytes instead of"):
+                way.run(local_store(str(root), posix=Liar()))
+            assert list((root / "saves").iterdir()) == []
 
 
-def test_a_descriptor_outlives_an_abort_while_a_thread_writes(roots: Iterator[Path]) -> None:
-    """Its number must not go to another file under the hands of a thread that hangs."""
+@pytest.mark.parametrize("completes", [False, True])
+def test_a_descriptor_outlives_an_abort_while_a_thread_writes(
+    roots: Iterator[Path], *, completes: bool
+) -> None:
+    """Its number must not go to another file under a hanging thread, nor the upload complete."""
     root = next(roots)
-    posix = FaultPosix([Rule(action="hang", operation="pwritev")])
+    posix = FaultPosix([Rule(action="hang", operation="pwritev", skip_count=int(completes))])
     started = local_store(str(root), posix=posix).upload(NAME)
-    thread = threading.Thread(target=late_part, args=(started,), daemon=True)
+
+    def write() -> None:
+        with contextlib.suppress(StorageError):  # the upload has ended meanwhile
+            started.write_part(0, 0, [memoryview(NEW)], last=True)
+
+    if completes:
+        write()
+    thread = threading.Thread(target=write, daemon=True)
     thread.start()
     assert posix.script.wait_hung(30)
+    if completes:
+        with pytest.raises(StorageError, match="still being written"):
+            started.complete(len(NEW))
     started.abort()
     assert list((root / "saves").iterdir()) == []
     assert posix.open_count == 1
     posix.script.release()
     thread.join(30)
     assert posix.open_count == 0
-
-
-def test_an_upload_with_a_writing_thread_does_not_complete(roots: Iterator[Path]) -> None:
-    """Completing beside a part that is still being written is refused."""
-    root = next(roots)
-    posix = FaultPosix([Rule(action="hang", operation="pwritev", skip_count=1)])
-    started = local_store(str(root), posix=posix).upload(NAME)
-    started.write_part(0, 0, [memoryview(NEW)], last=True)
-    thread = threading.Thread(target=late_part, args=(started,), daemon=True)
-    thread.start()
-    assert posix.script.wait_hung(30)
-    with pytest.raises(StorageError, match="still being written"):
-        started.complete(len(NEW))
-    started.abort()
-    posix.script.release()
-    thread.join(30)
-    assert posix.open_count == 0
-    assert list((root / "saves").iterdir()) == []
 
 
 def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> None:
@@ -325,64 +294,26 @@ def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> Non
             super().link(source, target)
 
     with pytest.raises(StorageError) as caught:
-        create(local_store(str(root), posix=Backup()))
+        local_store(str(root), posix=Backup()).create(NAME, NEW)
     assert caught.value.kind == "exists"
     assert content(root) == OLD
 
 
 @EACH_WAY
 @pytest.mark.parametrize("lost", ["data and names", "data"])
-@pytest.mark.parametrize("action", CRASHES)
-def test_a_power_cut_at_any_call_leaves_old_or_new(
-    roots: Iterator[Path],
-    tmp_path: Path,
-    way: Way,
-    action: Action,
-    lost: Literal["data and names", "data"],
-) -> None:
-    """Whatever was not synced being lost, the name leads to old or new content."""
-    for n, operation in enumerate(calls_of(roots, way)):
-        if action == "torn" and operation != "pwritev":
-            continue
-        root = prepared(roots, way)
-        disk = PowerCutPosix(tmp_path / f"graveyard-{action}-{lost}-{n}")
-        posix = FaultPosix([Rule(action=action, skip_count=n)], disk)
-        with pytest.raises(SimulatedCrash):
-            way.run(local_store(str(root), posix=posix))
-        disk.power_cut(lost)
-        assert content(root) in {way.before, way.after}, (n, operation)
-        assert_clean_retry(root, way)
-
-
-@EACH_WAY
-@pytest.mark.parametrize("lost", ["data and names", "data"])
 def test_what_was_reported_done_survives_a_power_cut(
-    roots: Iterator[Path], tmp_path: Path, way: Way, lost: Literal["data and names", "data"]
+    roots: Iterator[Path], tmp_path: Path, way: Way, lost: Lost
 ) -> None:
-    """Once the operation has returned, the new content is durable under its name."""
-    root = prepared(roots, way)
-    disk = PowerCutPosix(tmp_path / "graveyard")
-    way.run(local_store(str(root), posix=disk))
-    disk.power_cut(lost)
-    assert content(root) == way.after
-    assert [path.name for path in (root / "saves").iterdir()] == ["x"]
-
-
-@EACH_WAY
-def test_without_syncs_a_power_cut_may_lose_it(
-    roots: Iterator[Path], tmp_path: Path, way: Way
-) -> None:
-    """`sync_files=False` is as unsafe as it says, which shows that the disk above forgets."""
-    root = prepared(roots, way)
-    disk = PowerCutPosix(tmp_path / "graveyard")
-    way.run(local_store(str(root), sync_files=False, posix=disk))
-    disk.power_cut("data and names")
-    assert content(root) == way.before
-    root = prepared(roots, way)
-    disk = PowerCutPosix(tmp_path / "graveyard-2")
-    way.run(local_store(str(root), sync_files=False, posix=disk))
-    disk.power_cut("data")
-    assert content(root) == bytes(len(way.after))
+    """Then the content is durable under its name; without syncs it is lost, as the disk forgets."""
+    for sync_files in (True, False):
+        root = prepared(roots, way)
+        disk = PowerCutPosix(tmp_path / f"graveyard-{sync_files}")
+        way.run(local_store(str(root), sync_files=sync_files, posix=disk))
+        disk.power_cut(lost)
+        zeros = bytes(len(way.after)) if lost == "data" else way.before
+        assert content(root) == (way.after if sync_files else zeros)
+        if sync_files:
+            assert [path.name for path in (root / "saves").iterdir()] == ["x"]
 
 
 def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:

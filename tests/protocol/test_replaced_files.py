@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt_storage.errors import (
     CheckpointNotFoundError,
     IntegrityError,
 )
-from ckpt_storage.export.convert import TargetFormat, convert
+from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
 from ckpt_storage.format.stock_metadata import decode_stock_metadata
 from ckpt_storage.store.backends.local import LocalBackend
@@ -40,29 +41,54 @@ def stock(folder: Path, values: Mapping[str, int]) -> None:
     quiet(lambda: dcp.save(state, checkpoint_id=folder, no_dist=True))
 
 
+def eight(value: int) -> dict[str, torch.Tensor]:
+    """Return eight tensors of one value."""
+    return {f"t{number}": torch.full((300_000,), float(value)) for number in range(8)}
+
+
 def many_files(folder: Path, value: int) -> None:
     """Save eight tensors, each in a file of its own, over what is there."""
-    state = {f"t{number}": torch.full((300_000,), float(value)) for number in range(8)}
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-    quiet(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    quiet(lambda: dcp.save(eight(value), storage_writer=writer, no_dist=True))
 
 
 def weights(folder: Path, value: int) -> None:
     """Write the same tensors as a Hugging Face folder of one file."""
     folder.mkdir(exist_ok=True)
-    state = {f"t{number}": torch.full((300_000,), float(value)) for number in range(8)}
-    save_file(state, folder / "model.safetensors")
+    save_file(eight(value), folder / "model.safetensors")
 
 
 def torch_file(path: Path, value: int) -> None:
     """Write the same tensors by `torch.save`, without checksums, to the same name."""
-    state = {f"t{number}": torch.full((300_000,), float(value)) for number in range(8)}
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(state, path)
+        torch.save(eight(value), path)
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def once(call: Callable[[], object]) -> Callable[..., None]:
+    """Return what calls at its first call only."""
+    calls = iter([call])
+
+    def again(*_: object) -> None:
+        for one in calls:
+            one()
+
+    return again
+
+
+def after_decoding(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Call whenever stock metadata were decoded."""
+    decode = decode_stock_metadata
+
+    def decode_then_call(data: bytes) -> Any:
+        found = decode(data)
+        call()
+        return found
+
+    monkeypatch.setattr("ckpt_storage.source.foreign.decode_stock_metadata", decode_then_call)
 
 
 @pytest.fixture
@@ -70,29 +96,8 @@ def swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stock checkpoint that is saved again, tensors swapped, once its metadata was decoded."""
     folder = tmp_path / "run"
     stock(folder, {"a": 1, "b": 7})
-    decode = decode_stock_metadata
-    saves: Iterator[dict[str, int]] = iter([{"b": 9, "a": 5}])
-
-    def decode_then_save(data: bytes) -> Any:
-        found = decode(data)
-        for values in saves:
-            stock(folder, values)
-        return found
-
-    monkeypatch.setattr("ckpt_storage.source.foreign.decode_stock_metadata", decode_then_save)
+    after_decoding(monkeypatch, once(lambda: stock(folder, {"b": 9, "a": 5})))
     return folder
-
-
-def once(call: Callable[[], None]) -> Callable[[object], None]:
-    """Return a taker of progress that calls at its first event only."""
-    calls = iter([call])
-
-    def on_progress(event: object) -> None:
-        del event
-        for one in calls:
-            one()
-
-    return on_progress
 
 
 def holds_no_checkpoint(folder: Path) -> bool:
@@ -133,64 +138,41 @@ def test_an_export_of_two_saves_is_not_published(swapped: Path) -> None:
         assert {name: int(opened[name][0]) for name in opened} == {"a": 5, "b": 9}
 
 
-def test_an_export_made_while_its_source_is_saved_again_is_not_published(tmp_path: Path) -> None:
-    """`consolidate` looks again once all was read: some files may be of the one save, some not."""
-    many_files(tmp_path / "run", 1)
-    output = tmp_path / "hf"
-    on_progress = once(lambda: many_files(tmp_path / "run", 2))
-    with pytest.raises(CheckpointGoneError, match="written again"):
-        consolidate(tmp_path / "run", output, progress=on_progress)
-    assert holds_no_checkpoint(output)
-    consolidate(tmp_path / "run", output)
-    with open_checkpoint(output) as opened:
-        assert {float(opened[name][-1]) for name in opened} == {2.0}
-
-
 def test_what_looks_like_damage_is_told_as_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that got shorter meanwhile belongs to another save: it is not called damaged."""
     folder = tmp_path / "run"
     stock(folder, {"a": 1, "b": 7})
-    decode = decode_stock_metadata
-
-    def decode_then_cut(data: bytes) -> Any:
-        file = folder / "__0_0.distcp"
-        file.write_bytes(file.read_bytes()[:500])
-        return decode(data)
-
-    monkeypatch.setattr("ckpt_storage.source.foreign.decode_stock_metadata", decode_then_cut)
+    file = folder / "__0_0.distcp"
+    after_decoding(monkeypatch, lambda: file.write_bytes(file.read_bytes()[:500]))
     with pytest.raises(CheckpointGoneError, match="written again"):
         load(blank(), folder)
 
 
-@pytest.mark.parametrize("write", [many_files, weights])
-def test_a_copy_notices_a_save_over_its_source(
-    tmp_path: Path, write: Callable[[Path, int], None]
-) -> None:
-    """`copy` raises, and its target looks like no checkpoint."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    write(source, 1)
-    again = once(lambda: write(source, 2))
-    with pytest.raises(CheckpointGoneError, match="written again"):
-        copy(source, target, progress=again, thread_count=1)
-    assert holds_no_checkpoint(target)
-    copy(source, target)
-    with open_checkpoint(target) as opened:
-        assert {float(opened[name][0]) for name in opened} == {2.0}
+copy_in_turn = partial(copy, thread_count=1)
 
 
 @pytest.mark.parametrize(
-    ("write", "to"),
-    [(many_files, "ckpt_storage"), (weights, "dcp"), (torch_file, "safetensors")],
+    ("write", "export", "tells"),
+    [
+        (many_files, consolidate, True),
+        (many_files, copy_in_turn, True),
+        (weights, copy_in_turn, True),
+        (many_files, partial(convert, to="ckpt_storage"), False),
+        (weights, partial(convert, to="dcp"), False),
+        (torch_file, partial(convert, to="safetensors"), False),
+    ],
 )
-def test_a_conversion_notices_a_save_over_its_source(
+def test_an_export_made_while_its_source_is_saved_again_is_not_published(
     tmp_path: Path,
-    write: Callable[[Path, int], None],
-    to: TargetFormat,
     monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path, int], None],
+    export: Callable[..., object],
+    *,
+    tells: bool,
 ) -> None:
-    """`convert` raises before its target is shown, whatever format it has."""
+    """It raises, and its target looks like no checkpoint: some files may be of the one save."""
     source, target = tmp_path / "source.pt", tmp_path / "target"
     write(source, 1)
     again = once(lambda: write(source, 2))
@@ -198,15 +180,16 @@ def test_a_conversion_notices_a_save_over_its_source(
 
     def read_then_save(*arguments: Any, **options: Any) -> None:
         run(*arguments, **options)
-        again(None)
+        again()
 
-    monkeypatch.setattr(ranges.RangeReader, "run", read_then_save)
+    if not tells:  # of its progress only at the end
+        monkeypatch.setattr(ranges.RangeReader, "run", read_then_save)
     with pytest.raises(CheckpointGoneError, match="written again"):
-        convert(source, target, to=to)
+        export(source, target, **({"progress": again} if tells else {}))
     assert holds_no_checkpoint(target)
-    convert(source, target, to=to)
+    export(source, target)
     with open_checkpoint(target) as opened:
-        assert {float(opened[name][0]) for name in opened} == {2.0}
+        assert {float(opened[name][-1]) for name in opened} == {2.0}
 
 
 def test_ours_costs_no_look_at_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

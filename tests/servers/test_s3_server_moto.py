@@ -8,11 +8,11 @@ import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
-from s3clients import BUCKET, ask
-from servers import Running
+from servers import Running, ask
 
 from ckpt_storage.testing.s3_server import S3Server
 
+BUCKET = "bkt"
 PART = b"p" * (5 << 20)
 COMPLETE = (
     "<CompleteMultipartUpload><Part><PartNumber>1</PartNumber><ETag>{part}</ETag></Part>"

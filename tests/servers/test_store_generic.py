@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,13 @@ import servers
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
-from fsspec.registry import _registry
+from remote_tools import ONCE, POLICY
 from servers import Running
 from sshfs import SSHFileSystem
 from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
-
-
-@pytest.fixture
-def registered() -> Iterator[dict[str, type]]:
-    """What a test puts in fsspec's registry; as it was after the test."""
-    before = dict(_registry)
-    yield _registry
-    _registry.clear()
-    _registry.update(before)
 
 
 class TestWebdav(SuiteAt):
@@ -79,7 +68,7 @@ def test_a_lost_connection_is_made_anew(
         store = open_store(
             f"{server.url}/run",
             storage_options=server.storage_options,
-            retry=RetryPolicy(first_delay_s=0.01),
+            retry=POLICY,
         )
         store.make_folders([])
         store.put("x", b"before")
@@ -95,7 +84,6 @@ def test_what_cannot_be_removed_is_told(registered: dict[str, type]) -> None:
     class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Answers nothing about a file that it was to remove."""
 
-        protocol = ("broken",)
         cachable = False
 
         def rm_file(self, path: str) -> None:
@@ -107,7 +95,7 @@ def test_what_cannot_be_removed_is_told(registered: dict[str, type]) -> None:
             raise ConnectionResetError(path, options)
 
     registered["broken"] = Broken
-    store = open_store("broken://run", retry=RetryPolicy(attempt_count=1))
+    store = open_store("broken://run", retry=ONCE)
     with pytest.raises(StorageError, match="deletion") as caught:
         store.delete(["x"])
     assert caught.value.kind == "connection"

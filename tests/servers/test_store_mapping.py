@@ -163,23 +163,14 @@ def test_no_credential_of_a_foreign_message_stays(error: Exception) -> None:
     assert failure.__cause__ is None
 
 
-def test_an_unexpected_type_is_told_with_its_place() -> None:
-    """As no foreign traceback is kept, the message says where a program's mistake lies."""
+def test_the_place_and_the_endpoint_are_told_where_they_matter() -> None:
+    """Of a program's mistake the file and line, of the way to a server its address; no secret."""
     with pytest.raises(ZeroDivisionError) as caught:
         divmod(1, 0)
     assert "ZeroDivisionError in test_store_mapping.py:" in str(mapped(caught.value))
-
-
-def test_the_endpoint_is_shown_where_it_matters() -> None:
-    """Errors of the way to a server name the server."""
     for error, shown in ((TimeoutError(), True), (s3_error("NoSuchKey", 404), False)):
         assert ("host.example:9000" in str(mapped(error))) == shown
-
-
-def test_the_path_of_an_error_holds_no_credentials() -> None:
-    """A secret that stands in the name of an object is hidden in `path` as in the message."""
     call = dataclasses.replace(CALL, path=f"s3://bkt/{SECRET}/x")
     failure = explain(FileNotFoundError("x"), call)
     assert SECRET not in f"{failure} {failure.path}"
-    assert failure.path is not None
-    assert failure.path.startswith("s3://bkt/")
+    assert (failure.path or "").startswith("s3://bkt/")

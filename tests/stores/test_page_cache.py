@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +19,20 @@ from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.testing.posix_faults import FaultPosix
 
-MIB = 1 << 20
+STATE = {"a": torch.arange(1 << 20)}
 
 
 def test_a_file_is_dropped_once_it_is_durable(tmp_path: Path) -> None:
-    """After the fsync, and before it has its name."""
+    """After the fsync, and before it has its name; only by the word that there is."""
     posix = FaultPosix()
     upload = local_store(tmp_path, posix=posix, page_cache="drop").upload("x")
     upload.write_part(0, 0, [memoryview(b"data")], last=True)
     upload.complete(4)
     calls = [call.operation for call in posix.script.calls]
     assert calls.index("fsync") < calls.index("forget") < calls.index("rename")
+    word: Any = "away"
+    with pytest.raises(InvalidInputError, match=r"page_cache is 'away'.*'drop'"):
+        open_store(tmp_path, page_cache=word)
 
 
 @pytest.fixture
@@ -46,49 +48,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def inside(made: Any, call: Callable[[Any], object]) -> None:
-    """Call with a manager or saver, and close it."""
-    with made:
-        call(made)
+def by_saver(path: Path, **more: Any) -> None:
+    """Save by a saver."""
+    with ckpt_storage.AsyncSaver(mode="thread") as saver:
+        saver.save(STATE, path, **more).result()
 
 
-manager = functools.partial(ckpt_storage.CheckpointManager, mode="thread")
-WAYS: dict[str, Callable[..., object]] = {
-    "save": ckpt_storage.save,
-    "save_async": lambda *given, **more: ckpt_storage.save_async(*given, **more).result(),
-    "saver": lambda *given, **more: inside(
-        ckpt_storage.AsyncSaver(mode="thread"), lambda saver: saver.save(*given, **more).result()
-    ),
-    "manager": lambda state, path, **more: inside(
-        manager(path), lambda made: made.save(1, state, **more)
-    ),
-    "manager-async": lambda state, path, **more: inside(
-        manager(path), lambda made: made.save_async(1, state, **more).result()
-    ),
-    "dcp": lambda state, path, **more: torch.distributed.checkpoint.save(
-        state, storage_writer=ckpt_storage.CheckpointStorageWriter(path, **more)
-    ),
-}
+def by_manager(path: Path, **more: Any) -> None:
+    """Save by a manager, and in its background."""
+    with ckpt_storage.CheckpointManager(path, mode="thread") as manager:
+        manager.save(1, STATE, **more)
+        manager.save_async(2, STATE, **more).result()
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_way_of_saving_has_the_option(
-    tmp_path: Path, seen: list[str], way: Callable[..., object]
-) -> None:
-    """Shard files are written so, documents are not; the default keeps all."""
-    way({"a": torch.arange(MIB)}, tmp_path / "a")
-    assert not seen
-    way({"a": torch.arange(MIB)}, tmp_path / "b", page_cache="drop")
-    assert seen
-    assert all(".distcp" in name for name in seen)
-
-
-def test_another_word_is_refused(tmp_path: Path) -> None:
-    """And says which there are."""
-    word: Any = "away"
-    with pytest.raises(InvalidInputError, match="page_cache is 'away'") as caught:
-        open_store(tmp_path, page_cache=word)
-    assert "'drop'" in str(caught.value.next_step)
+def by_dcp(path: Path, **more: Any) -> None:
+    """Save by torch."""
+    writer = ckpt_storage.CheckpointStorageWriter(path, **more)
+    torch.distributed.checkpoint.save(STATE, storage_writer=writer)
 
 
 def by_command(source: Path, target: Path, *, page_cache: str) -> None:
@@ -98,23 +74,34 @@ def by_command(source: Path, target: Path, *, page_cache: str) -> None:
     assert not ended.value.code
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        ckpt_storage.consolidate,
-        ckpt_storage.copy,
-        functools.partial(ckpt_storage.convert, to="dcp"),
-        by_command,
-    ],
-    ids=["consolidate", "copy", "convert", "$ cp"],
-)
-def test_what_else_writes_weights_has_the_option(
-    tmp_path: Path, seen: list[str], way: Callable[..., object]
-) -> None:
-    """From Python and from the command line."""
-    ckpt_storage.save({"a": torch.arange(MIB)}, tmp_path / "a", sync_files=False)
-    way(tmp_path / "a", tmp_path / "out", page_cache="drop")
-    assert any(".safetensors" in name or ".distcp" in name for name in seen)
+SAVES: dict[str, Callable[..., object]] = {
+    "save": lambda path, **more: ckpt_storage.save(STATE, path, **more),
+    "save_async": lambda path, **more: ckpt_storage.save_async(STATE, path, **more).result(),
+    "saver": by_saver,
+    "manager": by_manager,
+    "dcp": by_dcp,
+}
+EXPORTS: dict[str, Callable[..., object]] = {
+    "consolidate": ckpt_storage.consolidate,
+    "copy": ckpt_storage.copy,
+    "convert": lambda *places, **more: ckpt_storage.convert(*places, to="dcp", **more),
+    "$ cp": by_command,
+}
+
+
+@pytest.mark.parametrize("way", [*SAVES, *EXPORTS])
+def test_all_that_writes_tensors_has_the_option(tmp_path: Path, seen: list[str], way: str) -> None:
+    """Files with tensors are written so, documents are not; the default keeps all."""
+    if way in SAVES:
+        SAVES[way](tmp_path / "a")
+        SAVES[way](tmp_path / "b", page_cache="drop")
+        count = 2 if way == "manager" else 1
+    else:
+        ckpt_storage.save(STATE, tmp_path / "a", sync_files=False)
+        EXPORTS[way](tmp_path / "a", tmp_path / "b", page_cache="drop")
+        count = 1
+    assert len({*seen}) == count
+    assert all(".distcp" in name or ".safetensors" in name for name in seen)
 
 
 @pytest.mark.parametrize(("of_save", "of_export"), [("drop", None), ("keep", "drop")])
@@ -122,11 +109,7 @@ def test_an_export_after_a_save_is_as_the_save_unless_told(
     tmp_path: Path, seen: list[str], of_save: Any, of_export: Any
 ) -> None:
     """What the save leaves in the cache the export reads; its own files may go all the same."""
-    ckpt_storage.save(
-        {"a": torch.arange(MIB)},
-        tmp_path / "a",
-        page_cache=of_save,
-        consolidate=ConsolidateOptions(page_cache=of_export),
-    )
+    options = ConsolidateOptions(page_cache=of_export)
+    ckpt_storage.save(STATE, tmp_path / "a", page_cache=of_save, consolidate=options)
     assert any(".distcp" in name for name in seen) == (of_save == "drop")
     assert any(".safetensors" in name for name in seen)

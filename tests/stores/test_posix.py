@@ -68,39 +68,30 @@ def test_no_function_of_the_c_library_is_called_by_linux_structs_elsewhere(
             call()
 
 
-class Drive:
-    """The two calls that make a file durable on macOS, in the order in which they are made."""
-
-    COMMAND = 51
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusal: int | None) -> None:
-        self.calls: list[str] = []
-        self._refusal = refusal
-        monkeypatch.setattr(fcntl, "F_FULLFSYNC", self.COMMAND, raising=False)
-        monkeypatch.setattr(fcntl, "fcntl", self._fcntl)
-        monkeypatch.setattr(os, "fsync", lambda _: self.calls.append("fsync"))
-
-    def _fcntl(self, fd: int, command: int) -> int:
-        os.fstat(fd)
-        assert command == self.COMMAND
-        self.calls.append("full")
-        if self._refusal is not None:
-            raise OSError(self._refusal, os.strerror(self._refusal))
-        return 0
-
-
 @pytest.mark.parametrize("number", [None, errno.ENOTTY, errno.EIO])
-@pytest.mark.parametrize("is_folder", [False, True])
 def test_where_fsync_leaves_the_drives_cache_the_stronger_call_is_made(
-    fd: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int | None,
-    *,
-    is_folder: bool,
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
 ) -> None:
     """MacOS has F_FULLFSYNC; fsync follows where it is not known, never where it failed."""
-    drive = Drive(monkeypatch, number)
-    with pytest.raises(OSError, match="error") if number == errno.EIO else nullcontext():
-        Posix().fsync_folder(str(tmp_path)) if is_folder else Posix().fsync(fd)
-    assert drive.calls == (["full"] if number in {None, errno.EIO} else ["full", "fsync"])
+    calls: list[str] = []
+
+    def full(fd: int, command: int) -> int:
+        os.fstat(fd)
+        assert command == 51
+        calls.append("full")
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        return 0
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full)
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    syncs: list[Callable[[], None]] = [
+        lambda: Posix().fsync(fd),
+        lambda: Posix().fsync_folder(str(tmp_path)),
+    ]
+    for sync in syncs:
+        calls.clear()
+        with pytest.raises(OSError, match="error") if number == errno.EIO else nullcontext():
+            sync()
+        assert calls == (["full"] if number in {None, errno.EIO} else ["full", "fsync"])

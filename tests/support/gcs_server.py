@@ -19,9 +19,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["BUCKET", "MULTIPLE", "GcsState", "gcs_served"]
-
-BUCKET = "bucket"
 MULTIPLE = 256 * 1024
 
 
@@ -71,17 +68,14 @@ class GcsState:
                     return fault
         return ""
 
-    def put(
-        self, name: str, data: bytes, metadata: dict[str, str], condition: str | None
-    ) -> Stored | None:
-        """Put an object if its generation is `condition` ("0": none is there); None if not."""
+    def put(self, name: str, data: bytes, metadata: dict[str, str], condition: str | None) -> bool:
+        """Put an object if its generation is `condition` ("0": none is there); tell if so."""
         with self.lock:
             found = self.objects.get(name)
             if condition is not None and int(condition) != (found.generation if found else 0):
-                return None
-            made = Stored(data, metadata, next(self.generations), time.time())
-            self.objects[name] = made
-            return made
+                return False
+            self.objects[name] = Stored(data, metadata, next(self.generations), time.time())
+            return True
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,22 +87,15 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Print nothing."""
 
-    def do_DELETE(self) -> None:
-        """Cancel a session or delete an object."""
+    def parse_request(self) -> bool:
+        """Take path, query and body apart, too."""
+        if not super().parse_request():
+            return False
         parts = urlsplit(self.path)
-        if "upload_id" in parts.query:
-            gone = self.state.sessions.pop(parse_qs(parts.query)["upload_id"][0], None)
-            return self._answer(499 if gone else 404)
-        name = unquote(parts.path.rpartition("/o/")[2])
-        if self.state.fault_of("delete") == "replaced":
-            self.state.put(name, b"another's", {}, None)
-        condition = parse_qs(parts.query).get("ifGenerationMatch", [None])[0]
-        with self.state.lock:
-            found = self.state.objects.get(name)
-            if found and condition and int(condition) != found.generation:
-                return self._refuse(412, "conditionNotMet")
-            gone_too = self.state.objects.pop(name, None)
-        return self._answer(204) if gone_too else self._refuse(404, "notFound")
+        self.query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        self.name = unquote(parts.path.rpartition("/o/")[2])
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return True
 
     def _answer(self, status: int, document: object = None, **headers: str) -> None:
         body = b"" if document is None else json.dumps(document).encode()
@@ -141,41 +128,48 @@ class _Handler(BaseHTTPRequestHandler):
             "updated": datetime.fromtimestamp(found.changed_s, UTC).isoformat(),
         }
 
+    def do_DELETE(self) -> None:
+        """Cancel a session or delete an object."""
+        if "upload_id" in self.query:
+            gone = self.state.sessions.pop(self.query["upload_id"], None)
+            return self._answer(499 if gone else 404)
+        if self.state.fault_of("delete") == "replaced":
+            self.state.put(self.name, b"another's", {}, None)
+        condition = self.query.get("ifGenerationMatch")
+        with self.state.lock:
+            found = self.state.objects.get(self.name)
+            if found and condition and int(condition) != found.generation:
+                return self._refuse(412, "conditionNotMet")
+            self.state.objects.pop(self.name, None)
+        return self._answer(204) if found else self._refuse(404, "notFound")
+
     def do_POST(self) -> None:
         """Begin a session, or insert a whole object."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        query = parse_qs(urlsplit(self.path).query)
-        if query["uploadType"] == ["resumable"]:
+        condition = self.query.get("ifGenerationMatch")
+        if self.query["uploadType"] == "resumable":
             fault = self.state.fault_of("begin")
             if fault == "503":
                 return self._refuse(503, "backendError")
-            key = f"session-{len(self.state.sessions)}-{time.monotonic_ns()}"
-            metadata, name = json.loads(body)["metadata"], query["name"][0]
-            condition = query.get("ifGenerationMatch", [None])[0]
-            if condition and name in self.state.objects:
+            if condition and self.query["name"] in self.state.objects:
                 return self._refuse(412, "conditionNotMet")
-            self.state.sessions[key] = Session(name, metadata, condition)
-            if fault == "lost":
-                return self._lose()
-            host = self.headers["Host"]
-            return self._answer(200, {}, Location=f"http://{host}/upload/x?upload_id={key}")
+            key, metadata = f"session-{time.monotonic_ns()}", json.loads(self.body)["metadata"]
+            self.state.sessions[key] = Session(self.query["name"], metadata, condition)
+            address = f"http://{self.headers['Host']}/upload/x?upload_id={key}"
+            return self._lose() if fault == "lost" else self._answer(200, {}, Location=address)
         fault = self.state.fault_of("insert")
         boundary = self.headers["Content-Type"].partition('boundary="')[2].rstrip('"')
-        _, head, content, _ = body.split(f"--{boundary}".encode())
+        _, head, content, _ = self.body.split(f"--{boundary}".encode())
         document = json.loads(head.partition(b"\r\n\r\n")[2])
         data = content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-        name = document["name"]
         with self.state.lock:
-            condition = query.get("ifGenerationMatch", [None])[0]
-            if self.state.put(name, data, document["metadata"], condition) is None:
+            if not self.state.put(document["name"], data, document["metadata"], condition):
                 return self._refuse(412, "conditionNotMet")
-            described = self._described(name)
+            described = self._described(document["name"])
         return self._lose() if fault == "lost" else self._answer(200, described)
 
     def do_PUT(self) -> None:
         """Take bytes of a session, tell what it holds, or end it."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        session = self.state.sessions.get(parse_qs(urlsplit(self.path).query)["upload_id"][0])
+        session = self.state.sessions.get(self.query["upload_id"])
         span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         fault = self.state.fault_of(f"put {span}/{total}")
         if fault == "503":
@@ -184,10 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(410, "gone")
         if not session.ended and span != "*":
             assert int(span.partition("-")[0]) == len(session.data), "a gap or an overlap"
-            session.data += body[:MULTIPLE] if fault == "half" else body
+            session.data += self.body[:MULTIPLE] if fault == "half" else self.body
         if not session.ended and total != "*" and len(session.data) == int(total):
             data, described = bytes(session.data), session.metadata
-            if self.state.put(session.name, data, described, session.condition) is None:
+            if not self.state.put(session.name, data, described, session.condition):
                 return self._refuse(412, "conditionNotMet")
             session.ended = True
         if fault == "lost":
@@ -199,37 +193,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Tell what is known of an object, or list what a prefix has."""
-        path = urlsplit(self.path).path
-        if path.endswith("/o"):
-            return self._listed(parse_qs(urlsplit(self.path).query))
-        name = unquote(path.rpartition("/o/")[2])
-        if self.state.fault_of(f"look {name}"):
+        if urlsplit(self.path).path.endswith("/o"):
+            return self._listed()
+        if self.state.fault_of(f"look {self.name}"):
             return self._refuse(503, "backendError")
         with self.state.lock:
-            if name not in self.state.objects:
+            if self.name not in self.state.objects:
                 return self._refuse(404, "notFound")
-            described = self._described(name)
+            described = self._described(self.name)
         return self._answer(200, described)
 
-    def _listed(self, query: dict[str, list[str]]) -> None:
+    def _listed(self) -> None:
+        """Answer with one page; nobody asks this server for folders."""
         self.state.fault_of("list")
-        prefix, delimiter, after = (
-            query.get(key, [""])[0] for key in ("prefix", "delimiter", "pageToken")
-        )
+        prefix, after, most = self.query.get("prefix", ""), self.query.get("pageToken", ""), 1000
         with self.state.lock:
-            below = [name for name in sorted(self.state.objects) if name.startswith(prefix)]
-            below = [name for name in below if name > after]
-            rest = below[int(query["maxResults"][0]) :]
-            below = below[: len(below) - len(rest)]
-            folders, items = set(), []
-            for name in below:
-                child, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
-                if cut:
-                    folders.add(f"{prefix}{child}{cut}")
-                else:
-                    items.append(self._described(name))
-        found = {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
-        self._answer(200, {**found, "nextPageToken": below[-1]} if rest else found)
+            names = [name for name in sorted(self.state.objects) if name.startswith(prefix)]
+            names = [name for name in names if name > after]
+            items = [self._described(name) for name in names[:most]]
+        more = {"nextPageToken": names[most - 1]} if len(names) > most else {}
+        self._answer(200, {"kind": "storage#objects", "items": items, **more})
 
 
 @contextmanager

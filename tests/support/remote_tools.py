@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from fsspec.registry import _registry
 from servers import Running
 
 from ckpt_storage.options import RetryPolicy, Timeouts
@@ -33,24 +34,24 @@ def options_of(server: S3Server) -> dict[str, Any]:
     }
 
 
-def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
+def plain(
+    server: S3Server,
+    url: str = "s3://bkt/run",
+    request_timeout_s: float = 20,
+    policy: RetryPolicy = ONCE,
+) -> Store:
     """Return a store without retries."""
     return open_store(
         url,
         storage_options=options_of(server),
         timeouts=Timeouts(request=request_timeout_s),
-        retry=ONCE,
+        retry=policy,
     )
 
 
 def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
     """Return the store that users get."""
-    return open_store(
-        "s3://bkt/run",
-        storage_options=options_of(server),
-        timeouts=Timeouts(request=request_timeout_s),
-        retry=POLICY,
-    )
+    return plain(server, request_timeout_s=request_timeout_s, policy=POLICY)
 
 
 def send(upload: Upload, parts: Sequence[bytes]) -> int:
@@ -80,3 +81,12 @@ def s3_root(s3_buckets: S3Server) -> Running:
     bucket = f"test-{uuid.uuid4().hex}"
     s3_buckets.create_bucket(bucket)
     return Running(url=f"s3://{bucket}/run", storage_options=s3_buckets.storage_options)
+
+
+@pytest.fixture
+def registered() -> Iterator[dict[str, type]]:
+    """What a test puts in fsspec's registry; as it was after the test."""
+    before = dict(_registry)
+    yield _registry
+    _registry.clear()
+    _registry.update(before)

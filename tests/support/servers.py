@@ -22,19 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "AZURE_ACCOUNT",
-    "Running",
-    "ServerMissingError",
-    "azurite",
-    "fake_gcs",
-    "free_port",
-    "isolate_credentials",
-    "moto",
-    "sftp",
-    "webdav",
-]
-
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -159,14 +146,23 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')}")
 
 
-def ask(url: str, method: str, target: str, body: bytes = b"", kind: str = "") -> int:
-    """Send one plain HTTP request and return the status of its answer."""
+def ask(
+    url: str,
+    method: str,
+    target: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, dict[str, str], bytes]:
+    """Send one request without any SDK; return status, headers in lower case and body."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     try:
-        connection.request(method, target, body, {"Content-Type": kind} if kind else {})
+        connection.putrequest(method, target)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
         answer = connection.getresponse()
-        answer.read()
-        return answer.status
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, found, answer.read()
     finally:
         connection.close()
 

@@ -6,6 +6,7 @@ The clients' own retries are off: `Store` is the one layer that repeats.
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from ckpt_storage.store.problems import Call, explain
 
 from .clients import Client, ForeignFs
 
+_AT_ONCE = 16
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
 
@@ -198,7 +200,12 @@ class CloudBackend(Backend):
             with self.unless_absent():
                 await self._delete(fs, path, {})
 
-        self._client.run_all(delete, paths)
+        async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
+            await asyncio.gather(*(delete(fs, path) for path in some))
+
+        for start in range(0, len(paths), _AT_ONCE):
+            self._client.run(delete_some, paths[start : start + _AT_ONCE])
+            moved()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""

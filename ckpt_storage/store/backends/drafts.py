@@ -110,10 +110,9 @@ class Draft:
                 self._writes_back = is_known(lambda: call(fd, start, end - start))
 
     def flush(self) -> None:
-        """Make what this process wrote durable, and known to other hosts.
+        """Make what this process wrote durable and known to other hosts; close it until used again.
 
-        The file is closed then, and opened again if it is written to again. A failure is
-        final: nothing vouches for the content after it.
+        A failure is final: nothing vouches for the content after it.
         """
         with self._ending:
             self._check_state("open")
@@ -131,9 +130,8 @@ class Draft:
     def leave(self) -> None:
         """Write no more, and leave the file to its owner; idempotent.
 
-        The descriptor stays open while a thread still writes (one may hang in the kernel),
-        because its number could otherwise be given to another file under that thread's hands;
-        the last writer closes it.
+        The last thread that writes closes the descriptor: its number could otherwise be given to
+        another file under the hands of one that hangs in the kernel.
         """
         self._has_ended = True
         with contextlib.suppress(OSError):
@@ -152,10 +150,9 @@ class Draft:
         `by_several`: other processes wrote to it too. A network file system may not have told
         this one how long it is now, until it is opened again.
 
-        After any error the temporary file is gone: a failed fsync must never be tried
-        again, because the kernel may have dropped the pages it could not write
-        (Rebello et al., "Can Applications Recover from fsync Failures?", ATC 2020), and
-        network file systems report failed writes as late as close(2).
+        After any error the temporary file is gone: the kernel may have dropped the pages that an
+        fsync could not write (Rebello et al., "Can Applications Recover from fsync Failures?",
+        ATC 2020), and network file systems report failed writes as late as close(2).
         Raises `StorageError` if the file has another length or is still written to.
         """
         with self._ending:
@@ -179,21 +176,27 @@ class Draft:
     def publish(self, *, if_absent: bool) -> None:
         """Give the sealed file its name, and make that durable; may be called again.
 
-        if_absent: only if nothing bears the name, decided by the file system. Raises `OSError`
-        with EEXIST if something does, and `UnsupportedByStoreError` if the file system can
-        decide that in no way. Raises `StorageError` if only the sync of the name failed, for good.
+        if_absent: only if nothing bears the name, decided by the file system; `OSError` with EEXIST
+        if something does. Raises `StorageError` if only the sync of the name failed, for good.
         """
         with self._ending:
             if self._state == "complete":
                 return
             self._check_state("sealed")
-            if not if_absent:
-                self._name_by(self._posix.rename)
-            else:
+            if if_absent:
                 self._create()
+            else:
+                self._name_by(self._posix.rename)
             self._state = "failed"
-            if self._sync:
-                self._sync_name()
+            try:
+                if self._sync:
+                    sync_folder(self._posix, self._folder)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._target} is complete and visible, but its name may not survive a "
+                    f"power cut: the fsync of its folder failed ({error.strerror}).",
+                    next_step="Look into the kernel log and the mount, then save again.",
+                ) from error
             self._state = "complete"
 
     def _create(self) -> None:
@@ -227,27 +230,12 @@ class Draft:
         try:
             call(self._path, self._target)
         except OSError:
-            if not self._bears_target():
-                raise
-
-    def _bears_target(self) -> bool:
-        """Return whether the target name provably leads to this very file."""
-        try:
-            self._posix.open_folder(self._folder)
-            found = self._posix.stat(self._target)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._identity
-
-    def _sync_name(self) -> None:
-        try:
-            sync_folder(self._posix, self._folder)
-        except OSError as error:
-            raise StorageError(
-                f"{self._target} is complete and visible, but its name may not survive a power "
-                f"cut: the fsync of its folder failed ({error.strerror}).",
-                next_step="Look into the kernel log and the mount, then save again.",
-            ) from error
+            with contextlib.suppress(OSError):
+                self._posix.open_folder(self._folder)
+                found = self._posix.stat(self._target)
+                if (found.st_dev, found.st_ino) == self._identity:
+                    return
+            raise
 
     def _sync_content(self, fd: int) -> None:
         self._posix.fsync(fd)

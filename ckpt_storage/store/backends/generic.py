@@ -17,7 +17,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
+from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -36,17 +36,6 @@ from .clients import Client, ForeignFs
 from .drafts import draft_name, is_draft_name
 from .refusals import stuck
 
-_ANSWERS = (
-    CheckpointError,
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ShortReadError,
-)
-"""Errors that say nothing of the connection."""
-
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
 
@@ -63,6 +52,13 @@ class _Writing:
     end: int = 0
     problem: str = ""
     using: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self, path: str, end: int, otherwise: str) -> None:
+        """Refuse to go on, now and later, unless the file has exactly `end` bytes."""
+        if not self.problem and self.end != end:
+            self.problem = otherwise
+        if self.problem:
+            raise stuck(path, self.problem)
 
 
 class FsspecBackend(Backend):
@@ -92,11 +88,11 @@ class FsspecBackend(Backend):
         self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
                 return Content(data=self._range(fs, path, 0, max_bytes + 1))
@@ -104,7 +100,7 @@ class FsspecBackend(Backend):
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Ask for the size, then for each range; its bytes are copied once."""
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             size_bytes = self._info(fs, path).size_bytes
             for start, view in ranges:
                 stop = min(start + view.nbytes, size_bytes)
@@ -123,9 +119,9 @@ class FsspecBackend(Backend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        _check_unconditional(path, if_absent=if_absent or if_match is not None)
+        is_conditional = if_absent or if_match is not None
+        token = self.begin_upload(path, write_id="", if_absent=is_conditional, copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
-        token = self.begin_upload(path, write_id="", if_absent=False, copies=False)
         try:
             self.put_part(path, token, 0, 0, data, last=True)
             self.complete_upload(path, token, [part], write_id="", if_absent=False)
@@ -144,7 +140,7 @@ class FsspecBackend(Backend):
                     yield _told(path, info)
 
     def delete(self, paths: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             for path in paths:
                 moved()
                 _remove(fs, self._full(path))
@@ -154,20 +150,31 @@ class FsspecBackend(Backend):
         for page in self._pages(path, recursive=True):
             self.delete([below for below, _ in page if not below.endswith("/")])
         full = self._full(path)
-        with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._client.turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not has_magic(full):
                 fs.rm(full, recursive=True)
         return True
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        with self._turn() as fs:
-            for full in map(self._full, ("", *folders)):
-                if full.strip("/"):
-                    _make_folder(fs, full)
+        with self._client.turn() as fs:
+            for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
+                try:
+                    fs.makedirs(full, exist_ok=True)
+                except Exception:
+                    # Another thread may have made it at the same time.
+                    if not _exists(fs, full):
+                        raise
 
     def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
-        _check_unconditional(path, if_absent=if_absent)
-        token = _temporary(path)
+        if if_absent:
+            raise UnsupportedByStoreError(
+                f"This file system cannot write {path} on a condition.",
+                kind="unsupported",
+                next_step="Let one job at a time save here.",
+            )
+        folder, slash, name = path.rpartition("/")
+        # fsspec would take some names for patterns.
+        token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
         own = self._client.take()
         try:
             stream = own.open(self._full(token), "wb")
@@ -184,10 +191,7 @@ class FsspecBackend(Backend):
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
-        if not writing.problem and offset != writing.end:
-            writing.problem = f"got part {number} out of its turn"
-        if writing.problem:
-            raise stuck(path, writing.problem)
+        writing.check(path, offset, f"got part {number} out of its turn")
         writing.problem = f"was cut off within part {number}"
         with writing.using:
             try:
@@ -199,28 +203,25 @@ class FsspecBackend(Backend):
                 raise
             finally:
                 if token not in self._writings:  # it was aborted meanwhile
-                    self._end(writing)
+                    self._discard(writing)
         writing.problem = ""
         return ""
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
-        _check_unconditional(path, if_absent=if_absent)
         total_bytes = sum(part.size_bytes for part in parts)
         writing = self._writings.get(token)
         if writing is not None:
-            if not writing.problem and writing.end != total_bytes:
-                writing.problem = f"holds {writing.end} bytes instead of {total_bytes}"
-            if writing.problem:
-                raise stuck(path, writing.problem)
+            what = f"holds {writing.end} bytes instead of {total_bytes}"
+            writing.check(path, total_bytes, what)
             # Some clients lose what they buffered.
             writing.problem = "was cut off at its end"
             with writing.using:
                 writing.stream.close()
                 self._writings.pop(token, None)
                 self._client.give_back(writing.fs)
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
@@ -229,21 +230,22 @@ class FsspecBackend(Backend):
         writing = self._writings.pop(token, None)
         # A call that hangs keeps its file system; the file is removed all the same.
         if writing is not None and writing.using.acquire(blocking=False):
-            self._end(writing)
+            self._discard(writing)
             writing.using.release()
-        with self._turn() as fs:
+        with self._client.turn() as fs:
             _remove(fs, self._full(token))
 
-    def _end(self, writing: _Writing) -> None:
-        _discard(writing.stream)
-        self._client.give_back(writing.fs)
+    def _discard(self, writing: _Writing) -> None:
+        """Close a file that failed, if possible without sending what it buffers.
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[ForeignFs]:
-        """Have a file system for this call, without what it remembers of listings."""
-        with self._client.turn(sound=_ANSWERS) as fs:
-            fs.invalidate_cache()
-            yield fs
+        What is sent all the same reaches a temporary name, which is removed next.
+        """
+        for name in ("discard", "close"):
+            end = getattr(writing.stream, name, None)
+            if end is not None and not getattr(writing.stream, "closed", False):
+                with contextlib.suppress(Exception):
+                    end()
+        self._client.give_back(writing.fs)
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -280,7 +282,7 @@ class FsspecBackend(Backend):
         cut = len(root) + 1 if root else 0
         while folders:
             folder = folders.pop()
-            with self._turn() as fs:
+            with self._client.turn() as fs:
                 try:
                     found = fs.ls(self._full(folder), detail=True)
                 except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
@@ -288,11 +290,10 @@ class FsspecBackend(Backend):
             page = []
             for info in found:
                 path = str(info["name"]).strip("/")[cut:]
-                if path != folder and info["type"] == "directory":
-                    page.append((f"{path}/", info))
-                    folders += [path] if recursive else []
-                elif path != folder:
-                    page.append((path, info))
+                if path != folder:
+                    is_folder = info["type"] == "directory"
+                    page.append((f"{path}/" if is_folder else path, info))
+                    folders += [path] if is_folder and recursive else []
             yield page
 
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
@@ -306,13 +307,6 @@ class FsspecBackend(Backend):
             found_bytes = self._info(fs, path).size_bytes
         if found_bytes != total_bytes:
             raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
-
-
-def _temporary(path: str) -> str:
-    """Return a new path beside the target, of the form that listings leave out."""
-    folder, slash, name = path.rpartition("/")
-    # fsspec would take some names for patterns.
-    return f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
 
 
 def _is_draft(path: str) -> bool:
@@ -338,15 +332,6 @@ def _remove(fs: ForeignFs, full: str) -> None:
             raise
 
 
-def _make_folder(fs: ForeignFs, full: str) -> None:
-    try:
-        fs.makedirs(full, exist_ok=True)
-    except Exception:
-        # Another thread may have made it at the same time.
-        if not _exists(fs, full):
-            raise
-
-
 def _move(fs: ForeignFs, temporary: str, full: str) -> None:
     try:
         _rename(fs, temporary, full)
@@ -369,41 +354,12 @@ def _rename(fs: ForeignFs, temporary: str, full: str) -> None:
         fs.rm_file(temporary)
 
 
-def _discard(stream: ForeignFs) -> None:
-    """Close a file that failed, if possible without sending what it buffers.
-
-    What is sent all the same reaches a temporary name, which is removed next.
-    """
-    for name in ("discard", "close"):
-        end = getattr(stream, name, None)
-        if end is not None and not getattr(stream, "closed", False):
-            with contextlib.suppress(Exception):
-                end()
-
-
-def _check_unconditional(path: str, *, if_absent: bool) -> None:
-    if if_absent:
-        raise UnsupportedByStoreError(
-            f"This file system cannot write {path} on a condition.",
-            kind="unsupported",
-            next_step="Let one job at a time save here.",
-        )
-
-
 def _told(path: str, info: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=_modified_s(info))
-
-
-def _modified_s(info: Mapping[str, Any]) -> float | None:
-    """Return the time of last change that a file system tells, in Unix seconds."""
-    for name in _TIME_NAMES:
-        value = info.get(name)
-        if isinstance(value, datetime):
-            aware = value if value.tzinfo else value.replace(tzinfo=UTC)
-            return aware.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                return datetime.fromisoformat(value).timestamp()
-    return None
+    """Return what an entry tells; the time of last change bears one of many names there."""
+    value = next((info[name] for name in _TIME_NAMES if info.get(name)), None)
+    with contextlib.suppress(ValueError):
+        value = datetime.fromisoformat(value) if isinstance(value, str) else value
+    if isinstance(value, datetime):
+        value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    modified_s = float(value) if isinstance(value, int | float) else None
+    return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=modified_s)

@@ -40,6 +40,7 @@ from .posix import (
     remove_folder,
     sync_folder,
 )
+from .refusals import changed
 
 T = TypeVar("T")
 
@@ -84,14 +85,11 @@ class LocalBackend(Backend):
         # Of uploads, by token; calls on a dict are atomic.
         self._drafts: dict[str, Draft] = {}
 
-    def __repr__(self) -> str:
-        return f"LocalBackend({self.folder!r})"
-
     def stat(self, path: str) -> ObjectInfo:
         full = self._full(path)
         found = self._twice(full, lambda: self._posix.stat(full))
         _check_is_file(found, full)
-        return ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+        return _info(path, found)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
@@ -142,16 +140,24 @@ class LocalBackend(Backend):
             raise
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Yield the files below a folder, without temporary ones.
+        """Yield the files below a folder, without temporary ones and what vanishes meanwhile.
 
-        Symbolic links to files count as files; those to folders are shown but not
-        followed. What vanishes during the walk is left out.
+        Symbolic links to files count as files; those to folders are shown but not followed.
         """
         for path, item in self._walk(prefix, recursive=recursive):
             if not recursive and item.is_dir():
                 yield ObjectInfo(path=f"{path}/", size_bytes=0)
-            elif not (is_draft_name(item.name) or is_remains(item.name)):
-                yield from self._info(path)
+                continue
+            if is_draft_name(item.name) or is_remains(item.name):
+                continue
+            try:
+                found = self._posix.stat(self._full(path))
+            except OSError as error:
+                if error.errno not in ABSENT | {errno.ESTALE}:
+                    raise
+            else:
+                if stat_modes.S_ISREG(found.st_mode):
+                    yield _info(path, found)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Unlink files and make that durable, so that a later delete cannot overtake it."""
@@ -192,9 +198,7 @@ class LocalBackend(Backend):
             ) from error
         try:
             if _version_of(self._posix.stat(full)) != version:
-                raise StorageError(
-                    f"{full} is no longer the file that was read.", kind="precondition"
-                )
+                raise changed(full)
             self._posix.unlink(full)
             if self._sync:
                 sync_folder(self._posix, folder)
@@ -414,16 +418,9 @@ class LocalBackend(Backend):
         for item in items:
             yield f"{folder}/{item.name}".lstrip("/"), item
 
-    def _info(self, path: str) -> Iterator[ObjectInfo]:
-        """Yield what is known of a file; nothing if it is none, or vanished."""
-        try:
-            found = self._posix.stat(self._full(path))
-        except OSError as error:
-            if error.errno not in ABSENT | {errno.ESTALE}:
-                raise
-        else:
-            if stat_modes.S_ISREG(found.st_mode):
-                yield ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+
+def _info(path: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
 
 
 def _version_of(found: os.stat_result) -> str:

@@ -12,7 +12,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import math
 import os
 import re
 import stat as stat_modes
@@ -103,28 +102,36 @@ def as_bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _pending(buffers: Sequence[memoryview]) -> deque[memoryview]:
-    return deque(as_bytes(view) for view in buffers if view.nbytes)
+def _move_all(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    most_bytes: int,
+) -> int:
+    """Read or write until nothing is left or nothing moves; return how many bytes were moved.
 
-
-def _first(pending: deque[memoryview], limit_bytes: float = math.inf) -> list[memoryview]:
-    """Return the first views, at most `limit_bytes` and `_IOV_MAX` of them in all."""
-    taken: list[memoryview] = []
-    for view in islice(pending, _IOV_MAX):
-        taken.append(view if view.nbytes <= limit_bytes else view[: int(limit_bytes)])
-        limit_bytes -= view.nbytes
-        if limit_bytes <= 0:
+    One call takes `_IOV_MAX` views at most, and goes up to the next multiple of `most_bytes`.
+    """
+    pending = deque(as_bytes(view) for view in buffers if view.nbytes)
+    at = offset
+    while pending:
+        views, room = [], most_bytes - at % most_bytes
+        for view in islice(pending, _IOV_MAX):
+            views.append(view[:room])
+            room -= view.nbytes
+            if room <= 0:
+                break
+        count = call(fd, views, at)
+        if count <= 0:
             break
-    return taken
-
-
-def _drop(pending: deque[memoryview], count: int) -> None:
-    """Take `count` bytes off the first views."""
-    while count:
-        view = pending.popleft()
-        if count < view.nbytes:
-            pending.appendleft(view[count:])
-        count -= min(count, view.nbytes)
+        at += count
+        while count:
+            view = pending.popleft()
+            if count < view.nbytes:
+                pending.appendleft(view[count:])
+            count -= min(count, view.nbytes)
+    return at - offset
 
 
 class Posix:
@@ -153,28 +160,16 @@ class Posix:
         return os.preadv(fd, buffers, offset)
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        pending = _pending(buffers)
-        while pending:
-            room = _WRITE_BYTES - offset % _WRITE_BYTES
-            count = self.pwritev(fd, _first(pending, room), offset)
-            if count <= 0:
-                raise OSError(errno.EIO, "the file system took no byte and gave no reason")
-            offset += count
-            _drop(pending, count)
+        count = _move_all(self.pwritev, fd, buffers, offset, _WRITE_BYTES)
+        if count < sum(view.nbytes for view in buffers):
+            raise OSError(errno.EIO, "the file system took no byte and gave no reason")
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
 
         The descriptor's own position is neither used nor moved.
         """
-        pending, total = _pending(buffers), 0
-        while pending:
-            count = self.preadv(fd, _first(pending), offset + total)
-            if count <= 0:
-                break
-            total += count
-            _drop(pending, count)
-        return total
+        return _move_all(self.preadv, fd, buffers, offset, sys.maxsize)
 
     def start_write_back(self, fd: int, offset: int, length: int) -> None:
         """Let the kernel begin to write a range to the disk; promises nothing.

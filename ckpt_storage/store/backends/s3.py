@@ -105,7 +105,7 @@ class S3Backend(CloudBackend):
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        bucket, prefix, _ = self._client.fs.split_path(f"{self._client.root}/")
+        bucket, prefix, _ = self._client.take().split_path(f"{self._client.root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     def stat(self, path: str) -> ObjectInfo:
@@ -220,8 +220,7 @@ class S3Backend(CloudBackend):
             try:
                 answer = begin(**_CHECKSUMS)
             except Exception as error:
-                is_old_client = isinstance(error, UnsupportedByStoreError)
-                if not is_old_client and _code_of(error) not in _UNKNOWN_HEADER:
+                if _code_of(error) not in _UNKNOWN_HEADER:
                     raise
             if answer.items() >= _CHECKSUMS.items():
                 return f"{_ALGORITHM}:{answer['UploadId']}"
@@ -336,21 +335,13 @@ class S3Backend(CloudBackend):
     async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request on the loop, with the options that s3fs was given.
 
-        Raises `UnsupportedByStoreError` if the installed botocore does not know an
-        argument: a condition must never be left out in silence.
+        The client refuses an argument that it does not know: no condition is left out in silence.
         """
         await fs.set_session()
         bucket = self._place[0]
         client = await fs.get_s3(bucket)
         name = client.meta.method_to_api_mapping[method]
         known = client.meta.service_model.operation_model(name).input_shape.members
-        unknown = [argument for argument in arguments if argument not in known]
-        if unknown:
-            raise UnsupportedByStoreError(
-                f"The installed botocore cannot send {', '.join(unknown)} with {name}.",
-                kind="unsupported",
-                next_step="Run: pip install -U 'ckpt-storage[s3]'",
-            )
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
         accepted = {key: value for key, value in extra.items() if key in known}
         answer: Mapping[str, Any] = await getattr(client, method)(
