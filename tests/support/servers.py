@@ -113,19 +113,23 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _process(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
-    """Run a server until the body ends; the body begins once the port takes connections."""
+def _running(
+    name: str, folder: Path, command: Sequence[str], port: int | None = None
+) -> Iterator[str]:
+    """Run a server on the port that its command calls PORT; give its address when it answers."""
+    port, log = port or free_port(), folder / f"{name}.log"
+    url = f"http://{HOST}:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCHER, *command],
+            [sys.executable, "-c", _LAUNCHER, *(one.replace("PORT", str(port)) for one in command)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=log.parent,
+            cwd=folder,
         )
         try:
             _wait_for(process, port, log)
-            yield
+            yield url
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -137,9 +141,7 @@ def _process(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
 
 def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            break
+    while time.monotonic() < deadline_s and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
             return
         time.sleep(0.02)
@@ -176,10 +178,8 @@ def _needs(module: str, package: str) -> None:
 def moto(folder: Path) -> Iterator[Running]:
     """Run moto: S3 in memory that honours conditions."""
     _needs("moto.server", "moto[s3,server]")
-    port = free_port()
-    url = f"http://{HOST}:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-    with _process(command, port, folder / "moto.log"):
+    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", "PORT"]
+    with _running("moto", folder, command) as url:
         options = {
             "key": "test",
             "secret": "test-secret-of-moto",
@@ -204,11 +204,10 @@ def fake_gcs(folder: Path) -> Iterator[Running]:
         program = folder / "fake-gcs-server"
         shutil.copyfile(found[0], program)
         program.chmod(0o755)
-    port = free_port()
-    url = f"http://{HOST}:{port}"
-    command = [str(program), "-scheme", "http", "-host", HOST, "-port", str(port)]
-    command += ["-backend", "memory", "-external-url", url, "-public-host", f"{HOST}:{port}"]
-    with _process(command, port, folder / "fake-gcs.log"):
+    command = [str(program), "-scheme", "http", "-host", HOST, "-port", "PORT"]
+    command += ["-backend", "memory", "-external-url", f"http://{HOST}:PORT"]
+    command += ["-public-host", f"{HOST}:PORT"]
+    with _running("fake-gcs", folder, command) as url:
         options = {"endpoint_url": url, "token": "anon", "project": "test"}
         yield Running(url=url, storage_options=options)
 
@@ -223,13 +222,10 @@ def azurite(folder: Path) -> Iterator[Running]:
             "npm install azurite, and put its azurite-blob on PATH or name its main.js in "
             "CKPT_STORAGE_AZURITE"
         )
-    start = [node, given] if given.endswith(".js") else [given]
-    port = free_port()
-    command = [*start, "--blobHost", HOST, "--blobPort", str(port)]
-    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--loose", "--silent"]
-    command += ["--disableTelemetry"]
-    with _process(command, port, folder / "azurite.log"):
-        url = f"http://{HOST}:{port}"
+    command = [node, given] if given.endswith(".js") else [given]
+    command += ["--blobHost", HOST, "--blobPort", "PORT", "--inMemoryPersistence", "--silent"]
+    command += ["--skipApiVersionCheck", "--loose", "--disableTelemetry"]
+    with _running("azurite", folder, command) as url:
         connection = (
             f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};"
             f"BlobEndpoint={url}/{AZURE_ACCOUNT};"
@@ -244,12 +240,9 @@ def webdav(folder: Path) -> Iterator[Running]:
     _needs("webdav4", "webdav4[fsspec]")
     served = folder / "webdav"
     served.mkdir()
-    port = free_port()
     command = [sys.executable, "-m", "wsgidav.server.server_cli", "--no-config", "--quiet"]
-    command += ["--host", HOST, "--port", str(port), "--root", str(served)]
-    command += ["--auth", "anonymous"]
-    with _process(command, port, folder / "webdav.log"):
-        url = f"http://{HOST}:{port}"
+    command += ["--host", HOST, "--port", "PORT", "--root", str(served), "--auth", "anonymous"]
+    with _running("webdav", folder, command) as url:
         yield Running(url=url, storage_options={"base_url": url})
 
 
@@ -260,8 +253,11 @@ def sftp(folder: Path, port: int | None = None) -> Iterator[Running]:
     _needs("sshfs", "sshfs")
     served = folder / "sftp"
     served.mkdir(exist_ok=True)
-    port = port or free_port()
-    command = [sys.executable, "-c", _SFTP_SERVER, str(port), str(served)]
-    with _process(command, port, folder / "sftp.log"):
-        options = {"username": "somebody", "password": "sftp-password", "port": port}
+    command = [sys.executable, "-c", _SFTP_SERVER, "PORT", str(served)]
+    with _running("sftp", folder, command, port) as url:
+        options = {
+            "username": "somebody",
+            "password": "sftp-password",
+            "port": int(url.rpartition(":")[2]),
+        }
         yield Running(url=f"sftp://{HOST}", storage_options=options)

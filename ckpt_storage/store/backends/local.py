@@ -333,12 +333,6 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(fd)
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of a full disk how much is free there."""
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            with contextlib.suppress(OSError):
-                error.add_note(f"{self._posix.free_bytes(self.folder)} bytes are free there")
-
     @contextlib.contextmanager
     def _final(self, path: str) -> Iterator[None]:
         """Mark what fails inside as never to be tried again: a failed fsync must not be."""
@@ -348,7 +342,6 @@ class LocalBackend(Backend):
             error.retryable = False
             raise
         except OSError as error:
-            self.explain(error)
             failure = explain(error, Call(name="completion", path=f"file://{self._full(path)}"))
             failure.retryable = False
             raise failure from error

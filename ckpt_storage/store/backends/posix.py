@@ -251,11 +251,6 @@ class Posix:
         with os.scandir(path) as entries:
             return list(entries)
 
-    def free_bytes(self, path: str) -> int:
-        """Return the bytes an unprivileged user may still write where `path` lies (statvfs)."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
-
 
 def folder_of(path: str) -> str:
     """Return the folder that a file or folder lies in."""

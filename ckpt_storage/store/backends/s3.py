@@ -185,11 +185,9 @@ class S3Backend(CloudBackend):
         return {} if if_match is None else {"IfMatch": if_match}
 
     def delete(self, paths: Sequence[str]) -> None:
-        if len(paths) < 2 or not self._takes_bulk or not self._delete_bulk(paths):  # noqa: PLR2004
-            super().delete(paths)
-
-    def _delete_bulk(self, paths: Sequence[str]) -> bool:
-        """Delete in one request; return whether the server takes such requests."""
+        """Delete in one request, where the server takes such requests."""
+        if len(paths) < 2 or not self._takes_bulk:  # noqa: PLR2004
+            return super().delete(paths)
         objects = [{"Key": self._name(path)} for path in paths]
         try:
             answer = self._send("delete_objects", Delete={"Objects": objects, "Quiet": True})
@@ -197,38 +195,31 @@ class S3Backend(CloudBackend):
             if _code_of(error) not in _NO_BULK:
                 raise
             self._takes_bulk = False
-            return False
+            return super().delete(paths)
         for refusal in answer.get("Errors", ()):
             code = str(refusal.get("Code", ""))
             if code != "NoSuchKey":
                 raise HttpFailure(status=None, code=code, message=refusal.get("Message", ""))
-        return True
+        return None
 
     def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """CreateMultipartUpload; for copies with the wish that S3 computes checksums.
 
         A server that does not say that it will is sent none, and its copies tell none.
         """
-        begin = functools.partial(
-            self._send,
-            "create_multipart_upload",
-            Key=self._name(path),
-            Metadata={_WRITE_ID: write_id},
-        )
+        asked: dict[str, Any] = {"Key": self._name(path), "Metadata": {_WRITE_ID: write_id}}
         if copies and self._takes_checksums:
-            answer: Mapping[str, Any] = {}
             try:
-                answer = begin(**_CHECKSUMS)
+                answer = self._send("create_multipart_upload", **asked, **_CHECKSUMS)
+                if answer.items() >= _CHECKSUMS.items():
+                    return f"{_ALGORITHM}:{answer['UploadId']}"
+                # It may want a checksum with each part, and knows none of whole objects.
+                self.abort_upload(path, f":{answer['UploadId']}")
             except Exception as error:
                 if _code_of(error) not in _UNKNOWN_HEADER:
                     raise
-            if answer.items() >= _CHECKSUMS.items():
-                return f"{_ALGORITHM}:{answer['UploadId']}"
             self._takes_checksums = False
-            if answer:
-                # It may want a checksum with each part, and knows none of whole objects.
-                self.abort_upload(path, f":{answer['UploadId']}")
-        return f":{begin()['UploadId']}"
+        return f":{self._send('create_multipart_upload', **asked)['UploadId']}"
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
