@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from servers import Running
+from suites import SuiteAt
 
 import ckpt_storage
 from ckpt_storage.store import Backend, Location, Settings
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.store_suite import StoreSuite
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -25,18 +25,15 @@ from sqlite_backend import SqliteBackend  # from the folder above
 ckpt_storage.register_backend("sqlite", SqliteBackend)
 
 
-class TestSqlite(StoreSuite):
+class TestSqlite(SuiteAt):
     """A whole backend of one's own, over a database."""
 
-    @pytest.fixture
-    def backend(self, tmp_path: Path) -> Backend:
-        """A database that is not there yet."""
-        return SqliteBackend(Location.of(f"sqlite://{tmp_path}/runs.db/step-1"), Settings())
+    at = "database"
 
     @pytest.fixture
-    def other(self, tmp_path: Path) -> Backend:
-        """A second backend of the same database."""
-        return SqliteBackend(Location.of(f"sqlite://{tmp_path}/runs.db/step-1"), Settings())
+    def database(self, tmp_path: Path) -> Running:
+        """A database that is not there yet."""
+        return Running(url=f"sqlite://{tmp_path}/runs.db/step-1")
 
 
 def test_checkpoints_go_to_a_registered_backend(tmp_path: Path) -> None:
@@ -53,20 +50,14 @@ def test_checkpoints_go_to_a_registered_backend(tmp_path: Path) -> None:
         ckpt_storage.save(state, f"{root}/step-1")
 
 
-class TestObstore(StoreSuite):
+class TestObstore(SuiteAt):
     """S3 with large reads and puts through obstore."""
 
-    many = 30
+    many, at = 30, "moto_root"
 
-    @pytest.fixture
-    def backend(self, moto_root: Running) -> Backend:
-        """A fresh root at moto."""
-        return ObstoreBackend(Location.of(moto_root.url, moto_root.storage_options), Settings())
-
-    @pytest.fixture
-    def other(self, moto_root: Running) -> Backend:
-        """A second backend of the same root."""
-        return ObstoreBackend(Location.of(moto_root.url, moto_root.storage_options), Settings())
+    def opened(self, location: Location, settings: Settings) -> Backend:
+        """Return the example, which no scheme is registered for."""
+        return ObstoreBackend(location, settings)
 
     def test_large_objects_go_through_obstore(self, store: Store, backend: Backend) -> None:
         """What it cannot get is told by the backend that it derives from."""

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 from local_stores import local_store
+from servers import Running
+from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.store_suite import StoreSuite
 
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 
@@ -28,18 +28,15 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "run" / ODD_ROOT)
 
 
-class TestLocalBackend(StoreSuite):
+class TestLocalBackend(SuiteAt):
     """The suite on a folder whose path is as odd as a path can be."""
 
-    @pytest.fixture
-    def backend(self, root: str) -> LocalBackend:
-        """A client of a folder that is not there yet."""
-        return LocalBackend(root)
+    at = "folder"
 
     @pytest.fixture
-    def other(self, root: str) -> LocalBackend:
-        """A second client of the same folder."""
-        return LocalBackend(root)
+    def folder(self, root: str) -> Running:
+        """A folder that is not there yet."""
+        return Running(url=root)
 
 
 @pytest.fixture

@@ -17,6 +17,10 @@ class SuiteAt(StoreSuite):
 
     at: ClassVar[str]
 
+    def opened(self, location: Location, settings: Settings) -> Backend:
+        """Return a client."""
+        return backend_of(location, settings)
+
     @pytest.fixture
     def location(self, request: pytest.FixtureRequest) -> Location:
         """A bucket, container or folder of its own."""
@@ -26,9 +30,9 @@ class SuiteAt(StoreSuite):
     @pytest.fixture
     def backend(self, location: Location) -> Backend:
         """A client."""
-        return backend_of(location, Settings(request_timeout_s=30.0))
+        return self.opened(location, Settings(request_timeout_s=30.0))
 
     @pytest.fixture
     def other(self, location: Location) -> Backend:
         """A second one."""
-        return backend_of(location, Settings(request_timeout_s=31.0))
+        return self.opened(location, Settings(request_timeout_s=31.0))

@@ -285,17 +285,11 @@ class Draft:
                 self._has_ended = True
         try:
             yield fd
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._let_go()
-            raise
-        self._let_go()
-
-    def _let_go(self) -> None:
-        with self._lock:
-            self._user_count -= 1
-        if self._has_ended:
-            self._close_unused()
+        finally:
+            with self._lock:
+                self._user_count -= 1
+            if self._has_ended:
+                self._close_unused()
 
     def _close_unused(self) -> None:
         """Close the descriptor unless a thread has it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,7 +54,7 @@ class MemoryBackend(Backend):
 
     def stat(self, path: str) -> ObjectInfo:
         with _LOCK:
-            return self._info(self._full(path), self._file(self._full(path)))
+            return self._info(self._full(path))
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         data = self._data(self._full(path))
@@ -94,7 +93,7 @@ class MemoryBackend(Backend):
         below = f"{self._full(prefix)}/"
         found: dict[str, ObjectInfo] = {}
         with _LOCK:
-            for full, file in self._fs.store.items():
+            for full in self._fs.store:
                 if not full.startswith(below):
                     continue
                 child, slash, _ = full[len(below) :].partition("/")
@@ -102,7 +101,7 @@ class MemoryBackend(Backend):
                     path = f"{below}{child}/"[len(self._root) + 1 :]
                     found[path] = ObjectInfo(path=path, size_bytes=0)
                 else:
-                    found[full] = self._info(full, file)
+                    found[full] = self._info(full)
         return iter(found.values())
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -153,9 +152,6 @@ class MemoryBackend(Backend):
         full = self._full(path)
         return CopySource(scope="memory", address=full, path=f"memory:/{full}")
 
-    def server_time(self, probe_path: str) -> float:
-        return time.time()
-
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
 
@@ -170,7 +166,8 @@ class MemoryBackend(Backend):
             data: bytes = self._file(full).getvalue()
             return data
 
-    def _info(self, full: str, file: Any) -> ObjectInfo:
+    def _info(self, full: str) -> ObjectInfo:
+        file = self._file(full)
         return ObjectInfo(
             path=full[len(self._root) + 1 :],
             size_bytes=len(file.getvalue()),
