@@ -90,47 +90,24 @@ def test_a_session_that_is_gone_without_its_object_is_an_error(
         upload.complete(total_bytes)
 
 
-def test_an_abort_takes_back_what_a_lost_answer_showed(
-    running: Served,
-) -> None:
-    """Neither session nor object stays when nobody could tell whether completing had worked."""
+def test_an_abort_takes_back_only_what_a_lost_answer_showed(running: Served) -> None:
+    """Neither session nor object stays; what another put meanwhile has another generation."""
     state, options = running
-    for parts, last in (([b"small"], "insert"), ([PARTS[0], b"end"], "put 524288-524290/")):
-        state.faults = [(last, "lost"), ("look", "503")]
+    replaced = ("delete", "replaced")
+    for parts, last, more in (
+        ([b"small"], "insert", []),
+        ([PARTS[0], b"end"], "put 524288-524290/", []),
+        ([b"small"], "insert", [replaced]),
+    ):
+        state.faults = [(last, "lost"), ("look", "503"), *more]
         upload = opened(options).upload("saves/a/x")
         with pytest.raises(StorageError):
             upload.complete(send(upload, parts))
         assert len(state.objects) == 1
         upload.abort()
         upload.abort()
-        assert state.objects == {}
-        assert state.sessions == {}
-
-
-def test_an_abort_does_not_delete_what_another_put_meanwhile(
-    running: Served,
-) -> None:
-    """The deletion holds for the generation that was looked at, and for no later one."""
-    state, options = running
-    state.faults = [("insert", "lost"), ("look", "503"), ("delete", "replaced")]
-    upload = opened(options).upload("saves/a/x")
-    with pytest.raises(StorageError):
-        upload.complete(send(upload, [b"small"]))
-    upload.abort()
-    assert state.faults == []
-    assert {name: found.data for name, found in state.objects.items()} == {
-        "run/saves/a/x": b"another's"
-    }
-
-
-def test_a_folder_is_deleted_page_by_page(running: Served) -> None:
-    """The names of one page are deleted before the next page is asked for."""
-    state, options = running
-    names = [f"run/a/{number:04d}" for number in range(1500)]
-    state.objects = {name: Stored(b"", {}, 1, 0.0) for name in (*names, "run/ab")}
-    opened(options).delete_folder("a")
-    assert list(state.objects) == ["run/ab"]
-    assert state.seen == ["list", *["delete"] * 1000, "list", *["delete"] * 500]
+        assert (state.faults, state.sessions) == ([], {})
+        assert [found.data for found in state.objects.values()] == [b"another's"] * len(more)
 
 
 def test_a_session_refuses_a_name_that_was_taken_meanwhile(

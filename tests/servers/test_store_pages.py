@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from servers import served
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager, RetryPolicy, StorageError
@@ -21,8 +20,7 @@ PAGES = {
 RETRY = RetryPolicy(attempt_count=1)
 
 
-@contextmanager
-def console(page: bytes) -> Iterator[str]:
+def console(page: bytes) -> AbstractContextManager[str]:
     """Answer every request with 200 and a page; give host and port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -44,15 +42,7 @@ def console(page: bytes) -> Iterator[str]:
             if self.command != "HEAD":
                 self.wfile.write(page)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(10)
+    return served(Handler)
 
 
 def options_of(storage: str, place: str) -> tuple[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,26 +23,6 @@ def fd(tmp_path: Path) -> Iterator[int]:
     opened = Posix().open_new(str(tmp_path / "x"))
     yield opened
     os.close(opened)
-
-
-def test_long_writes_are_cut_where_the_kernels_pages_begin(
-    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At multiples of the longest, wherever the first of them begins and buffers end."""
-    monkeypatch.setattr(posix, "_WRITE_BYTES", 64)
-    calls: list[tuple[int, int]] = []
-    write = Posix.pwritev
-
-    def noted(self: Posix, to: int, buffers: Sequence[memoryview], offset: int) -> int:
-        calls.append((offset, sum(view.nbytes for view in buffers)))
-        return write(self, to, buffers, offset)
-
-    monkeypatch.setattr(Posix, "pwritev", noted)
-    data = os.urandom(300)
-    views = [memoryview(data)[start:stop] for start, stop in ((0, 7), (7, 150), (150, 300))]
-    Posix().pwritev_all(fd, views, 50)
-    assert calls == [(50, 14), (64, 64), (128, 64), (192, 64), (256, 64), (320, 30)]
-    assert (tmp_path / "x").read_bytes() == bytes(50) + data
 
 
 def test_no_function_of_the_c_library_is_called_by_linux_structs_elsewhere(

@@ -12,7 +12,7 @@ import pytest
 from crc32c import crc32c
 from local_stores import local_store
 from remote_tools import plain
-from s3clients import ask
+from servers import ask
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy

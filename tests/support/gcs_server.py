@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from servers import served
 
 MULTIPLE = 256 * 1024
 
@@ -47,21 +49,18 @@ class Session:
 class GcsState:
     """What the server holds, and the faults it has in store, by the first words of a request.
 
-    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "look NAME",
-    "delete", "list".
+    Requests are "begin", "insert", "put SPAN" of a session, "look NAME" and "delete".
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     faults: list[tuple[str, str]] = field(default_factory=list)
-    seen: list[str] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     generations: Iterator[int] = field(default_factory=lambda: itertools.count(1_790_000_000_000))
 
     def fault_of(self, what: str) -> str:
         """Return the fault for a request and forget it, or ""."""
         with self.lock:
-            self.seen.append(what)
             for position, (pattern, fault) in enumerate(self.faults):
                 if what.startswith(pattern):
                     del self.faults[position]
@@ -192,9 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(308, **held)
 
     def do_GET(self) -> None:
-        """Tell what is known of an object, or list what a prefix has."""
-        if urlsplit(self.path).path.endswith("/o"):
-            return self._listed()
+        """Tell what is known of an object."""
         if self.state.fault_of(f"look {self.name}"):
             return self._refuse(503, "backendError")
         with self.state.lock:
@@ -203,29 +200,11 @@ class _Handler(BaseHTTPRequestHandler):
             described = self._described(self.name)
         return self._answer(200, described)
 
-    def _listed(self) -> None:
-        """Answer with one page; nobody asks this server for folders."""
-        self.state.fault_of("list")
-        prefix, after, most = self.query.get("prefix", ""), self.query.get("pageToken", ""), 1000
-        with self.state.lock:
-            names = [name for name in sorted(self.state.objects) if name.startswith(prefix)]
-            names = [name for name in names if name > after]
-            items = [self._described(name) for name in names[:most]]
-        more = {"nextPageToken": names[most - 1]} if len(names) > most else {}
-        self._answer(200, {"kind": "storage#objects", "items": items, **more})
-
 
 @contextmanager
 def gcs_served() -> Iterator[tuple[GcsState, str]]:
     """Run a server until the block ends; give its state and its address."""
     state = GcsState()
     handler = type("BoundHandler", (_Handler,), {"state": state})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield state, f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(10)
+    with served(handler) as place:
+        yield state, f"http://{place}"

@@ -16,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -148,20 +150,27 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')}")
 
 
+@contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP in threads of this process until the block ends; give host and port."""
+    with ThreadingHTTPServer((HOST, 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"{HOST}:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
 def ask(
-    url: str,
-    method: str,
-    target: str,
-    body: bytes = b"",
-    headers: Mapping[str, str] | None = None,
+    url: str, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     """Send one request without any SDK; return status, headers in lower case and body."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     try:
-        connection.putrequest(method, target)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            connection.putheader(name, value)
-        connection.endheaders(body)
+        connection.request(method, target, body, dict(headers or {}))
         answer = connection.getresponse()
         found = {name.lower(): value for name, value in answer.getheaders()}
         return answer.status, found, answer.read()
