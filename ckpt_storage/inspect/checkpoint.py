@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from .torchload import Device
 
 
-_MOST_UNASKED = 50_000
-"""Names that are put into a tree within a second, whenever an object is shown."""
-
 _STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
@@ -331,10 +328,6 @@ class Checkpoint(Mapping[str, Any]):
     def _root(self) -> Node:
         return tree_of(self.entries())
 
-    def _shown_root(self) -> Node | None:
-        """Return the tree for who only happens to look, a debugger say; None if that is slow."""
-        return self._root if len(self) <= _MOST_UNASKED else None
-
     def _facts(self) -> dict[str, object]:
         info, object_count = self.info, len(self._handle.objects)
         facts = {
@@ -342,7 +335,7 @@ class Checkpoint(Mapping[str, Any]):
             "step": self.step,
             "ranks": self.world_size,
             "tensors": f"{len(self._handle.tensors):,}",
-            "size": human_bytes(self.nbytes) if len(self) <= _MOST_UNASKED else None,
+            "size": human_bytes(self.nbytes),
             "objects": f"{object_count:,}" if object_count else None,
             "saved": info.created_at,
             "save": info.save_id,
@@ -352,11 +345,10 @@ class Checkpoint(Mapping[str, Any]):
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        return checkpoint_text(self.url, self._facts(), self._shown_root())
+        return checkpoint_text(self.url, self._facts(), self._root)
 
     def _repr_html_(self) -> str:
-        tree = self.tree() if self._shown_root() else None
-        return checkpoint_html(self.info.name, self.url, self._facts(), tree)
+        return checkpoint_html(self.info.name, self.url, self._facts(), self.tree())
 
 
 def _check_numpy(tensors: Sequence[LazyTensor], kind: str) -> None:

@@ -209,25 +209,22 @@ def _lines(node: Node, depth: int, indent: str | None = None, copies: int = 1) -
         yield from _lines(child, depth - 1, after, copies * child.alike)
 
 
-def checkpoint_text(title: str, facts: Mapping[str, object], root: Node | None) -> str:
-    """Return a few lines about a checkpoint: what it is, and its first names if there is a root."""
+def checkpoint_text(title: str, facts: Mapping[str, object], root: Node) -> str:
+    """Return a few lines about a checkpoint: what it is, and its first names."""
     told = ", ".join(f"{name} {value}" for name, value in facts.items())
-    lines = [] if root is None else list(islice(_lines(root, 1), _MOST_SHORT))
-    if root is None or len(root.children) > _MOST_SHORT:
+    lines = list(islice(_lines(root, 1), _MOST_SHORT))
+    if len(root.children) > _MOST_SHORT:
         lines.append("… tree(depth=2) shows more")
     return "\n  ".join([shown(f"<Checkpoint {title}>"), shown(told), *lines])
 
 
-def checkpoint_html(
-    title: str, url: str, facts: Mapping[str, object], tree: TreeView | None
-) -> str:
-    """Return a heading and the tree of a checkpoint as HTML; without a tree only the heading."""
+def checkpoint_html(title: str, url: str, facts: Mapping[str, object], tree: TreeView) -> str:
+    """Return a heading and the tree of a checkpoint as HTML."""
     cells = "".join(
         f"<div><i>{escaped(name)}</i><br/>{escaped(value)}</div>" for name, value in facts.items()
     )
-    rows = "<div>… tree(depth=2) shows the names</div>" if tree is None else tree.rows()
     heading = f"<b>{escaped(title)}</b><div><code>{escaped(url)}</code></div>"
-    return page(f'{heading}<div class="f">{cells}</div>{rows}')
+    return page(f'{heading}<div class="f">{cells}</div>{tree.rows()}')
 
 
 def page(content: str) -> str:
