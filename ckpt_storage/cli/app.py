@@ -63,18 +63,11 @@ def _leave_at_once() -> None:
 _NAME = "ckpt-storage"
 
 _COMMANDS = {
-    "ls": "look",
-    "show": "look",
-    "tree": "look",
-    "cat": "values",
-    "stats": "values",
-    "verify": "check",
-    "diff": "check",
-    "cp": "move",
-    "convert": "move",
-    "consolidate": "move",
-    "rm": "tidy",
-    "prune": "tidy",
+    **dict.fromkeys(("ls", "show", "tree"), "look"),
+    **dict.fromkeys(("cat", "stats"), "values"),
+    **dict.fromkeys(("verify", "diff"), "check"),
+    **dict.fromkeys(("cp", "convert", "consolidate"), "move"),
+    **dict.fromkeys(("rm", "prune"), "tidy"),
     "doctor": "check",
 }
 """Each command, in the order of the help, and the module here that defines it."""
@@ -101,16 +94,14 @@ class App(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
-        del ctx
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None for a name that is none."""
-        del ctx
-        module = _COMMANDS.get(cmd_name)
-        if module is None:
+        if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"{__package__}.{module}"), cmd_name)
+        module = import_module(f"{__package__}.{_COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

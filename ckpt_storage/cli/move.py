@@ -12,6 +12,7 @@ import click
 
 from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.export.consolidate import consolidate as consolidation
+from ckpt_storage.export.convert import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 
@@ -28,8 +29,6 @@ from .options import (
     url_argument,
 )
 from .output import FOUND, SOUND
-
-_FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save")
 
 
 @click.command(short_help="Copy between any two storages, verified.")
@@ -87,7 +86,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
 @url_argument("dst")
 @click.option(
     "--to",
-    type=click.Choice(_FORMATS),
+    type=click.Choice(FORMATS),
     default="ckpt_storage",
     show_default=True,
     help="ckpt_storage; dcp: torch's own; dcp_safetensors: torch's sharded files; safetensors: "

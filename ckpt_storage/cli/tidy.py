@@ -100,7 +100,10 @@ def prune(  # one parameter for each option
     are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
     it they go by the storage's, for which a probe is written and removed.
     """
-    policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
+    policies: list[RetentionPolicy] = [KeepBest(*_best(text)) for text in keep_best]
+    policies += [KeepLatest(keep_latest)] if keep_latest is not None else []
+    policies += [KeepEvery(keep_every)] if keep_every is not None else []
+    policies += [KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")
     report = run(root, policies, names=names, dry_run=not yes, **options)
@@ -121,35 +124,22 @@ def prune(  # one parameter for each option
 def _check_names(template: str, folders: list[str]) -> None:
     """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
+        templates = Counter(filter(None, map(_template_of, folders)))
+        best, count = next(iter(templates.most_common(1)), ("", 0))
+        fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
         raise InvalidInputError(
             f"None of the {len(folders)} folders below ROOT is named {template!r}.",
-            next_step=f"{_fitting(folders)}Say by --names how the run spells its steps.",
+            next_step=f"{fits}Say by --names how the run spells its steps.",
         )
 
 
-def _fitting(folders: list[str]) -> str:
-    """Return a sentence on the template that most folders are named by; "" if none has digits."""
-    templates: Counter[str] = Counter()
-    for name in folders:
-        found = _LAST_NUMBER.search(name)
-        if found is not None:
-            padding = f":0{len(found[0])}d" if found[0].startswith("0") else ""
-            templates[f"{name[: found.start()]}{{step{padding}}}{name[found.end() :]}"] += 1
-    if not templates:
+def _template_of(name: str) -> str:
+    """Return how a folder's name spells its step, "" if it has no digits."""
+    found = _LAST_NUMBER.search(name)
+    if found is None:
         return ""
-    best, count = templates.most_common(1)[0]
-    return f"--names {best!r} fits {count} of {len(folders)}. "
-
-
-def _policies(
-    latest: int | None, every: int | None, best: tuple[str, ...], newer_than: float | None
-) -> list[RetentionPolicy]:
-
-    found: list[RetentionPolicy] = [KeepBest(*_best(text)) for text in best]
-    found += [KeepLatest(latest)] if latest is not None else []
-    found += [KeepEvery(every)] if every is not None else []
-    found += [KeepNewerThan(newer_than)] if newer_than is not None else []
-    return found
+    padded = f":0{len(found[0])}d" if found[0].startswith("0") else ""
+    return f"{name[: found.start()]}{{step{padded}}}{name[found.end() :]}"
 
 
 def _best(text: str) -> tuple[str, Literal["min", "max"], int]:

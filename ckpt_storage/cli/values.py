@@ -13,6 +13,8 @@ from pprint import pformat
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
@@ -27,8 +29,6 @@ from .options import memory_option, parse_slice, reads, url_argument
 from .output import SOUND, tensor_of, value_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ckpt_storage.inspect.reading import Words
 
 _MOST_JSON_ELEMENTS = 1_000_000
@@ -81,9 +81,7 @@ def cat(
         tensor = tensor_of(checkpoint, fqn)
         if tensor is None:
             if index is not None or form != "text":
-                raise InvalidInputError(
-                    f"{fqn} is an object, no tensor.", next_step="Print it without --slice."
-                )
+                raise _no_tensor(fqn, "Print it without --slice.")
             value = value_of(checkpoint, fqn)
             told = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
             text = told if as_json else f"{pformat(value, width=100, compact=True)}\n"
@@ -103,6 +101,10 @@ def cat(
             head = [] if form == "raw" else [_npy_head(tensor, selection)]
             _put(file, itertools.chain(head, pieces))
     return SOUND
+
+
+def _no_tensor(fqn: str, next_step: str) -> InvalidInputError:
+    return InvalidInputError(f"{fqn} is an object, no tensor.", next_step=next_step)
 
 
 def _put(file: str | None, parts: Iterable[bytes]) -> None:
@@ -135,8 +137,6 @@ def _put(file: str | None, parts: Iterable[bytes]) -> None:
 
 
 def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
-    import numpy as np  # noqa: PLC0415  # only what is read needs it
-
     count, shape = math.prod(map(len, selection.ranges)), _shape_of(selection)
     if not as_json:
         found = _made(tensor, _edges(tensor, selection), selection)
@@ -163,15 +163,11 @@ def _pairs(values: Any) -> Any:
 
 def _shape_of(selection: Indexed) -> tuple[int, ...]:
     """Return the shape that numpy gives for an index; reads nothing."""
-    import numpy as np  # noqa: PLC0415  # only what is read needs it
-
     sizes = tuple(map(len, selection.ranges))
     return np.broadcast_to(np.empty(()), sizes)[selection.final].shape
 
 
 def _made(tensor: LazyTensor, words: Words, selection: Indexed) -> NDArray[Any]:
-    import numpy as np  # noqa: PLC0415  # as above
-
     return np.asarray(elements_of(words, tensor.dtype)[selection.final])
 
 
@@ -180,8 +176,6 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
 
     With one more between the ends, which is never shown, and makes numpy abbreviate there.
     """
-    import numpy as np  # noqa: PLC0415  # as above
-
     if math.prod(map(len, selection.ranges)) <= _MOST_SHOWN:
         return tensor.words(selection.ranges)
     cuts = [
@@ -211,8 +205,6 @@ def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator
 
 def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:
     """Return what a file of numpy begins with. Raises for a type that numpy lacks."""
-    import numpy as np  # noqa: PLC0415  # as above
-
     if DTYPES[tensor.dtype].numpy is None:
         raise InvalidInputError(
             f"A file of numpy has no {tensor.dtype}.", next_step="Use --form raw."
@@ -241,9 +233,7 @@ def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **option
     with open_checkpoint(url, **options) as checkpoint:
         for fqn in fqns:
             if tensor_of(checkpoint, fqn) is None:
-                raise InvalidInputError(
-                    f"{fqn} is an object, no tensor.", next_step="ckpt-storage cat prints it."
-                )
+                raise _no_tensor(fqn, "ckpt-storage cat prints it.")
         progress = output.shows_progress()
         found = [checkpoint.stats(fqn, bin_count=bins, progress=progress) for fqn in fqns]
     if as_json:

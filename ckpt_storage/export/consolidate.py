@@ -33,7 +33,7 @@ from ckpt_storage.store.deadline import Deadline
 from .export_folder import ExportFolder
 from .layout import Layout, Skipped
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
-from .output import Made, Output, Setting, Site
+from .output import Made, Output, Setting
 from .places import location_beside
 from .plan import Plan
 from .run import Found, Task, meeting, run
@@ -256,19 +256,17 @@ def run_consolidate(
     return run(operation, begin, job.setting, partial(_Consolidation, job=job))
 
 
+@dataclass(kw_only=True)
 class _Consolidation(Task[ConsolidationReport]):
     """One consolidation on one rank."""
 
-    phase: Phase = "consolidate"
-    source: Source
-
-    def __init__(self, site: Site, *, job: ConsolidateJob) -> None:
-        super().__init__(site)
-        self._job = job
+    job: ConsolidateJob
+    phase: Phase = field(init=False, default="consolidate")
+    source: Source = field(init=False)
 
     def find(self) -> Found:
         """Open the newest checkpoint, or the commit in a slot, be it the head or not any more."""
-        slot, url = self._job.slot, self.site.setting.source.url
+        slot, url = self.job.slot, self.site.setting.source.url
         if slot is None:
             return super().find()
         record = read_slot(self.site.source, slot)
@@ -289,7 +287,7 @@ class _Consolidation(Task[ConsolidationReport]):
     def lay_out(self) -> Layout:
         """Return the weight files, named for an empty folder."""
         ties = self.source.ties if isinstance(self.source, CommittedSource) else {}
-        return lay_out_model(self.source, self._job.options, ties)
+        return lay_out_model(self.source, self.job.options, ties)
 
     def check_layout(self, layout: Layout) -> None:
         """Raise for tied tensors that differ."""

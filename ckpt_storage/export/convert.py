@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -81,8 +81,6 @@ _LAYOUT = 2
 
 _KEYS_AT_ONCE = 4096
 """Of stock DCP's items the heads are read to find their values: some kilobytes each."""
-
-_SAFETENSORS = frozenset({"dcp_safetensors", "safetensors"})
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -178,8 +176,10 @@ def convert(  # the public surface, all keyword-only
         )
         folder, name = split_file(source)
         is_file = name.endswith(_TORCH_SUFFIXES) and _is_there(folder, name, setting)
-        wanted = _Wanted(
-            source=source,
+        most_bytes = parse_bytes(max_file_bytes, option="max_file_bytes")
+        task = partial(
+            _Conversion,
+            origin=source,
             file=name if is_file else "",
             target=target,
             to=to,
@@ -187,18 +187,18 @@ def convert(  # the public surface, all keyword-only
             exclude=exclude,
             drops=unsupported == "drop",
             overwrite=overwrite,
-            max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
+            max_file_bytes=most_bytes,
             unsafe_pickle=unsafe_pickle,
         )
         terms = {
             "the file": target.url,
             "to": to,
-            "max_file_bytes": str(wanted.max_file_bytes),
+            "max_file_bytes": str(most_bytes),
             "include": digest(include),
             "exclude": digest(exclude),
         }
         setting = replace(setting, source=folder) if is_file else setting
-        return setting, setting.terms() | terms, partial(_Conversion, wanted=wanted)
+        return setting, setting.terms() | terms, task
 
     return run_together(process_group, "convert", what, timeouts, job)
 
@@ -218,11 +218,12 @@ def _onto_itself(source: Location) -> InvalidInputError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """The arguments of one call; `file` is the name of a source that is a file of `torch.save`."""
+@dataclass(kw_only=True)
+class _Conversion(Task[ConvertReport]):
+    """One conversion on one rank; `file` is the name of a source that is a file of `torch.save`."""
 
-    source: Location
+    source: Source = field(init=False)
+    origin: Location
     file: str
     target: Location
     to: TargetFormat
@@ -232,35 +233,25 @@ class _Wanted:
     overwrite: bool
     max_file_bytes: int
     unsafe_pickle: bool
-
-
-class _Conversion(Task[ConvertReport]):
-    """One conversion on one rank."""
-
-    source: Source
-
-    def __init__(self, site: Site, *, wanted: _Wanted) -> None:
-        super().__init__(site)
-        self._wanted = wanted
-        self._watch: Callable[[], None] | None = None
-        self._shards: Shards | None = None
+    _watch: Callable[[], None] | None = None
+    _shards: Shards | None = None
 
     def find(self) -> Found:
         """Open a checkpoint, or a file; nothing may be missing of it."""
-        site, wanted = self.site, self._wanted
-        if wanted.file:
-            self._watch = watch_file(site.source, wanted.file)
-            at = site.source.stat(wanted.file)
+        site = self.site
+        if self.file:
+            self._watch = watch_file(site.source, self.file)
+            at = site.source.stat(self.file)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
             self.open(Found(state=state or new_write_id()))
         else:
             super().find()
-        if self.source.format == wanted.to:
+        if self.source.format == self.to:
             raise InvalidInputError(
-                f"{wanted.source.url} is of the format {wanted.to} already.",
+                f"{self.origin.url} is of the format {self.to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
-        chosen = self._select()
+        chosen = self.chosen
         self._check_elsewhere()
         with told_from_damage(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
@@ -270,29 +261,25 @@ class _Conversion(Task[ConvertReport]):
         return self.found
 
     def open(self, found: Found) -> None:
-        """Open the same."""
-        if not self._wanted.file:
+        if not self.file:
             super().open(found)
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
         self.found = found
-        self.source = open_torch_file(
-            self.site.source, self._wanted.file, unsafe_pickle=self._wanted.unsafe_pickle
-        )
+        self.source = open_torch_file(self.site.source, self.file, unsafe_pickle=self.unsafe_pickle)
 
     def check_unchanged(self) -> None:
-        """Raise if the source changed since it was opened."""
         if self._watch is not None:
             self._watch()
         super().check_unchanged()
 
     def _check_elsewhere(self) -> None:
         """Refuse a target that would replace files of the source; the storages are asked."""
-        site, wanted = self.site, self._wanted
-        name = split_file(wanted.target)[1] if wanted.to == "torch_save" else ""
+        site = self.site
+        name = split_file(self.target)[1] if self.to == "torch_save" else ""
         # A file of torch is none that a folder of another format gets.
-        if wanted.file or (name and not is_there(site.target, name)):
+        if self.file or (name and not is_there(site.target, name)):
             return
         within = place_within(site.source, site.target)
         if within is None:
@@ -301,48 +288,39 @@ class _Conversion(Task[ConvertReport]):
         own = {STOCK_METADATA, INDEX_NAME, *(place.path for place in places)}
         path = f"{within}/{name}".strip("/")
         if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
-            raise _onto_itself(wanted.source)
+            raise _onto_itself(self.origin)
 
-    def _select(self) -> Selected:
-        wanted = self._wanted
-        return select(
-            self.source,
-            include=wanted.include,
-            exclude=wanted.exclude,
-            safetensors=wanted.to in _SAFETENSORS,
-            on_unsupported="drop" if wanted.drops else "error",
-            format_name=wanted.to,
-        )
+    @cached_property
+    def chosen(self) -> Selected:
+        """The values that go over."""
+        what = {"include": self.include, "exclude": self.exclude}
+        return select(self.source, **what, to=self.to, drops=self.drops)
 
     def content(self) -> object:
-        """Return what stands for the values."""
-        wanted = self._wanted
         state = self.found.state if self.save_id is None else self.save_id
-        return [_LAYOUT, wanted.source.url, state, wanted.to, wanted.max_file_bytes]
+        return [_LAYOUT, self.origin.url, state, self.to, self.max_file_bytes]
 
     def lay_out(self) -> Layout:
-        """Return the files; none for a file of torch, which is one stream."""
-        wanted, self._chosen = self._wanted, self._select()
-        tensors = self._chosen.tensors.values()
-        if wanted.to == "torch_save":
+        tensors = self.chosen.tensors.values()
+        if self.to == "torch_save":
             return Layout(files=())
-        if wanted.to == "safetensors":
-            return lay_out_whole(tensors, wanted.max_file_bytes)
-        if wanted.to == "dcp_safetensors":
-            return lay_out_sharded(tensors, wanted.max_file_bytes)
+        if self.to == "safetensors":
+            return lay_out_whole(tensors, self.max_file_bytes)
+        if self.to == "dcp_safetensors":
+            return lay_out_sharded(tensors, self.max_file_bytes)
         self._shards = lay_out_shards(
             tensors,
             self._blob_segments(),
-            max_file_bytes=wanted.max_file_bytes,
+            max_file_bytes=self.max_file_bytes,
             path_of=partial(shard_name, 0),
-            block_bytes=TransferOptions().block_bytes if wanted.to == "ckpt_storage" else None,
+            block_bytes=TransferOptions().block_bytes if self.to == "ckpt_storage" else None,
         )
         return self._shards.layout
 
     def _blob_segments(self) -> dict[str, Segment]:
         """Return each value that is no tensor as DCP stores it: by `torch.save`."""
         held: Mapping[str, object] = getattr(self.source, "values", {})
-        blobs = self._chosen.blobs
+        blobs = self.chosen.blobs
         places = self.source.places([(fqn, None) for fqn in blobs if fqn not in held])
         found: dict[str, Segment] = {
             one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places
@@ -356,36 +334,35 @@ class _Conversion(Task[ConvertReport]):
         return found
 
     def output(self, plan: Plan) -> Output:
-        """Return where the files go."""
-        wanted, site, shards, chosen = self._wanted, self.site, self._shards, self._chosen
-        if wanted.to == "torch_save":
+        site, shards, chosen = self.site, self._shards, self.chosen
+        if self.to == "torch_save":
             from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
 
             return TorchFile(
                 site,
                 plan,
-                name=split_file(wanted.target)[1],
+                name=split_file(self.target)[1],
                 source=self.source,
                 chosen=chosen,
-                overwrite=wanted.overwrite,
-                unsafe_pickle=wanted.unsafe_pickle,
+                overwrite=self.overwrite,
+                unsafe_pickle=self.unsafe_pickle,
                 check_unchanged=self.check_unchanged,
             )
-        folder = partial(PlainFolder, site, plan, overwrite=wanted.overwrite)
-        if wanted.to == "dcp_safetensors":
-            return folder(shown="nothing")
-        if wanted.to == "safetensors":
+        folder = partial(PlainFolder, site, plan, overwrite=self.overwrite)
+        if self.to == "dcp_safetensors":
+            return folder()
+        if self.to == "safetensors":
             index = partial(index_document, plan.layout)
-            return folder(shown="index", last=INDEX_NAME, document=index)
+            return folder(last=INDEX_NAME, document=index)
         assert shards is not None  # noqa: S101  # `lay_out` was called
         paths = self.source.planner_data or {}
         metadata = partial(metadata_of, chosen.tensors.values(), chosen.blobs, paths)
-        if wanted.to == "dcp":
+        if self.to == "dcp":
 
             def stock() -> bytes:
-                return stock_pickle(metadata(), shards, wanted.target.url)
+                return stock_pickle(metadata(), shards, self.target.url)
 
-            return folder(shown="metadata", last=STOCK_METADATA, document=stock)
+            return folder(last=STOCK_METADATA, document=stock)
         return NewCheckpoint(
             site,
             plan,
@@ -393,23 +370,22 @@ class _Conversion(Task[ConvertReport]):
             block_bytes=TransferOptions().block_bytes,
             metadata=metadata,
             ties=chosen.ties,
-            overwrite=wanted.overwrite,
+            overwrite=self.overwrite,
         )
 
     def report(self, output: Output, made: Made, seconds: float) -> ConvertReport:
-        """Say what went over."""
         grant = output.grant if isinstance(output, NewCheckpoint) else None
         return ConvertReport(
-            source_url=self._wanted.source.url,
+            source_url=self.origin.url,
             source_format=self.source.format,
-            url=self._wanted.target.url,
-            format=self._wanted.to,
+            url=self.target.url,
+            format=self.to,
             save_id=grant.save_id if grant else None,
             kept_count=len(made.kept),
-            tensor_count=len(self._chosen.tensors),
-            blob_count=len(self._chosen.blobs),
-            total_bytes=sum(map(payload_bytes, self._chosen.tensors.values())),
-            dropped=tuple(sorted(self._chosen.dropped)),
-            excluded=tuple(sorted(self._chosen.excluded)),
+            tensor_count=len(self.chosen.tensors),
+            blob_count=len(self.chosen.blobs),
+            total_bytes=sum(map(payload_bytes, self.chosen.tensors.values())),
+            dropped=tuple(sorted(self.chosen.dropped)),
+            excluded=tuple(sorted(self.chosen.excluded)),
             seconds=seconds,
         )

@@ -46,24 +46,20 @@ from ckpt_storage.format.exports import (
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import open_marked
-from ckpt_storage.source.foreign import StockSource
+from ckpt_storage.source.filemarks import listed, open_marked
+from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import (
-    Key,
     Source,
     SourceFormat,
-    TensorInfo,
     gone,
     read_manifest,
     value_keys,
 )
 from ckpt_storage.store import Location
-from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .attempt import CopiedCheckpoint
-from .folder import PlainFolder, Shown, listed
+from .folder import PlainFolder
 from .layout import Layout, lay_out_copies
 from .output import Made, Output, Setting, Site
 from .places import is_within, location_beside, place_within
@@ -213,25 +209,23 @@ class _ToCopy(Found):
     files: Mapping[str, tuple[int, float | None, int | None]] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True)
 class _Copy(Task[CopyReport]):
     """One copy on one rank; `export`: what the index says of one that lies beside a checkpoint."""
 
-    found: _ToCopy
-    source: _Files
-
-    def __init__(self, site: Site, *, overwrite: bool, export: IndexTag | None = None) -> None:
-        super().__init__(site)
-        self._overwrite = overwrite
-        self._export = export
-        self._log_there: CommitLog | None = None
-        self._head: SlotRecord | None = None
-        self._manifest: Manifest | None = None
+    overwrite: bool
+    export: IndexTag | None = None
+    found: _ToCopy = field(init=False)
+    source: _Files = field(init=False)
+    _log_there: CommitLog | None = None
+    _head: SlotRecord | None = None
+    _manifest: Manifest | None = None
 
     def find(self) -> Found:
         """Look whose checkpoint it is; nothing may be missing of one of others."""
         site, setting = self.site, self.site.setting
         head = slotlog.read_log(site.source).head
-        if self._export is None and place_within(site.source, site.target) is not None:
+        if self.export is None and place_within(site.source, site.target) is not None:
             raise InvalidInputError(
                 f"{setting.target.url} is the same place as {setting.source.url}, or "
                 "lies inside it: what is written to the one is seen in the other.",
@@ -246,7 +240,7 @@ class _Copy(Task[CopyReport]):
                 return self.find()
             entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
             _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
-            crcs, was_there = self._exported(self._export) if self._export else ({}, False)
+            crcs, was_there = self._exported(self.export) if self.export else ({}, False)
             files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
             if was_there:
                 site.target.make_folders(sorted({path.rpartition("/")[0] for path in files} - {""}))
@@ -271,21 +265,21 @@ class _Copy(Task[CopyReport]):
         return {one.path: one.crc32c for one in record.files}, is_same
 
     def open(self, found: Found) -> None:
-        """Read the same manifest."""
         assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
         self.found, self.save_id = found, found.save_id
         if found.record:
             self._head = SlotRecord.decode(found.record, slot=found.slot)
             self._manifest = read_manifest(self.site.source, self._head)
-        self.source = _Files(self.site, self._manifest.save_id if self._manifest else None)
+        save_id = self._manifest.save_id if self._manifest else None
+        self.source = _Files(
+            store=self.site.source, format=found.format, tensors={}, save_id=save_id
+        )
 
     def content(self) -> object:
-        """Return what stands for the files."""
         marks = sorted((path, *mark) for path, mark in self.found.files.items())
         return [self.site.setting.source.url, self.save_id, marks]
 
     def lay_out(self) -> Layout:
-        """Return the files but the one that shows all others; none if they are there."""
         found, manifest = self.found, self._manifest
         if manifest is not None:
             own_id, save_id = manifest.save_id, found.save_id or ""
@@ -293,7 +287,7 @@ class _Copy(Task[CopyReport]):
                 (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
                 for file, _ in (() if found.was_there else manifest.files)
             )
-        last = self._shown()[1]
+        last = self._last()
         return lay_out_copies(
             (path, path, size_bytes, crc32c)
             for path, (size_bytes, _, crc32c) in sorted(found.files.items())
@@ -302,14 +296,13 @@ class _Copy(Task[CopyReport]):
             and not (found.was_there and (crc32c is not None or path.startswith(DOCUMENTS)))
         )
 
-    def _shown(self) -> tuple[Shown, str]:
-        """Return what shows the files of another writer, and its name."""
+    def _last(self) -> str:
+        """Return the file that shows those of another writer, "" for none."""
         if self.found.format == "dcp":
-            return "metadata", STOCK_METADATA
-        return ("index", INDEX_NAME) if INDEX_NAME in self.found.files else ("nothing", "")
+            return STOCK_METADATA
+        return INDEX_NAME if INDEX_NAME in self.found.files else ""
 
     def output(self, plan: Plan) -> Output:
-        """Return the attempt, or the folder."""
         found, site = self.found, self.site
         if self._head is not None and self._manifest is not None:
             return CopiedCheckpoint(
@@ -319,11 +312,11 @@ class _Copy(Task[CopyReport]):
                 manifest=self._manifest,
                 save_id=found.save_id or "",
                 log_there=self._log_there,
-                overwrite=self._overwrite,
+                overwrite=self.overwrite,
             )
         if found.was_there:
             return Output(site, plan)
-        shown, last = self._shown()
+        last = self._last()
 
         def document() -> bytes:
             size_bytes = found.files[last][0]
@@ -334,21 +327,14 @@ class _Copy(Task[CopyReport]):
                 raise IntegrityError(what, path=last, offset=0, next_step="Copy again.")
             return data
 
-        return PlainFolder(
-            site, plan, shown=shown, last=last, document=document, overwrite=self._overwrite
-        )
+        return PlainFolder(site, plan, last=last, document=document, overwrite=self.overwrite)
 
     def _name_at_target(self, save_id: str, found: CommitLog) -> tuple[str, bool]:
         """Return the id that the copy has at the target, and whether it is the head there."""
-        named: set[str] = set()
-
-        def read(slot: int) -> None:
-            record = slotlog.read_slot(self.site.target, slot)
-            if record is not None:
-                named.update((*record.fenced, record.save_id or ""))
-
-        jobs = [partial(read, slot) for slot in range(1, found.last_slot + 1)]
-        self.site.at_once("read slots", jobs)
+        slots = range(1, found.last_slot + 1)
+        jobs = [partial(slotlog.read_slot, self.site.target, slot) for slot in slots]
+        records = self.site.at_once("read slots", jobs)
+        named = {one for r in records if r is not None for one in (*r.fenced, r.save_id)}
         head_id = found.head.save_id if found.head else None
         while save_id != head_id and save_id in named:
             digest = hashlib.sha256(f"copy of {save_id}".encode()).hexdigest()
@@ -356,7 +342,6 @@ class _Copy(Task[CopyReport]):
         return save_id, save_id == head_id
 
     def report(self, output: Output, made: Made, seconds: float) -> CopyReport:
-        """Copy the exports; say what was copied."""
         found, setting, plan = self.found, self.site.setting, output.plan
         kept = [plan.files[at].size_bytes for at in made.kept]
         report = CopyReport(
@@ -440,31 +425,13 @@ class _Copy(Task[CopyReport]):
         return run_together(None, "copy", what, inner.timeouts, lambda: (inner, {}, task))
 
 
-class _Files:
+@dataclass(slots=True, kw_only=True)
+class _Files(ForeignSource):
     """Files as a source of bytes: there are no tensors; `save_id` is that of one of ours."""
 
-    def __init__(self, site: Site, save_id: str | None) -> None:
-        self.tensors: Mapping[str, TensorInfo] = {}
-        self.save_id = save_id
-        self._site = site
-
-    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return nothing: there are no values."""
-        return [self.place(*key) for key in keys]
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over nothing."""
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Raise: there are no values."""
-        raise KeyError((fqn, offsets))
-
     def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when a file is not there."""
-        site, moved = self._site, None
-        if self.save_id is not None:
-            moved = gone(site.source, self.save_id, place.path)
-        what = f"{site.setting.source.url}: {place.path} is missing."
+        moved = None if self.save_id is None else gone(self.store, self.save_id, place.path)
+        what = f"{self.store.url}: {place.path} is missing."
         return moved or IntegrityError(what, path=place.path, offset=0, next_step=_RESTORE)
 
 

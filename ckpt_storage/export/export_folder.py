@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
-from ckpt_storage.errors import CheckpointExistsError, StorageError
-from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.errors import CheckpointExistsError, ConsolidationError, StorageError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
@@ -31,13 +31,13 @@ from ckpt_storage.format.exports import (
     suffix_of,
 )
 from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, new_write_id
+from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 
-from .folder import FolderOutput, holder_of, listed, trusted
+from .folder import FolderOutput, holder_of, trusted
 from .layout import Layout
-from .output import Made, Site, Taken
-from .plan import Plan
+from .output import Made, Taken
 from .weights import index_document, with_suffix
 
 log = logging.getLogger("ckpt_storage")
@@ -46,21 +46,19 @@ _NOTHING = "0" * 64
 """The identity of what a removal makes: no output."""
 
 
+@dataclass(kw_only=True)
 class ExportFolder(FolderOutput):
     """The folder of an export of ours: an earlier one stays readable until the index is put.
 
-    Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
+    `save_id` and `source_format` are of what is exported. Raises on `take` `CheckpointExistsError`
+    if the folder holds weight files that we did not write.
     """
 
-    is_together = True
-
-    def __init__(self, site: Site, plan: Plan, *, save_id: str | None, source_format: str) -> None:
-        """`save_id` and `source_format` are of what is exported."""
-        super().__init__(site, plan)
-        self._save_id = save_id
-        self._source_format = source_format
-        self._index: Content | None = None
-        self.removed: list[str] = []
+    is_together: bool = field(init=False, default=True)
+    save_id: str | None
+    source_format: str
+    removed: Sequence[str] = ()
+    _index: Content | None = None
 
     def take(self) -> Taken:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
@@ -108,29 +106,25 @@ class ExportFolder(FolderOutput):
 
     def recorded(self) -> list[Sealed]:
         """Return also the files of a complete export of this content."""
-        record = self._record()
-        return [*(Sealed(file=f) for f in (record.files if record else ())), *super().recorded()]
-
-    def _record(self) -> ExportRecord | None:
-        """Return the record of this content if it was exported completely before."""
-        path = export_path(self.plan.identity)
+        identity = self.plan.identity
+        path = export_path(identity)
         record = trusted(self.store, path, partial(ExportRecord.decode, path=path))
-        return record if record and record.fingerprint == self.plan.identity else None
+        files = record.files if record and record.fingerprint == identity else ()
+        return [*(Sealed(file=file) for file in files), *super().recorded()]
 
     def publish(self, made: Made) -> None:
         """Record the export and put the index; then delete what that superseded."""
         plan, store = self.plan, self.store
         files = [made.files[at] for at in range(len(plan.files))]
         self.check_held()
-        index = index_document(plan.layout, save_id=self._save_id, fingerprint=plan.identity)
-        reference = FileRef(path=INDEX_NAME, size_bytes=len(index), crc32c=crc32c_of(index))
+        index = index_document(plan.layout, save_id=self.save_id, fingerprint=plan.identity)
         record = ExportRecord(
             fingerprint=plan.identity,
-            save_id=self._save_id,
-            source_format=self._source_format,
+            save_id=self.save_id,
+            source_format=self.source_format,
             source=self.site.setting.source.url,
             files=files,
-            index=reference,
+            index=FileRef.of(INDEX_NAME, index),
             ties=plan.layout.ties,
             stamp={**stamp(), "world_size": plan.world_size},
         )
@@ -139,7 +133,7 @@ class ExportFolder(FolderOutput):
             self._put_index(index)
         try:
             self.collect()
-        except StorageError as error:
+        except (StorageError, ConsolidationError) as error:
             # The export counts; what is left over, the next consolidation finds.
             log.warning("Clearing up after the export to %s failed: %s", store.url, error)
 
@@ -173,9 +167,7 @@ class ExportFolder(FolderOutput):
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
-        if not self.is_held():
-            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
-            return
+        self.check_held()
         old = sorted(name for name in here if is_weight_file(name) and name not in kept)
         # Libraries that prefer it to an index see the new export from here on.
         old.sort(key=lambda name: name != SINGLE_NAME)
@@ -197,13 +189,9 @@ def remove_exports(store: Store) -> list[str]:
     another becomes it. The index goes first and the names last, so a removal that was cut is gone
     on with. Files and uploads of others stay. Idempotent. Raises `StorageError`.
     """
-    return [path for folder in _folders(store) for path in _remove(store, folder)]
-
-
-def _folders(store: Store) -> list[str]:
+    paths = [entry.path for entry in listed(store) if entry.path.endswith("/")]
     own = {f"{COMMITS}/", f"{SAVES}/"}
-    entries = listed(store, "")
-    return [e.path.rstrip("/") for e in entries if e.path.endswith("/") and e.path not in own]
+    return [left for path in paths if path not in own for left in _remove(store, path[:-1])]
 
 
 def _remove(store: Store, folder: str) -> list[str]:

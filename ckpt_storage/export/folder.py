@@ -9,13 +9,19 @@ uploads that outlive their process.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
+from ckpt_storage.commit.slotlog import (
+    is_there,
+    read_if_there,
+    read_log,
+    stamp,
+    stat_if_there,
+)
 from ckpt_storage.errors import (
     CheckpointExistsError,
     ConsolidationError,
@@ -24,7 +30,6 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
@@ -37,27 +42,22 @@ from ckpt_storage.format.exports import (
     records_folder,
     weight_file_path,
 )
-from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker
-from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker, new_write_id
+from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.store import Store
 
-from .output import Made, Output, Site, Taken
-from .plan import Plan
+from .output import Made, Output, Taken
 
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
-Shown = Literal["metadata", "index", "nothing"]
-"""What makes files a checkpoint of others: `.metadata`, an index, or that they lie there."""
 
-
+@dataclass
 class FolderOutput(Output):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
-    def __init__(self, site: Site, plan: Plan) -> None:
-        super().__init__(site, plan)
-        self._run_id = os.urandom(16).hex()
+    _run_id: str = field(init=False, default_factory=new_write_id)
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
@@ -83,21 +83,14 @@ class FolderOutput(Output):
         """Return whether an open upload to a path can only be one that an earlier run left."""
         return is_output_file(path)
 
-    def is_held(self) -> bool:
-        """Return whether nobody else has begun to work here since this run took the folder."""
-        holder = holder_of(self.store)
-        return holder is not None and holder.run_id == self._run_id
-
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        if self.is_held():
-            return
         holder = holder_of(self.store)
-        how = "it was removed"
-        if holder is not None:
+        if holder is None:
+            raise self.overtaken("it was removed")
+        if holder.run_id != self._run_id:
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
-            how = f"it was taken over by process {pid} on {host}"
-        raise self.overtaken(how)
+            raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
     def overtaken(self, how: str) -> ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
@@ -112,25 +105,21 @@ class FolderOutput(Output):
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        found: list[Sealed] = []
         identity = self.plan.identity
 
-        def read(path: str) -> None:
+        def read(path: str) -> Sealed | None:
             decode = partial(Sealed.decode, path=path, fingerprint=identity)
-            found.extend(filter(None, [trusted(self.store, path, decode)]))
+            return trusted(self.store, path, decode)
 
         paths = [one.path for one in listed(self.store, records_folder(identity))]
-        self.site.at_once("read records", [partial(read, p) for p in paths if is_file_record(p)])
-        return found
+        reads = [partial(read, path) for path in paths if is_file_record(path)]
+        return [one for one in self.site.at_once("read records", reads) if one is not None]
 
     def _found(self) -> Taken:
         """Return what is sealed: of records, those with their file or an upload still open."""
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
-        recorded = {
-            files[key]: one
-            for one in self.recorded()
-            if (key := (one.file.path, one.file.size_bytes)) in files
-        }
+        keys = [(one, (one.file.path, one.file.size_bytes)) for one in self.recorded()]
+        recorded = {files[key]: one for one, key in keys if key in files}
         open_uploads: set[tuple[str, str]] = set()
         if any(one.token for one in recorded.values()):
             try:
@@ -140,45 +129,39 @@ class FolderOutput(Output):
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", self.store.url, error)
-        done: dict[int, FileRef] = {}
-        sealed: dict[int, Sealed] = {}
 
-        def look(at: int, one: Sealed) -> None:
-            if size_of(self.store, one.file.path) == one.file.size_bytes:
-                done[at] = one.file
-            elif one.token and (one.file.path, one.token) in open_uploads:
-                sealed[at] = one
+        def look(one: Sealed) -> Sealed | None:
+            there = stat_if_there(self.store, one.file.path)
+            if there is not None and there.size_bytes == one.file.size_bytes:
+                return Sealed(file=one.file)
+            return one if (one.file.path, one.token) in open_uploads else None
 
-        self.site.at_once("look for files", [partial(look, *one) for one in recorded.items()])
-        return Taken(done=dict(sorted(done.items())), sealed=dict(sorted(sealed.items())))
+        jobs = [partial(look, one) for one in recorded.values()]
+        pairs = zip(recorded, self.site.at_once("look for files", jobs), strict=True)
+        sealed = {at: one for at, one in sorted(pairs) if one is not None}
+        done = {at: one.file for at, one in sealed.items() if not one.token}
+        return Taken(done=done, sealed={at: one for at, one in sealed.items() if one.token})
 
 
+@dataclass(kw_only=True)
 class PlainFolder(FolderOutput):
     """A folder in which files of another format are being put, so that a part looks like no whole.
 
     What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
     folder of safetensors without an index has nothing of the kind; so while such a folder is being
     filled, a blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
+
+    `last` is that file, "" for none, and `document` gives its bytes.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        plan: Plan,
-        *,
-        shown: Shown,
-        last: str = "",
-        document: Callable[[], bytes] = bytes,
-        overwrite: bool,
-    ) -> None:
-        """`last` is the file that shows all others, "" for none, and `document` gives its bytes."""
-        super().__init__(site, plan)
-        self._shown = shown
-        self._last = last
-        self._document = document
-        self._overwrite = overwrite
-        self._names = frozenset({*(file.name for file in plan.files), last} - {""})
-        self.is_together = shown != "metadata"
+    last: str = ""
+    document: Callable[[], bytes] = bytes
+    overwrite: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._names = frozenset({*(file.name for file in self.plan.files), self.last} - {""})
+        self.is_together = self.last != STOCK_METADATA
 
     def take(self) -> Taken:
         """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
@@ -187,7 +170,7 @@ class PlainFolder(FolderOutput):
         is not to be overwritten, and `InvalidInputError` for the folder of a checkpoint of ours.
         What another run left that died may always be replaced; a complete checkpoint may not.
         """
-        store, is_indexed = self.store, self._shown != "metadata"
+        store, is_indexed = self.store, self.last != STOCK_METADATA
         if read_log(store).last is not None:
             raise InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -210,7 +193,7 @@ class PlainFolder(FolderOutput):
         blocking = sorted(in_the_way | here & {STOCK_METADATA})
         # A blocker alone: cut between hiding the folder and writing the note.
         is_free = not blocking or (is_hidden and blocking == [INDEX_NAME])
-        if not (is_resumed or is_remains or self._overwrite or is_free):
+        if not (is_resumed or is_remains or self.overwrite or is_free):
             raise CheckpointExistsError(
                 f"{store.url} holds {blocking[0]}.",
                 path=store.url,
@@ -242,9 +225,9 @@ class PlainFolder(FolderOutput):
         """Put the file that shows all others, or take the index away that hid them."""
         del made
         self.check_held()
-        if self._last:
-            self.store.replace(self._last, self._document())
-        elif self._shown != "metadata":
+        if self.last:
+            self.store.replace(self.last, self.document())
+        else:
             self.store.delete([INDEX_NAME])
         # Whatever lies here now is a checkpoint like any other.
         self.store.delete_folder(records_folder(self.plan.identity))
@@ -257,9 +240,9 @@ class PlainFolder(FolderOutput):
 
         Where an index says what counts, those are weight files of an earlier export alone.
         """
-        if self._shown == "metadata":
+        if self.last == STOCK_METADATA:
             return False
-        is_old = is_weight_file if self._shown == "index" else _is_weight
+        is_old = is_weight_file if self.last else _is_weight
         return path == INDEX_NAME or is_old(path)
 
 
@@ -276,26 +259,6 @@ def trusted(store: Store, path: str, decode: Callable[[bytes], T]) -> T | None:
 def holder_of(store: Store, folder: str = "") -> Holder | None:
     """Return who works in a folder; None for nobody, and for a note that is damaged."""
     return trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), Holder.decode)
-
-
-def size_of(store: Store, path: str) -> int | None:
-    """Return the length of a file, None if it is not there."""
-    try:
-        return store.stat(path).size_bytes
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return None
-
-
-def listed(store: Store, folder: str, *, recursive: bool = False) -> list[ObjectInfo]:
-    """Return what lies in a folder, nothing if that is not there."""
-    try:
-        return store.list(folder, recursive=recursive)
-    except StorageError as error:
-        if error.kind == "not-found":
-            return []
-        raise
 
 
 def _is_weight(path: str) -> bool:

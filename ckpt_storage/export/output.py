@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from ckpt_storage._version import __version__
 from ckpt_storage.format.documents import FileRef
@@ -18,6 +20,8 @@ from ckpt_storage.transfer.workers import Workers
 from .layout import Layout
 from .plan import Plan
 from .write import Copies, Portion, paces, transfer_options
+
+T = TypeVar("T")
 
 _THREADS = 8
 
@@ -80,14 +84,20 @@ class Site:
         self.source = self._plain_source.bounded(deadline, throttled=self.source_pace.slowed_down)
         self.target = self._plain_target.bounded(deadline, throttled=self.target_pace.slowed_down)
 
-    def at_once(self, name: str, jobs: Sequence[Callable[[], None]]) -> None:
-        """Do some small jobs, several at a time; raise the first failure."""
+    def at_once(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Return what some small jobs return, done several at a time; raise the first failure."""
+        found: dict[int, T] = {}
+
+        def run(number: int) -> None:
+            found[number] = jobs[number]()
+
         if jobs:
             count = min(_THREADS, len(jobs))
             with Workers(count, name=name, deadline=self.deadline) as workers:
-                for job in jobs:
-                    workers.submit(job)
+                for number in range(len(jobs)):
+                    workers.submit(partial(run, number))
                 workers.drain()
+        return [found[number] for number in range(len(jobs))]
 
     def close(self) -> None:
         """Close all stores."""
@@ -123,6 +133,7 @@ class Made:
         return sum(getattr(portion, what) for portion in self.portions)
 
 
+@dataclass
 class Output:
     """A place in which files become an output; of itself, one that needs no protocol.
 
@@ -130,13 +141,14 @@ class Output:
     `plan` is what the ranks agreed on, and after `follow` what is left of it.
     """
 
-    is_together = False
+    site: Site
+    plan: Plan
+
+    is_together: bool = field(init=False, default=False)
     """Whether files get their names together, at the end, where the storage can do that."""
 
-    def __init__(self, site: Site, plan: Plan) -> None:
-        self.site = site
-        self.plan = plan
-        self._first = plan.layout
+    def __post_init__(self) -> None:
+        self._first = self.plan.layout
 
     @property
     def store(self) -> Store:

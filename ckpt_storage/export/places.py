@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import spell_ranks
-from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
+from ckpt_storage.errors import RankMismatchError, StorageError
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.store import Store
@@ -55,12 +55,11 @@ def is_within(outer: Location, inner: Location) -> bool:
     return f"{spelt(inner)}/".startswith(f"{spelt(outer).rstrip('/')}/")
 
 
-def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str | None:
+def place_within(source: Store, target: Store) -> str | None:
     """Return where below the source's root that of the target lies, "" for the very same.
 
     None: elsewhere. Puts a file of a random name at the target and removes it, unless nothing lies
-    there or may be written there: then nothing there can be harmed. Without `is_deep` only the
-    source's root itself is looked at. Raises `StorageError`.
+    there or may be written there: then nothing there can be harmed. Raises `StorageError`.
     """
     name = probe_path()
     try:
@@ -83,7 +82,7 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
             if is_there(source, name):
                 return ""
         with _unless_refused():
-            paths = [one.path for one in source.list("")] if is_deep else []
+            paths = (one.path for one in source.list(""))
             return next((p[: -len(name) - 1] for p in paths if p.endswith(f"/{name}")), None)
         return None
     finally:
@@ -111,13 +110,6 @@ def put_probe(target: Store) -> str:
     target.make_folders([])
     target.put(path, b"Do all ranks see this?")
     return path
-
-
-def remove_probe(target: Store, path: str) -> None:
-    """Remove a probe, best effort."""
-    if path:
-        with contextlib.suppress(CheckpointError):
-            target.delete([path])
 
 
 def check_seen(seen: Sequence[tuple[str, bool]], url: str) -> None:

@@ -6,8 +6,8 @@ import abc
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from ckpt_storage.commit.slotlog import is_there
@@ -26,7 +26,7 @@ from ckpt_storage.store.deadline import NEVER_S, Deadline, stalling_deadline
 
 from .layout import Layout
 from .output import Made, Output, Setting, Site, Taken
-from .places import check_seen, put_probe, remove_probe
+from .places import check_seen, put_probe
 from .plan import Plan, plan
 from .reads import Readable
 from .work import Work, collect, share
@@ -54,6 +54,7 @@ class Found:
     state: object = None
 
 
+@dataclass
 class Task(abc.ABC, Generic[R]):
     """What one front door makes, on one rank; of itself, of the checkpoint at the source.
 
@@ -61,14 +62,12 @@ class Task(abc.ABC, Generic[R]):
     it was found, and `save_id` the save that it is of.
     """
 
-    phase: Phase = "write"
-    source: Readable
-    found: Found
-    save_id: str | None = None
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.marks: FileMarks | None = None
+    site: Site
+    phase: Phase = field(init=False, default="write")
+    source: Readable = field(init=False)
+    found: Found = field(init=False)
+    save_id: str | None = field(init=False, default=None)
+    marks: FileMarks | None = field(init=False, default=None)
 
     def find(self) -> Found:
         """Open the newest checkpoint; return what the others open it by; coordinator only."""
@@ -217,8 +216,9 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
             operation, ((socket.gethostname(), sees), output.plan.digest if output else "")
         )
     finally:
-        if is_first:
-            remove_probe(site.target, probe)
+        if is_first and probe:
+            with suppress(CheckpointError):
+                site.target.delete([probe])
     taken = Taken()
     if is_first:
         check_seen([one for one, _ in came], site.setting.target.url)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
@@ -61,13 +60,12 @@ def select(
     *,
     include: Selection | None,
     exclude: Selection | None,
-    safetensors: bool,
-    on_unsupported: Literal["error", "drop"],
-    format_name: str,
+    to: str,
+    drops: bool,
 ) -> Selected:
-    """Return which values go over to a format, which is one of safetensors or holds everything.
+    """Return which values go over to a format; those of safetensors do not hold everything.
 
-    Raises `InvalidInputError` for what the format cannot hold, unless that is to be dropped, for an
+    Raises `InvalidInputError` for what the format cannot hold, unless it `drops` that, for an
     entry that matches nothing, and where nothing is left.
     """
     values = {*source.tensors, *source.blobs}
@@ -75,17 +73,17 @@ def select(
     if exclude is not None:
         chosen = chosen - matching(exclude, values, "exclude")
     lacking: dict[str, str] = {}
-    if safetensors:
+    if "safetensors" in to:
         lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
             reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None
             if why := reserved or _no_safetensors(source.tensors[fqn]):
                 lacking[fqn] = why
-    if lacking and on_unsupported == "error":
+    if lacking and not drops:
         shown = [f"{fqn} ({why})" for fqn, why in sorted(lacking.items())]
         more = len(shown) - _SHOWN_COUNT
         raise InvalidInputError(
-            f"{format_name} cannot hold {', '.join(shown[:_SHOWN_COUNT])}"
+            f"{to} cannot hold {', '.join(shown[:_SHOWN_COUNT])}"
             f"{f' and {more} more' if more > 0 else ''}.",
             next_step='Pass unsupported="drop" to leave them out, or name what you want with '
             "include= and exclude=.",

@@ -34,7 +34,7 @@ from ckpt_storage.transfer.writing import ObjectWriter
 
 from .layout import Fixed, Segment, Stored, elements_of, out_file
 from .output import Made, Output, Site, Taken
-from .plan import ELEMENTS_BYTES, Plan
+from .plan import ELEMENTS_BYTES
 from .reads import SegmentReader
 from .select import Selected, payload_bytes
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _ALIGN_BYTES = 64
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
-_WIDE_BYTES = 1 << 30
-"""Records from here on tell their length in 64 bits."""
 _ABSENT_PER_KEY = 16
 _ABSENT_COUNT = 1 << 16
 _MANY = 1 << 60
@@ -52,44 +50,32 @@ _MANY = 1 << 60
 _Path = tuple[str | int, ...]
 
 
+@dataclass(kw_only=True)
 class TorchFile(Output):
     """One file that is written as a stream, visible only complete.
 
     Tied tensors share their storage, as they did. `publish` raises `UnsafeContentError` for a value
-    that torch does not load with `weights_only`, unless `unsafe_pickle`.
+    that torch does not load with `weights_only`, unless `unsafe_pickle`. Before the file becomes
+    visible it calls `check_unchanged`.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        plan: Plan,
-        *,
-        name: str,
-        source: Source,
-        chosen: Selected,
-        overwrite: bool,
-        unsafe_pickle: bool,
-        check_unchanged: Callable[[], None],
-    ) -> None:
-        """`check_unchanged` is called before the file becomes visible."""
-        super().__init__(site, plan)
-        self._name = name
-        self._source = source
-        self._chosen = chosen
-        self._overwrite = overwrite
-        self._unsafe_pickle = unsafe_pickle
-        self._check_unchanged = check_unchanged
-        self._is_taken = False
+    name: str
+    source: Source
+    chosen: Selected
+    overwrite: bool
+    unsafe_pickle: bool
+    check_unchanged: Callable[[], None]
+    _is_taken: bool = False
 
     def take(self) -> Taken:
         """Refuse a name that is taken."""
-        url = f"{self.store.url}/{self._name}"
-        if not self._name:
+        url = f"{self.store.url}/{self.name}"
+        if not self.name:
             raise InvalidInputError(
                 f"{url} names no file.", next_step="Give a file, such as model.pt."
             )
-        self._is_taken = is_there(self.store, self._name)
-        if self._is_taken and not self._overwrite:
+        self._is_taken = is_there(self.store, self.name)
+        if self._is_taken and not self.overwrite:
             raise CheckpointExistsError(
                 f"{url} is there.",
                 path=url,
@@ -101,25 +87,25 @@ class TorchFile(Output):
     def publish(self, made: Made) -> None:
         """Write the file; only where nothing can be replaced in one step, delete the old before."""
         del made
-        site, store, tensors = self.site, self.store, self._chosen.tensors
+        site, store, tensors = self.site, self.store, self.chosen.tensors
         pickler, main = self._pickled(self._objects())
         store.make_folders([])
         if self._is_taken and not store.capabilities.atomic_replace:
-            store.delete([self._name])
+            store.delete([self.name])
         total_bytes = sum(map(payload_bytes, tensors.values()))
         streamed = (fqn for _, fqn, data in pickler.stored if data is None)
-        take = _reading(site, self._source, [elements_of(tensors[fqn]) for fqn in streamed])
+        take = _reading(site, self.source, [elements_of(tensors[fqn]) for fqn in streamed])
         with reporting(
             site.setting.progress,
             phase="write",
             rank=0,
             total_bytes=total_bytes,
-            save_id=self._source.save_id,
+            save_id=self.source.save_id,
             with_bar=True,
         ) as on_bytes:
             writer = ObjectWriter(
                 store,
-                self._name,
+                self.name,
                 options=site.options,
                 planned_bytes=total_bytes + len(main),
                 deadline=site.deadline,
@@ -134,17 +120,17 @@ class TorchFile(Output):
             # It goes forward only, so checksums follow the bytes.
             archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
             try:
-                _append(archive, "data.pkl", len(main), [main])
+                _append(archive, "data.pkl", [main])
                 # No ".format_version": it would let torch compute where records lie, as its own zip
                 # writer places them. Without it torch looks each one up.
-                _append(archive, "byteorder", 6, [b"little"])
+                _append(archive, "byteorder", [b"little"])
                 for number, (length, _, data) in enumerate(pickler.stored):
                     views = take(length) if data is None else [data]
-                    _append(archive, f"data/{number}", length, views, is_aligned=True)
-                    site.deadline.check(f"Writing {self._name}")
-                _append(archive, "version", 2, [b"3\n"])
-                _append(archive, ".data/serialization_id", 40, [b"0" * 40])
-                self._check_unchanged()
+                    _append(archive, f"data/{number}", views)
+                    site.deadline.check(f"Writing {self.name}")
+                _append(archive, "version", [b"3\n"])
+                _append(archive, ".data/serialization_id", [b"0" * 40])
+                self.check_unchanged()
                 archive.close()
                 writer.complete()
             except BaseException as error:
@@ -158,18 +144,18 @@ class TorchFile(Output):
 
     def _objects(self) -> dict[str, object]:
         """Return the values that are no tensors: those in memory, and those that are pickled."""
-        source = self._source
+        source = self.source
         held: Mapping[str, object] = getattr(source, "values", {})
-        pickled = [fqn for fqn in self._chosen.blobs if fqn not in held]
+        pickled = [fqn for fqn in self.chosen.blobs if fqn not in held]
         sizes = [source.place(fqn, None).size_bytes for fqn in pickled]
         pairs = list(zip(pickled, sizes, strict=True))
         take = _reading(self.site, source, [Stored(fqn=f, size_bytes=size) for f, size in pairs])
-        objects = {fqn: held[fqn] for fqn in self._chosen.blobs if fqn in held}
+        objects = {fqn: held[fqn] for fqn in self.chosen.blobs if fqn in held}
         for fqn, size in pairs:
             file = io.BytesIO(b"".join(take(size)))
             try:
                 objects[fqn] = torch.load(
-                    file, map_location="cpu", weights_only=not self._unsafe_pickle
+                    file, map_location="cpu", weights_only=not self.unsafe_pickle
                 )
             except Exception as error:
                 raise UnsafeContentError(
@@ -181,13 +167,13 @@ class TorchFile(Output):
 
     def _pickled(self, objects: dict[str, object]) -> tuple[_Pickler, bytes]:
         """Return the pickle of the nested state dict, and what it says of storages."""
-        tensors, ties = self._chosen.tensors, self._chosen.ties
-        flat = {fqn: objects[fqn] for fqn in self._chosen.blobs}
+        tensors, ties = self.chosen.tensors, self.chosen.ties
+        flat = {fqn: objects[fqn] for fqn in self.chosen.blobs}
         for fqn, info in tensors.items():
             flat[fqn] = _Tensor(info, _Storage(tensors[ties.get(fqn, fqn)]))
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump(_nested(flat, self._source.planner_data or {}))
+        pickler.dump(_nested(flat, self.source.planner_data or {}))
         return pickler, file.getvalue()
 
 
@@ -235,19 +221,15 @@ def _reading(
 def _append(
     archive: Any,  # noqa: ANN401  # a `ZipFile`, and what it does not tell of itself
     name: str,
-    length: int,
     views: Iterable[bytes | memoryview],
-    *,
-    is_aligned: bool = False,
 ) -> None:
-    """Append one record of `length` bytes to a zip, as it is."""
+    """Append one record to a zip, as it is; its bytes are aligned."""
     info = zipfile.ZipInfo(f"archive/{name}")
-    is_wide = length >= _WIDE_BYTES
-    if is_aligned:
-        before = archive.fp.tell() + 30 + len(info.filename.encode()) + 4 + (20 if is_wide else 0)
-        padding = -before % _ALIGN_BYTES
-        info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
-    with archive.open(info, "w", force_zip64=is_wide) as file:
+    # The header, the name, the length in 64 bits, and the head of the padding.
+    before = archive.fp.tell() + 30 + len(info.filename) + 20 + 4
+    padding = -before % _ALIGN_BYTES
+    info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=True) as file:
         for view in views:
             file.write(view)
 

@@ -95,10 +95,10 @@ class CheckpointStorageManager(TitanManager):
     ) -> None:
         """Save `state_dict`, as Hugging Face files too, and wait. Raises as `ckpt_storage.save`."""
         step = int(checkpoint_id.rpartition("-")[2])
+        url, overwrite = self._manager.target_of(step), self._is_above(step)
         if not to_hf:
-            self._manager.save(step, state_dict, overwrite=self._is_above(step))
+            self._manager.save(step, state_dict, overwrite=overwrite)
             return
-        url = self._manager.target_of(step)
         files = ConsolidateOptions(
             output=url,
             output_storage_options=self.storage_options,
@@ -108,7 +108,7 @@ class CheckpointStorageManager(TitanManager):
         save(
             self.sd_adapter.to_hf(state_dict),
             f"{url}/sharded",
-            overwrite=self._is_above(step),
+            overwrite=overwrite,
             consolidate=files,
             timeout=self._timeouts,
             storage_options=self.storage_options,
@@ -138,19 +138,14 @@ class CheckpointStorageManager(TitanManager):
         self.maybe_wait_for_saving()
         if last_step:
             self._save_last_step(curr_step)
-        elif self._is_async:
+            return True
+        state, overwrite = self._flattened_model_states_sd(), self._is_above(curr_step)
+        if self._is_async:
             self.save_future = self._manager.save_async(
-                curr_step,
-                self._flattened_model_states_sd(),
-                overwrite=self._is_above(curr_step),
-                block_until_staged=False,
+                curr_step, state, overwrite=overwrite, block_until_staged=False
             )
         else:
-            self._manager.save(
-                curr_step,
-                self._flattened_model_states_sd(),
-                overwrite=self._is_above(curr_step),
-            )
+            self._manager.save(curr_step, state, overwrite=overwrite)
         return True
 
     def _maybe_wait_for_staging(self) -> None:

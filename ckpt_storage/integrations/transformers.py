@@ -78,7 +78,6 @@ class CheckpointStorageCallback(TrainerCallback):
         self._is_fsdp = False
         self._has_warned = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._quiet = _ModelComesLater()
 
     def resume_folder(self, *, check: Check = "deep") -> str | None:
         """Return what to pass as `resume_from_checkpoint`; all ranks call, None: a fresh start.
@@ -111,7 +110,7 @@ class CheckpointStorageCallback(TrainerCallback):
             is_one = not dist.is_initialized() or dist.get_world_size() == 1
             name = "rng_state.pth" if is_one else f"rng_state_{_rank()}.pth"
             torch.save(_as_trainer_keeps_it(planner.loaded[own]), folder / name)
-        logging.getLogger("transformers.trainer").addFilter(self._quiet)
+        logging.getLogger("transformers.trainer").addFilter(_model_comes_later)
         return str(folder)
 
     def on_init_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
@@ -148,7 +147,7 @@ class CheckpointStorageCallback(TrainerCallback):
 
         Raises as `ckpt_storage.load`, and as `on_init_end`.
         """
-        logging.getLogger("transformers.trainer").removeFilter(self._quiet)
+        logging.getLogger("transformers.trainer").removeFilter(_model_comes_later)
         # A callback that was added to a Trainer later has not seen it made.
         self.on_init_end(args)
         if self._resumed_step is None:
@@ -209,7 +208,7 @@ class CheckpointStorageCallback(TrainerCallback):
     def close(self) -> None:
         """Wait for saves and free their memory; the callback is of no use afterwards."""
         self._drop_folder()
-        logging.getLogger("transformers.trainer").removeFilter(self._quiet)
+        logging.getLogger("transformers.trainer").removeFilter(_model_comes_later)
         self._manager.close()
 
     def _drop_folder(self) -> None:
@@ -218,11 +217,9 @@ class CheckpointStorageCallback(TrainerCallback):
             self._folder = None
 
 
-class _ModelComesLater(logging.Filter):
-    """Keeps back the Trainer's warning that the folder it resumes from lacks the model."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("There were missing keys in the checkpoint")
+def _model_comes_later(record: logging.LogRecord) -> bool:
+    """Keep back the Trainer's warning that the folder it resumes from lacks the model."""
+    return not record.getMessage().startswith("There were missing keys in the checkpoint")
 
 
 def _rank() -> int:

@@ -82,7 +82,7 @@ def find_source(
     if ours is not None:
         return ours, ()
     if entries is None:
-        entries = _listed(store, recursive=False)
+        entries = listed(store)
     current = slotlog.read_stock(store)
     if current is not None:
         named = split_footer(current.data)[1]
@@ -103,10 +103,10 @@ def find_source(
     raise _nothing(store, found, names)
 
 
-def _listed(store: Store, *, recursive: bool) -> Sequence[ObjectInfo]:
-    """Return what lies below the root; nothing if that is not there."""
+def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
+    """Return what lies in a folder; nothing if that is not there."""
     try:
-        return list(store.list("", recursive=recursive))
+        return store.list(folder, recursive=recursive)
     except StorageError as error:
         if error.kind == "not-found":
             return ()
@@ -190,7 +190,7 @@ class FileMarks:
             if len(asked) <= _MOST_ASKED and all(side_by_side(store, asked)):
                 return
         # By a listing: an object's time may be told in other digits when asked for alone.
-        now = _marks_of(_listed(store, recursive=self.is_deep))
+        now = _marks_of(listed(store, recursive=self.is_deep))
         for path in wanted:
             if path not in now:
                 raise self.gone(path, "is gone")
@@ -261,7 +261,7 @@ def open_marked(
     source, entries = find_source(store, deadline=deadline, options=options)
     is_deep = _lies_in_folders(source)
     if is_deep:
-        entries = _listed(store, recursive=True)
+        entries = listed(store, recursive=True)
         source, entries = find_source(store, deadline=deadline, options=options, entries=entries)
     if isinstance(source, CommittedSource):
         return source, None
