@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from cli_tools import make_run, process
+from integration_tools import finish, torchrun
 from safetensors.torch import load_file
 
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -135,10 +136,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(last: Path, tmp_path: Path, command: 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     again = [str(tmp_path / "b")] if command == "cp" else more
-    line = [sys.executable, "-m", "ckpt_storage", command, str(last), *again]
-    result = subprocess.run(
-        line, check=False, stdout=subprocess.PIPE, stderr=theirs, timeout=60, text=True
-    )
+    result = process(command, last, *again, stderr=theirs)
     os.close(theirs)
     drawn = os.read(ours, 4096).decode()
     os.close(ours)
@@ -149,22 +147,10 @@ def test_a_bar_is_drawn_on_a_terminal_only(last: Path, tmp_path: Path, command: 
 
 def test_torchrun_shares_the_work(last: Path, tmp_path: Path) -> None:
     """Two ranks write one export, and only one of them prints."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [
-            *line,
-            *("-m", "ckpt_storage", "consolidate", str(last), str(tmp_path / "out"), "--json"),
-            *("--include", "model.*"),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    body = json.loads(result.stdout)
-    assert body["tensor_count"] == 3
+    words = ("consolidate", str(last), str(tmp_path / "out"), "--json", "--include", "model.*")
+    code, output = finish(torchrun("-m", "ckpt_storage", *words), tmp_path)
+    assert code == 0, output
+    assert output.count('"tensor_count": 3') == 1
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 3
 
 
@@ -184,8 +170,6 @@ def test_shells_complete(words: str, expected: str) -> None:
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     result = process(env=environment)
-    assert expected in result.stdout.splitlines() or any(
-        line.startswith(expected) for line in result.stdout.splitlines()
-    ), result.stdout
+    assert any(line.startswith(expected) for line in result.stdout.splitlines()), result.stdout
     script = process(env={"_CKPT_STORAGE_COMPLETE": "zsh_source"})
     assert "ckpt-storage" in script.stdout

@@ -5,44 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from integration_tools import EXAMPLES, finish
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 300.0
 
 
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """End the driver, and through it its runs, if the test leaves before it has ended."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
-
-
-def run_driver(*arguments: str) -> tuple[int, str]:
+def run_driver(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run the example without torchrun; return its exit code and everything it printed."""
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with _ended(process):
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, output
+    command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments]
+    return finish(command, folder, deadline_s=DEADLINE_S)
 
 
 def processes_naming(text: str) -> list[str]:
@@ -59,7 +34,8 @@ def processes_naming(text: str) -> list[str]:
 @pytest.mark.timeout(DEADLINE_S + 120)
 def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
     """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 4 and 1."""
-    code, output = run_driver("--steps", "12", "--save-every", "4", "--url", str(tmp_path))
+    url = str(tmp_path / "run")
+    code, output = run_driver(tmp_path, "--steps", "12", "--save-every", "4", "--url", url)
     assert code == 0, output
     for sentence in (
         "committed checkpoints are step-00000004, step-00000008, step-00000012",
@@ -79,10 +55,11 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S + 120)
-def test_main_job_on_the_embedded_s3_server() -> None:
+def test_main_job_on_the_embedded_s3_server(tmp_path: Path) -> None:
     """The same job passes on an S3 server, with every rank saving in a worker process."""
     code, output = run_driver(
-        *("--storage", "s3", "--steps", "6", "--save-every", "2", "--other-ranks", "1"),
+        tmp_path,
+        *("--storage", "s3", "--steps", "6", "--save-every", "2", "--other-ranks"),
         *("--saving", "process"),
     )
     assert code == 0, output
@@ -96,9 +73,9 @@ def test_main_job_on_the_embedded_s3_server() -> None:
         assert sentence in output, output
 
 
-def test_a_kill_before_anything_is_committed_is_refused() -> None:
+def test_a_kill_before_anything_is_committed_is_refused(tmp_path: Path) -> None:
     """The driver refuses to kill the first save, after which there is nothing to resume from."""
-    code, output = run_driver("--save-every", "5", "--kill-at", "5")
+    code, output = run_driver(tmp_path, "--save-every", "5", "--kill-at", "5")
     assert code == 2
     assert "--kill-at must be a save after the first" in output
 

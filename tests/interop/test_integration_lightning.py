@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, finish, need
+from integration_tools import EXAMPLES, ROOT, need
 from warm import run_script
 
 import ckpt_storage
@@ -43,6 +42,9 @@ torch.distributed.destroy_process_group()
 """
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+
+
 def adapter(**options: Any) -> Any:
     """Return a `CheckpointStorageIO`."""
     return importlib.import_module("ckpt_storage.integrations.lightning").CheckpointStorageIO(
@@ -52,7 +54,8 @@ def adapter(**options: Any) -> Any:
 
 def test_a_run_that_failed_resumes_bit_for_bit(tmp_path: Path) -> None:
     """`fit` goes on from the newest checkpoint with the losses of a run that did not fail."""
-    code, output = finish([sys.executable, str(EXAMPLES / "lightning_fit.py")], tmp_path)
+    script = EXAMPLES / "lightning_fit.py"
+    code, output = run_script(script, folder=tmp_path, environment=ENVIRONMENT)
     assert code == 0, output
     assert "ended by a fault in the middle of training" in output
     assert "resumed from step=4.ckpt" in output
@@ -67,9 +70,8 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
         job = json.dumps([str(tmp_path / "run"), steps, ranks, resume, str(tmp_path / out)])
         script = tmp_path / "job.py"
         script.write_text(SHARDED, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
         code, output = run_script(
-            script, job, folder=tmp_path, environment=environment, ranks=ranks
+            script, job, folder=tmp_path, environment=ENVIRONMENT, ranks=ranks
         )
         assert code == 0, output
         loaded: dict[str, Any] = torch.load(tmp_path / out)

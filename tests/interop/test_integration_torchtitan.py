@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copy_cases import flip
 from integration_tools import ROOT, missing
 from warm import run_script
 
@@ -100,9 +101,7 @@ def damage(checkpoint: Path) -> None:
     shards = list(checkpoint.glob("saves/*/*.distcp"))
     assert shards
     for shard in shards:
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
+        flip(shard, shard.stat().st_size // 2)
 
 
 def run(url: Path, steps: int, mode: str) -> str:

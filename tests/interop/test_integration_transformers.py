@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
+from integration_tools import EXAMPLES, ROOT, need
 from warm import run_script
 
 import ckpt_storage
@@ -21,7 +20,8 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from ckpt_storage.integrations.transformers import CheckpointStorageCallback  # noqa: E402  # as above
 
-SCRIPT = str(EXAMPLES / "trainer_resume.py")
+SCRIPT = EXAMPLES / "trainer_resume.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
 
 DAMAGED = """
 import json, pathlib, sys
@@ -48,8 +48,8 @@ dist.destroy_process_group()
 def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     """In the middle of an epoch, with dropout, each later loss is that of an undisturbed run."""
     url = str(tmp_path / "checkpoints")
-    command = [sys.executable, SCRIPT, url] if ranks == 1 else torchrun(SCRIPT, url, ranks=ranks)
-    code, output = finish(command, tmp_path)
+    count = None if ranks == 1 else ranks
+    code, output = run_script(SCRIPT, url, folder=tmp_path, environment=ENVIRONMENT, ranks=count)
     assert code == 0, output
     assert "interrupted at step 5" in output
     assert "resumed after step 3" in output
@@ -65,27 +65,20 @@ def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int)
     assert {name for name in names if name.startswith("rng.")} == rng
 
 
-def damaged_run(tmp_path: Path) -> tuple[list[str], str]:
-    """Train to step 7, damage the model of step 6, train again; return what is committed."""
-    script = tmp_path / "job.py"
-    script.write_text(DAMAGED, encoding="utf-8")
-    url = str(tmp_path / "run")
-    job = json.dumps([url, str(tmp_path / "out")])
-    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-    code, output = run_script(script, job, folder=tmp_path, environment=environment, ranks=2)
-    assert code == 0, output
-    return [info.name for info in ckpt_storage.list_checkpoints(url)], output
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """Two ranks resume from the one before, bit for bit, say so, and save the damaged step anew."""
-    names, output = damaged_run(tmp_path)
+    script, url = tmp_path / "job.py", str(tmp_path / "run")
+    script.write_text(DAMAGED, encoding="utf-8")
+    job = json.dumps([url, str(tmp_path / "out")])
+    code, output = run_script(script, job, folder=tmp_path, environment=ENVIRONMENT, ranks=2)
+    assert code == 0, output
     for rank in (0, 1):
         assert json.dumps([rank, 4, True]) in output, output
     assert "not from what comes first: step-00000006 could not be loaded" in output
-    assert names == ["step-00000003", "step-00000006", "step-00000008"]
-    for name in names:
-        assert ckpt_storage.verify(tmp_path / "run" / name).ok
+    infos = ckpt_storage.list_checkpoints(url)
+    assert [info.name for info in infos] == ["step-00000003", "step-00000006", "step-00000008"]
+    for info in infos:
+        assert ckpt_storage.verify(info.url).ok
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:

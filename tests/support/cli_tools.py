@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
@@ -56,63 +57,36 @@ def answer(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
     return body
 
 
-def documented_keys() -> dict[str, set[str]]:
-    """Return the keys that the docs promise, by schema; keys of inner objects with a dot."""
-    found: dict[str, set[str]] = {}
-    for match in re.finditer(
-        r"^\| `(ckpt_storage\.cli\.[a-z_]+/[0-9]+)` \| (.*) \|$", DOCS.read_text(), re.MULTILINE
-    ):
-        found[match[1]] = set(re.findall(r"`([a-z0-9_.]+)`", match[2]))
-    return found
-
-
-def _keys_of(value: Any, prefix: str = "") -> set[str]:
-    if isinstance(value, list):
-        return {key for one in value for key in _keys_of(one, prefix)}
-    if not isinstance(value, dict):
-        return set()
-    found = {f"{prefix}{key}" for key in value}
-    for key, one in value.items():
-        found |= _keys_of(one, f"{prefix}{key}.")
-    return found
-
-
 FREE = {
-    "ls": ("checkpoints.metrics.",),
-    "show": ("metrics.",),
-    "cat": ("values.",),
-    "cp": ("failed_exports.",),
-    "consolidate": ("ties.",),
-    "prune": ("skipped.", "failed."),
+    *("ls checkpoints.metrics.", "show metrics.", "cat values.", "cp failed_exports."),
+    *("consolidate ties.", "prune skipped.", "prune failed."),
 }
 """Objects whose keys are names: of metrics, of values."""
 
 
 def check_documented(body: dict[str, Any]) -> None:
     """Fail if an answer has a key that the docs do not promise, or lacks one that they do."""
-    promised = documented_keys()[body["schema"]]
-    schema = body["schema"]
-    found = {key for key in _keys_of(body) - {"schema"} if not _is_free(schema, key)}
+    schema = body.pop("schema")
+    (row,) = re.findall(rf"^\| `{re.escape(schema)}` \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
+    promised = set(re.findall(r"`([a-z0-9_.]+)`", row))
+    found = _keys_of(schema.split(".")[-1].split("/")[0], body)
     assert found <= promised, f"{schema}: {sorted(found - promised)} are not documented"
-    optional = {key for key in promised if "." in key or key in {"files", "history"}}
-    assert promised - optional <= found, f"{schema}: {sorted(promised - found)} are missing"
+    lacking = {key for key in promised - found if "." not in key} - {"files", "history"}
+    assert not lacking, f"{schema}: {sorted(lacking)} are missing"
 
 
-def _is_free(schema: str, key: str) -> bool:
-    command = schema.rpartition(".")[2].partition("/")[0]
-    return key.startswith(FREE.get(command, ("\0",)))
+def _keys_of(command: str, value: Any, prefix: str = "") -> set[str]:
+    if isinstance(value, list):
+        return {key for one in value for key in _keys_of(command, one, prefix)}
+    if not isinstance(value, dict) or f"{command} {prefix}" in FREE:
+        return set()
+    inner = (_keys_of(command, one, f"{prefix}{key}.") for key, one in value.items())
+    return {f"{prefix}{key}" for key in value}.union(*inner)
 
 
 def process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Call the command line in a process of its own."""
     command = [sys.executable, "-m", "ckpt_storage", *map(str, arguments)]
-    environment = {**os.environ, **options.pop("env", {})}
-    return subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        **options,
-    )
+    options = {"timeout": 120, "text": True, "stdout": PIPE, "stderr": PIPE, **options}
+    options["env"] = {**os.environ, **options.get("env", {})}
+    return subprocess.run(command, check=False, **options)

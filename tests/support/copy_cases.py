@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.copy import copy
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.testing.faults import Action, SimulatedCrash
 
 SIZES = ((300, 128), (64, 7), (), (0, 3))
@@ -49,14 +48,14 @@ def saved_stock(state: dict[str, Any], folder: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def foreign(kind: str, folder: Path) -> None:
+def foreign(kind: str, folder: Path, seed: int = 1) -> None:
     """Make a small checkpoint of another writer in several files."""
     if kind == "dcp":
-        saved_stock(state_of(1), folder)
+        saved_stock(state_of(seed), folder)
         return
     folder.mkdir()
     for name in ("a", "b", "c"):
-        save_file({name: torch.ones(40)}, folder / f"{name}.safetensors")
+        save_file({name: torch.ones(40) * seed}, folder / f"{name}.safetensors")
     if kind == "safetensors":
         index = '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
         (folder / "model.safetensors.index.json").write_text(index)
@@ -97,6 +96,13 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
+def flip(file: Path, at: int) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def save_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return what belongs to save attempts, but the marker that each root has of its own."""
     return {
@@ -114,8 +120,6 @@ def head_of(files: Mapping[str, bytes]) -> str | None:
     head = json.loads(files[slots[-1]])["body"]["head"]
     return str(head["save_id"]) if head else None
 
-
-QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
 
 ACTIONS: tuple[Action, ...] = ("crash_before", "error", "lost_answer")
 """Dead after a change is dead before the next one: the storage is the same."""

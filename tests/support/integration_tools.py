@@ -20,7 +20,6 @@ from servers import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-DEADLINE_S = 120.0
 STOP_S = 40.0
 """torchrun gives its ranks 30 seconds to end."""
 
@@ -45,40 +44,33 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 
 def finish(
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    *,
-    deadline_s: float = DEADLINE_S,
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}, **deadline: float
 ) -> tuple[int, str]:
     """Run a command to its end in `folder`; return its exit code and everything it printed."""
-    return finish_all([command], folder, environment, deadline_s=deadline_s)[0]
+    return finish_all([command], folder, environment, **deadline)[0]
 
 
 def finish_all(
     commands: Sequence[Sequence[str]],
     folder: Path,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = {},
     *,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float = 120.0,
 ) -> list[tuple[int, str]]:
     """Run commands side by side, each a process group that is ended whatever happens."""
     inherited = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    outputs = [folder / f"output-{number}.txt" for number in range(len(commands))]
     processes = []
     try:
-        for number, command in enumerate(commands):
-            with (folder / f"output-{number}.txt").open("wb") as output:
+        for command, file in zip(commands, outputs, strict=True):
+            with file.open("wb") as output:
                 processes.append(
                     subprocess.Popen(
                         command,
                         cwd=folder,
-                        env={
-                            **inherited,
-                            "OMP_NUM_THREADS": "1",
-                            "PYTHONPATH": path,
-                            **(environment or {}),
-                        },
+                        env=env,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -88,15 +80,11 @@ def finish_all(
         codes = [process.wait(timeout=deadline_s) for process in processes]
     finally:
         for process in processes:
-            if process.poll() is None:
-                # torchrun's ranks are in sessions of their own; it ends them if it is asked to.
-                process.terminate()
+            # torchrun's ranks are in sessions of their own; it ends them if it is asked to.
+            process.terminate()
         for process in processes:
             _end(process)
-    texts = [
-        (folder / f"output-{number}.txt").read_text(errors="replace")
-        for number in range(len(commands))
-    ]
+    texts = [file.read_text(errors="replace") for file in outputs]
     return list(zip(codes, texts, strict=True))
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -44,33 +44,20 @@ def run_script(
 
     Returns the exit code, the first that is not 0, and all that was printed.
     """
-    if ranks is None:
-        return _run_all(script, arguments, folder, [environment], deadline_s)[0]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-    group |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
-    jobs = [{**environment, **group, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
-    ended = _run_all(script, arguments, folder, jobs, deadline_s)
-    code = next((code for code, _ in ended if code), 0)
-    return code, "".join(text for _, text in ended)
-
-
-def _run_all(
-    script: Path | str,
-    arguments: Sequence[str],
-    folder: Path,
-    environments: Sequence[Mapping[str, str]],
-    deadline_s: float,
-) -> list[tuple[int, str]]:
-    """Run a script once with each environment, side by side; return exit codes and outputs."""
+    places: list[dict[str, str]] = [{}]
+    if ranks is not None:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        group |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+        places = [{**group, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     end = time.monotonic() + deadline_s
-    outputs = [folder / f"output-{number}.txt" for number in range(len(environments))]
+    outputs = [folder / f"output-{number}.txt" for number in range(len(places))]
     processes: list[ForkServerProcess] = []
     try:
-        for environment, output in zip(environments, outputs, strict=True):
-            job = (str(script), list(arguments), str(folder), dict(environment), str(output))
+        for place, output in zip(places, outputs, strict=True):
+            job = (str(script), list(arguments), str(folder), {**environment, **place}, str(output))
             processes.append(context.Process(target=_run, args=job, daemon=False))
             processes[-1].start()
         for process in processes:
@@ -79,9 +66,9 @@ def _run_all(
     finally:
         for process in processes:
             _kill(process)
-    texts = [output.read_text(errors="replace") for output in outputs if output.exists()]
-    assert None not in codes, f"did not end within {deadline_s} s:\n" + "".join(texts)
-    return list(zip([code or 0 for code in codes], texts, strict=True))
+    text = "".join(one.read_text(errors="replace") for one in outputs if one.exists())
+    assert None not in codes, f"did not end within {deadline_s} s:\n{text}"
+    return next((code for code in codes if code), 0), text
 
 
 def _kill(process: ForkServerProcess) -> None:
