@@ -69,8 +69,7 @@ class SharedReads:
     def run(self, read_rest: Callable[[], None], *, on_bytes: Callable[[int], None]) -> None:
         """Read and pass on, take what others read, and call `read_rest` meanwhile.
 
-        Raises the first failure, here or of the operation that the deadline belongs to, whatever
-        its kind, after the other ranks were told; nothing is put into a target from then on.
+        Raises the first failure, here or elsewhere; nothing is put into a target from then on.
         """
         rank = self._order.rank
         own = [unit for unit in self._order.units if unit.owner == rank]

@@ -236,12 +236,9 @@ class LoadSession:
         return orders or [None] * len(plans)
 
     def read(self, plan: LoadPlan, planner: LoadPlanner, links: Links | None = None) -> None:
-        """Read this rank's items into the planner's targets, and commit them; all ranks.
+        """Read this rank's items into the planner's targets, and commit them once all is verified.
 
-        With `links`, which all ranks then give, together with others. Nothing is committed to
-        the planner before all of it was verified. Raises `IntegrityError` (file, FQN, offset),
-        `CheckpointGoneError` (also if another writer has saved over its files since they were
-        opened), `UnsafeContentError`, `StorageError`, `PhaseTimeoutError`.
+        With `links`, which all ranks then give, together with others.
         """
         source, settings, marks = self.open(), self._settings, self._marks
         deadline = self._begin("load")

@@ -93,9 +93,7 @@ def plan_shares(
 ) -> list[ShareOrder] | None:
     """Return each rank's order, None if sharing would not pay or take too long to plan.
 
-    `wants` has for each chunk the ranks and the regions (from the chunk's first element) they
-    want; `shape_of` returns a chunk's sizes and the bytes of an element. A chunk is shared as a
-    whole or not at all.
+    `wants`: who wants which region of a chunk; `shape_of`: its sizes and the bytes of an element.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values()))):

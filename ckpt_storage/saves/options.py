@@ -36,8 +36,7 @@ Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
 class SaveOptions:
     """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
 
-    `user` goes into the commit record; plain JSON. `replaces` are ids of saves, known to be
-    damaged, that are replaced even without `overwrite`. Of both the coordinator's count.
+    `user` goes into the commit record; `replaces` are saves known to be damaged.
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)

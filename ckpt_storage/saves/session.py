@@ -141,11 +141,7 @@ class SaveSession:
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
-        `plan` is the final one; `ties` maps alias to target in this rank's state.
-        Where the storage is full it first frees what dead attempts left, and tries once more. After
-        any error no upload stays open, and nothing of this attempt will be committed. Raises
-        `StorageError`, `PhaseTimeoutError`, `InvalidInputError` (a value that
-        cannot be stored, naming its FQN).
+        A full storage is freed of dead attempts first. After an error nothing of it is committed.
         """
         grant, deadline = granted.grant, self._phase("write")
         try:
@@ -247,9 +243,7 @@ class SaveSession:
     ) -> CheckpointInfo:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `reports[i]` is what rank i's `write` returned. Raises `IntegrityError`, `RankFailedError`
-        (not committed), `CommitConflictError` (not committed), `CommitUnknownError`,
-        `NotPublishedError` (committed).
+        `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
         options, deadline, save_id = self.options, self._phase("commit"), granted.grant.save_id
         try:
