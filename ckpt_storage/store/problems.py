@@ -10,7 +10,6 @@ import errno
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -35,21 +34,6 @@ class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
 
     def __init__(self, missing: str) -> None:
         super().__init__(f"the answer has no {missing}, so it is not the storage's")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What was being done when an exception came: for the message, and where it was sent.
-
-    name: a noun, such as "read". path: the object's URL. endpoint: host and port, or "" if
-    unknown. timeout_s: the deadline of one request. scrub: hides credentials in a text.
-    """
-
-    name: str
-    path: str
-    endpoint: str = ""
-    timeout_s: float | None = None
-    scrub: Callable[[str], str] = str
 
 
 class _Meaning(NamedTuple):
@@ -166,16 +150,24 @@ _FIRST_SERVER_STATUS = 500
 _FAILURE_STATUSES = range(300, 600)
 
 
-def explain(error: BaseException, call: Call) -> StorageError:
-    """Return the `StorageError` that says what `error` means for the user.
+def explain(
+    error: BaseException,
+    name: str,
+    path: str,
+    *,
+    endpoint: str = "",
+    timeout_s: float | None = None,
+    scrub: Callable[[str], str] = str,
+) -> StorageError:
+    """Return the `StorageError` that says what `error` of a call means for the user.
 
-    Kind "credentials" with `retryable` set means credentials that may have expired: a client
-    built anew may find fresh ones. The text and the notes of `error` are kept, without
-    credentials.
+    `name` of the call is a noun, such as "read"; `path` is the object's URL, `timeout_s` the
+    deadline of one request. Kind "credentials" with `retryable` set means credentials that may have
+    expired. The text and the notes of `error` are kept; `scrub` takes credentials out of them.
     """
     if isinstance(error, StorageError):  # a backend says it exactly
-        error.args = (call.scrub(str(error)),)
-        error.path = call.scrub(error.path or call.path)
+        error.args = (scrub(str(error)),)
+        error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))
     answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
@@ -183,15 +175,15 @@ def explain(error: BaseException, call: Call) -> StorageError:
     text = _described(error, answer, is_known=known is not None)
     meaning = known or _UNKNOWN
     shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
-    where = f" at {call.endpoint}" if call.endpoint and shows_endpoint else ""
-    if meaning.kind == "timeout" and answer is None and call.timeout_s is not None:
-        text = f"no answer within {call.timeout_s:g} s ({text})"
+    where = f" at {endpoint}" if endpoint and shows_endpoint else ""
+    if meaning.kind == "timeout" and answer is None and timeout_s is not None:
+        text = f"no answer within {timeout_s:g} s ({text})"
     raised = UnsupportedByStoreError if meaning.kind == "unsupported" else StorageError
     failure = raised(
-        call.scrub(f"The {call.name} of {call.path} failed{where}: {text}."),
+        scrub(f"The {name} of {path} failed{where}: {text}."),
         kind=meaning.kind,
         retryable=meaning.retryable,
-        path=call.scrub(call.path),
+        path=scrub(path),
         next_step=meaning.next_step,
     )
     if any(isinstance(link, ConnectionRefusedError) for link in chain):

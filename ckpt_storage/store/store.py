@@ -28,7 +28,7 @@ from .backend import (
 from .calls import CLEAN_UP_S, Caller, Repeat, moved, system_random
 from .conditions import put_settled, taken, whose
 from .deadline import Deadline
-from .problems import Call, explain
+from .problems import explain
 from .reads import fill, whole
 from .upload import Upload
 
@@ -158,14 +158,14 @@ class Store(Caller):
             error = known.explain(error) or error
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
             return error
-        about = Call(
-            name=operation,
-            path=self.shown(path),
+        return explain(
+            error,
+            operation,
+            self.shown(path),
             endpoint="" if known is None else known.endpoint,
             timeout_s=self._request_timeout_s,
             scrub=self._scrub,
         )
-        return explain(error, about)
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""

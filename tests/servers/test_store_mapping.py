@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import http.client
 import pickle
@@ -23,22 +22,16 @@ from gcsfs.retry import HttpError
 from webdav4.client import InsufficientStorage
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store.problems import Call, HttpFailure, explain
+from ckpt_storage.store.problems import HttpFailure, explain
 from ckpt_storage.store.redaction import Scrubber
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
-CALL = Call(
-    name="read",
-    path="s3://bkt/run/x",
-    endpoint="host.example:9000",
-    timeout_s=30,
-    scrub=Scrubber({"secret": SECRET}),
-)
 
 
-def mapped(error: BaseException) -> StorageError:
+def mapped(error: BaseException, path: str = "s3://bkt/run/x") -> StorageError:
     """Return what the border makes of an exception, as if it had been raised."""
-    return explain(error, CALL)
+    scrub = Scrubber({"secret": SECRET})
+    return explain(error, "read", path, endpoint="host.example:9000", timeout_s=30, scrub=scrub)
 
 
 def s3_error(code: str, status: int | None = 400, message: str = "said so") -> Exception:
@@ -170,7 +163,6 @@ def test_the_place_and_the_endpoint_are_told_where_they_matter() -> None:
     assert "ZeroDivisionError in test_store_mapping.py:" in str(mapped(caught.value))
     for error, shown in ((TimeoutError(), True), (s3_error("NoSuchKey", 404), False)):
         assert ("host.example:9000" in str(mapped(error))) == shown
-    call = dataclasses.replace(CALL, path=f"s3://bkt/{SECRET}/x")
-    failure = explain(FileNotFoundError("x"), call)
+    failure = mapped(FileNotFoundError("x"), f"s3://bkt/{SECRET}/x")
     assert SECRET not in f"{failure} {failure.path}"
     assert (failure.path or "").startswith("s3://bkt/")

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import uuid
 from array import array
-from collections.abc import Callable
 
 import pytest
 from crc32c import crc32c
@@ -17,10 +16,11 @@ from ckpt_storage.errors import StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves.shardfile import ShardFileWriter
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Buffers
+from ckpt_storage.store.backend import Backend, Buffers
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.writing import ObjectWriter
 
@@ -30,34 +30,23 @@ OPTIONS = TransferOptions(part_bytes=PART_BYTES, block_bytes=BLOCK_BYTES, thread
 
 
 class Remote(MemoryBackend):
-    """Memory behind a network; `before` runs at the start of each part, in its thread."""
+    """Memory behind a network that notes the sizes of parts."""
 
     capabilities = dataclasses.replace(MemoryBackend.capabilities, is_remote=True)
 
-    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self) -> None:
         super().__init__(Location.of(f"memory://{uuid.uuid4().hex}"))
-        self.before = before
         self.sizes: dict[int, int] = {}
-        self.running = self.most_running = 0
-        self.lock = threading.Lock()
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
         """Keep a part."""
-        with self.lock:
-            self.running += 1
-            self.most_running = max(self.most_running, self.running)
-        try:
-            self.before(number)
-            self.sizes[number] = sum(view.nbytes for view in data)
-            return super().put_part(path, token, number, offset, data, last=last)
-        finally:
-            with self.lock:
-                self.running -= 1
+        self.sizes[number] = sum(view.nbytes for view in data)
+        return super().put_part(path, token, number, offset, data, last=last)
 
 
-def writer(backend: Remote, options: TransferOptions = OPTIONS) -> ShardFileWriter:
+def writer(backend: Backend, options: TransferOptions = OPTIONS) -> ShardFileWriter:
     """Return a writer of the file "x"."""
     sent = ObjectWriter(
         Store(backend, url="far://"),
@@ -121,56 +110,43 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
 
 def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     """A part on its way to a server counts twice; the one being filled counts too."""
-    gate = threading.Event()
-
-    def before(number: int) -> None:
-        del number
-        assert gate.wait(20)
-
-    store = Remote(before=before)
+    store = FaultBackend(Remote(), [Rule(action="hang", operation="put_part", hit_count=None)])
     limit = 6 * PART_BYTES
     options = TransferOptions(
         part_bytes=PART_BYTES, thread_count=8, memory_limit_bytes=limit, block_bytes=BLOCK_BYTES
     )
-    done = threading.Event()
 
     def write() -> None:
         file = writer(store, options)
         file.payload([memoryview(bytes(20 * PART_BYTES))])
         file.finish()
-        done.set()
 
     BUDGET.reset()
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    while store.running < 3:
-        assert not done.wait(0.001)
-    gate.set()
+    for _ in range(3):
+        assert store.script.wait_hung(20)
+    assert not store.script.wait_hung(0.1)
+    store.script.release()
     thread.join(20)
-    assert done.is_set()
-    assert store.most_running == 3
-    assert BUDGET.peak_bytes <= limit
+    assert not thread.is_alive()
+    assert BUDGET.peak_bytes == limit
     assert BUDGET.held_bytes == 0
 
 
 @pytest.mark.parametrize("thread_count", [1, 4])
 def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int) -> None:
     """The storage's own error reaches the caller; what was queued is not sent any more."""
-
-    def before(number: int) -> None:
-        if number == 2:
-            raise StorageError("no", kind="permission")
-
-    store = Remote(before=before)
+    refusal = Rule(action="error", operation="put_part", skip_count=2, kind="permission")
+    store = FaultBackend(Remote(), [dataclasses.replace(refusal, retryable=False)])
     options = TransferOptions(
         part_bytes=PART_BYTES, thread_count=thread_count, block_bytes=BLOCK_BYTES
     )
     file = writer(store, options)
-    many = [memoryview(bytes(PART_BYTES))] * 200
-    with pytest.raises(StorageError, match="no"):
-        file.payload(many)
+    with pytest.raises(StorageError, match="A rule of the test says so"):
+        file.payload([memoryview(bytes(PART_BYTES))] * 200)
     file.abort()
-    assert list(store.list("", recursive=True)) == []
-    assert len(store.sizes) < 50
+    assert list(store.inner.list("", recursive=True)) == []
+    assert len(store.script.calls) < 50
     assert BUDGET.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]

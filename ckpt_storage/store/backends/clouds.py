@@ -25,7 +25,7 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import Call, explain
+from ckpt_storage.store.problems import explain
 
 from .clients import Client, ForeignFs
 
@@ -255,7 +255,7 @@ class CloudBackend(Backend):
         """Return what kind of `StorageError` an error will become."""
         if isinstance(error, CheckpointError):
             return str(getattr(error, "kind", ""))
-        return explain(error, Call(name="request", path="")).kind
+        return explain(error, "request", "").kind
 
     @contextlib.contextmanager
     def unless_absent(self) -> Iterator[None]:

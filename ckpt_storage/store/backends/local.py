@@ -26,7 +26,7 @@ from ckpt_storage.store.backend import (
     TooLongError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import Call, explain
+from ckpt_storage.store.problems import explain
 
 from .drafts import Draft, is_draft_name, target_path
 from .posix import (
@@ -342,7 +342,7 @@ class LocalBackend(Backend):
             error.retryable = False
             raise
         except OSError as error:
-            failure = explain(error, Call(name="completion", path=f"file://{self._full(path)}"))
+            failure = explain(error, "completion", f"file://{self._full(path)}")
             failure.retryable = False
             raise failure from error
 
