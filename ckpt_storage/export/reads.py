@@ -25,7 +25,6 @@ from ckpt_storage.source.model import Explains, Key, TensorInfo, explained
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
-from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -74,8 +73,7 @@ class SegmentReader:
         self._source = source
         self._options = options
         self._ranges = RangeReader(store, options, deadline, pacer=pacer)
-        costs = costs_for(is_remote=store.capabilities.is_remote)
-        self._chunks = ChunkReader(self._ranges, costs)
+        self._chunks = ChunkReader(self._ranges)
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, Bits] | None = None
 

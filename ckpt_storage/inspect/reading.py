@@ -40,7 +40,6 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
-from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
@@ -76,15 +75,13 @@ class Handle:
         retry: RetryPolicy = arguments["retry"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=retry)
-        is_remote = self._store.capabilities.is_remote
         self.options = TransferOptions.for_storage(
-            is_remote=is_remote,
+            is_remote=self._store.capabilities.is_remote,
             local_threads=2,
             local_part_bytes=LOCAL_READ_BYTES,
             thread_count=arguments["thread_count"],
             memory_limit_bytes=arguments["memory_limit_bytes"],
         )
-        self._costs = costs_for(is_remote=is_remote)
         self._pacer = Pacer(self.options.thread_count)
         self._lock = threading.RLock()
         self._is_closed = False
@@ -187,7 +184,7 @@ class Handle:
             try:
                 places += self.places(keys, store, deadline)
                 ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
-                yield ChunkReader(ranges, self._costs), places
+                yield ChunkReader(ranges), places
             except (StorageError, IntegrityError, FormatError) as error:
                 # Gone or damaged, unless another writer has replaced files since.
                 if not isinstance(error, StorageError) or error.kind == "not-found":

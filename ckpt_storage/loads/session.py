@@ -40,7 +40,7 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader
-from ckpt_storage.transfer.costs import REMOTE_READ_BYTES, costs_for
+from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
 
 from .exchange import Links, SharedReads
@@ -298,7 +298,7 @@ class LoadSession:
         shared: SharedReads | None,
     ) -> None:
         is_remote = ranges.store.capabilities.is_remote
-        chunks = ChunkReader(ranges, costs_for(is_remote=is_remote))
+        chunks = ChunkReader(ranges)
         # A disk likes order; servers like to be asked for several things at a time.
         reads = chunks.plan(own, turn=self.rank if is_remote else None)
         total_bytes = sum(read.stop - read.start for read in reads)

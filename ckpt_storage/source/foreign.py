@@ -31,7 +31,6 @@ from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, concerns
-from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
@@ -153,10 +152,9 @@ class StockSource(ForeignSource):
 
     def _read(self, heads: Sequence[tuple[ChunkPlace, bytearray]]) -> None:
         ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
-        costs = costs_for(is_remote=self.store.capabilities.is_remote)
         reads = [bytes_read(place, memoryview(buffer)) for place, buffer in heads]
         try:
-            ChunkReader(ranges, costs).read(reads)
+            ChunkReader(ranges).read(reads)
         except StorageError as error:
             place = next((place for place, _ in heads if concerns(error, place.path)), None)
             if error.kind != "not-found" or place is None:

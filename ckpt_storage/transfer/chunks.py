@@ -30,7 +30,7 @@ from ckpt_storage.format.selections import (
 )
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
-from .costs import ReadCosts
+from .costs import ReadCosts, costs_for
 from .ranges import RangeRead, RangeReader, ignore
 
 Gaps = Literal["none", "cheap"]
@@ -39,8 +39,6 @@ takes less time than another request."""
 
 _PIECE_BYTES = 256 << 10
 """Checked and copied while they are in a processor's own cache."""
-
-_RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class ChunkPlace:
             offset=offset,
             path=self.path,
             rank=self.rank,
-            next_step=_RESTORE,
+            next_step="Restore the file from a copy, or load another checkpoint.",
         )
 
     def unchecked(self) -> ChunkPlace:
@@ -150,19 +148,19 @@ def concerns(error: CheckpointError, path: str) -> bool:
 class ChunkReader:
     """Reads selections of chunks through a `RangeReader`; may be used by several threads."""
 
-    def __init__(self, ranges: RangeReader, costs: ReadCosts) -> None:
+    def __init__(self, ranges: RangeReader, costs: ReadCosts | None = None) -> None:
         self._ranges = ranges
-        self._costs = costs
+        self._costs = costs or costs_for(ranges.store)
 
     def plan(
         self, reads: Sequence[ChunkRead], *, gaps: Gaps = "cheap", turn: int | None = None
     ) -> list[RangeRead]:
-        """Return the ranges that serve all `reads`; nothing is read.
+        """Return the ranges that serve all `reads`, in order of file and offset; nothing is read.
 
         A range has at most the options' `part_bytes`, except that a block or an element larger
-        than it is read whole. They are in order of file and offset. With a `turn` the files take
-        turns, beginning with another one for each `turn`, so that many readers do not ask for
-        one file at a time. Raises `FormatError` for a place of another length than its chunk.
+        than it is read whole. With a `turn` the files take turns, beginning with another one for
+        each, so that many readers do not ask for one file at a time. Raises `FormatError` for a
+        place of another length than its chunk.
         """
         options = self._ranges.options
         total_bytes = sum(read.place.size_bytes for read in reads)

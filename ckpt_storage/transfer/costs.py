@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_storage.options import KIB, MIB
+from ckpt_storage.store.store import Store
 
 REMOTE_READ_BYTES = 16 * MIB
 """One ranged read of a remote file: the wait for its first byte is an eighth of its time."""
@@ -68,6 +69,6 @@ REMOTE_COSTS = ReadCosts(
 )
 
 
-def costs_for(*, is_remote: bool) -> ReadCosts:
-    """Return the costs of a store with that capability."""
-    return REMOTE_COSTS if is_remote else LOCAL_COSTS
+def costs_for(store: Store) -> ReadCosts:
+    """Return the costs of a store."""
+    return REMOTE_COSTS if store.capabilities.is_remote else LOCAL_COSTS

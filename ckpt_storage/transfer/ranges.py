@@ -41,10 +41,9 @@ class RangeRead:
 
     With `into`, a writable view of that length, the bytes are read straight into it; otherwise
     into a buffer that is used again once `done` has returned. `done` gets the view of the bytes,
-    in a thread of the reader. `file_bytes` is the length that the file must have.
-
-    `check` gets the bytes as they arrive, with their distance from `start`, each once an attempt.
-    What it gets ends at a multiple of `block_bytes`, or with the range.
+    in a thread of the reader. `file_bytes` is the length that the file must have. `check` gets the
+    bytes as they arrive, with their distance from `start`, each once an attempt; what it gets ends
+    at a multiple of `block_bytes`, or with the range.
     """
 
     path: str
@@ -60,10 +59,9 @@ class RangeRead:
 class RangeReader:
     """Reads many byte ranges of one store, bounded; may be used by several threads.
 
-    At most `options.thread_count` requests are under way in each `run`. Where a request costs a
-    round trip, their number follows what the storage bears; readers that follow one another pass
-    the same `pacer`, which remembers. Buffers, and the answers that clients hold meanwhile, take
-    at most `memory_limit_bytes` in all reads of the process.
+    At most `options.thread_count` requests are under way in each `run`, fewer where the storage
+    bears fewer; readers that follow one another pass the same `pacer`, which remembers. Buffers,
+    and answers that clients hold, take at most `memory_limit_bytes` in all reads of the process.
     """
 
     def __init__(
@@ -74,9 +72,7 @@ class RangeReader:
         *,
         pacer: Pacer | None = None,
     ) -> None:
-        self.store = store
-        self.options = options
-        self.deadline = deadline
+        self.store, self.options, self.deadline = store, options, deadline
         # All at once: reads wait for the first byte, and a storage that has too many says so.
         self.pacer = pacer or Pacer(options.thread_count)
 
@@ -173,6 +169,11 @@ class _Run:
             deque(ranges, maxlen=0)
         ranges.finish()
 
+    def check(self, path: str) -> None:
+        """Raise if nobody waits for what is read any more."""
+        if self.given_up.is_set():
+            raise CheckpointError(f"The read of {path} was given up.")
+
     def taken(self, seconds: float, byte_count: int) -> None:
         """Note what was read in one go."""
         if self._is_remote or self._most > 1:
@@ -228,8 +229,7 @@ class _Ranges:
 
     def _end(self) -> None:
         read, run = self._left.popleft(), self._run
-        if run.given_up.is_set():
-            raise CheckpointError(f"The read of {read.path} was given up.")
+        run.check(read.path)
         read.done(self._view)
         if self._buffer is not None:
             run.buffers.append(self._buffer)
@@ -246,8 +246,7 @@ class _Ranges:
             begin_s = time.monotonic()
             yield read.start + start, view[start:stop]
             self._run.taken(time.monotonic() - begin_s, stop - start)
-            if self._run.given_up.is_set():
-                raise CheckpointError(f"The read of {read.path} was given up.")
+            self._run.check(read.path)
             judged = stop if stop == length else stop - stop % read.block_bytes
             if check is not None and checked < judged:
                 check(view[checked:judged], checked)

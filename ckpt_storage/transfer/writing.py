@@ -99,9 +99,9 @@ class ObjectWriter:
     """Writes one new object from front to back, in parts; ended by `complete` or `abort`.
 
     Where a request costs a round trip, or several local writes were asked for, threads send the
-    parts. Else the caller's own thread does, while their bytes, just hashed, are still in the
-    processor's cache. The memory of the process's transfers together stays below
-    `memory_limit_bytes`. What is written must stay as it is until `complete` returns.
+    parts; else the caller's own does, while the bytes are still in the processor's cache. All
+    transfers of the process together take at most `memory_limit_bytes`. What is written must stay
+    as it is until `complete` returns.
     """
 
     def __init__(  # call sites name all of them
