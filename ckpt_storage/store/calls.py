@@ -1,8 +1,7 @@
 """One blocking call: a thread that can be left behind, its deadline, and when it is made again.
 
-A thread that hangs in the kernel cannot be ended from outside, so it is left behind, named after
-what it was doing and counted, and the process can still exit. Threads are used again, because
-starting one costs more than most calls.
+A thread that hangs in the kernel cannot be ended, so it is left behind, named after what it was
+doing and counted, and the process can still exit. Threads are used again.
 """
 
 from __future__ import annotations

@@ -80,11 +80,7 @@ def fill(
 
 
 class _Lent:
-    """Ranges as a backend gets them: which one is being filled, and what their iterator raised.
-
-    Each is taken back with the next one, or at the end: nothing writes into it then, whatever a
-    client that was left behind may still do.
-    """
+    """Ranges as a backend gets them; each is taken back with the next, so nothing fills it late."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         self._ranges = ranges

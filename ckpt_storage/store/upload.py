@@ -361,11 +361,7 @@ def _joined(buffers: Sequence[memoryview]) -> bytes:
 
 
 def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:
-    """Return the parts in order if together they are the object of `total_bytes`.
-
-    Raises `StorageError` naming `shown` if they are not, and `InvalidInputError` if two members
-    used one number.
-    """
+    """Return the parts in order; raise unless together they are the object of `total_bytes`."""
     ordered = sorted(parts, key=lambda part: part.number)
     numbers = [part.number for part in ordered]
     if len({*numbers}) < len(numbers):

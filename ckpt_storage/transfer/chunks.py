@@ -2,8 +2,7 @@
 
 A chunk lies in its file as the bytes of its elements in C order. A selection that is one long run
 of bytes goes straight into its target's memory. Anything else is read in windows of bounded size
-and copied out, by a handful of strided copies for each. So nothing loops over rows, and thousands
-of small tensors share one request.
+and copied out, by a few strided copies for each; thousands of small tensors share one request.
 """
 
 from __future__ import annotations

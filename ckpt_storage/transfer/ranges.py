@@ -190,12 +190,11 @@ class _Run:
 
 
 class _Ranges:
-    """What is to be read of one file, in pieces; a fetch is done once all of it is checked.
+    """What is to be read of one file, in pieces; a read is done once all of it is checked.
 
-    Iterated anew, it goes on with the first fetch that is not done, from its first byte. The last
-    one, perhaps the only one, is done by `finish`: a client may notice at the end of its answer
-    that what it brought is worth nothing. Where pieces come over a network (`piece_bytes` None),
-    nothing is checked before that.
+    Iterated anew, it goes on with the first read that is not done, from its first byte. The last is
+    done by `finish`: a client may notice at the end of its answer that it is worth nothing. Where
+    pieces come over a network (`piece_bytes` None), nothing is checked before that.
     """
 
     def __init__(self, run: _Run, batch: Sequence[RangeRead], piece_bytes: int | None) -> None:
