@@ -16,6 +16,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.options import RetryPolicy
 
+from .answers import fill, put_settled, taken, whole, whose
 from .backend import (
     DELETE_COUNT,
     Backend,
@@ -26,10 +27,8 @@ from .backend import (
     Range,
 )
 from .calls import CLEAN_UP_S, Caller, Repeat, moved, system_random
-from .conditions import put_settled, taken, whose
 from .deadline import Deadline
 from .problems import explain
-from .reads import fill, whole
 from .upload import Upload
 
 log = logging.getLogger("ckpt_storage")
