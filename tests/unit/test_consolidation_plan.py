@@ -32,7 +32,6 @@ from ckpt_storage.export.plan import Region, divide, number_unit_bytes
 from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.source.model import TensorInfo
-from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 QUICK = settings(max_examples=100, deadline=None)
@@ -76,30 +75,20 @@ def checkpoints(draw: st.DrawFn) -> tuple[MemorySource, dict[str, NDArray[np.gen
 
 
 @QUICK
-@given(
-    checkpoint=checkpoints(),
-    world_size=st.integers(1, 9),
-    able=st.sampled_from([SHARED, S3, WHOLE]),
-    part_bytes=st.sampled_from([64, 8 * MIB]),
-    limit=st.sampled_from([1000, 5000, "5GB"]),
-    window_bytes=st.integers(64, 20_000),
-)
-def test_files_made_by_a_plan_are_what_safetensors_reads(
-    checkpoint: tuple[MemorySource, dict[str, NDArray[np.generic]]],
-    world_size: int,
-    able: Capabilities,
-    part_bytes: int,
-    limit: int | str,
-    window_bytes: int,
-) -> None:
-    """Every byte is written once, and the safetensors library finds every array unchanged."""
-    source, arrays = checkpoint
-    options = ConsolidateOptions(max_file_bytes=limit)
+@given(st.data())
+def test_files_made_by_a_plan_are_what_safetensors_reads(draws: st.DataObject) -> None:
+    """Every byte is written, and the safetensors library finds every array unchanged."""
+    source, arrays = draws.draw(checkpoints())
+    limit = draws.draw(st.sampled_from(["1000", "5kB", "5GB"]))
     plan = plan_export(
-        source, options=options, world_size=world_size, able=able, part_bytes=part_bytes
+        source,
+        options=ConsolidateOptions(max_file_bytes=limit),
+        world_size=draws.draw(st.integers(1, 9)),
+        able=draws.draw(st.sampled_from([SHARED, S3, WHOLE])),
+        part_bytes=draws.draw(st.sampled_from([64, 8 * MIB])),
     )
     found: dict[str, NDArray[np.generic]] = {}
-    for data in assemble(plan, source, window_bytes):
+    for data in assemble(plan, source, draws.draw(st.integers(64, 20_000))):
         found |= load_numpy(data)
     assert found.keys() == arrays.keys()
     for fqn, array in arrays.items():
@@ -186,23 +175,16 @@ def test_an_index_mapping_decides_the_files() -> None:
 
 
 @QUICK
-@given(
-    sizes=st.lists(st.integers(1, 5000) | st.integers(1, 1 << 34), min_size=1, max_size=12),
-    world_size=st.integers(1, 300),
-    min_part_bytes=st.sampled_from([1, 5 * MIB]),
-    max_part_count=st.sampled_from([None, 100, 10_000]),
-    multiple=st.sampled_from([1, 4096, 256 * 1024]),
-    part_bytes=st.sampled_from([8 * MIB, 16 * MIB, 100 * 1000 * 1000]),
-)
-def test_regions_cover_files_with_lawful_parts_and_balance(
-    sizes: list[int],
-    world_size: int,
-    min_part_bytes: int,
-    max_part_count: int | None,
-    multiple: int,
-    part_bytes: int,
-) -> None:
-    """Regions are large enough and aligned, and ranks are balanced."""
+@given(st.data())
+def test_regions_cover_files_with_lawful_parts_and_balance(draws: st.DataObject) -> None:
+    """Every byte is in one region; regions are large enough and aligned, and ranks balanced."""
+    some = st.integers(1, 5000) | st.integers(1, 1 << 34)
+    sizes = draws.draw(st.lists(some, min_size=1, max_size=12))
+    world_size = draws.draw(st.integers(1, 300))
+    min_part_bytes = draws.draw(st.sampled_from([1, 5 * MIB]))
+    max_part_count = draws.draw(st.sampled_from([None, 100, 10_000]))
+    multiple = draws.draw(st.sampled_from([1, 4096, 256 * 1024]))
+    part_bytes = draws.draw(st.sampled_from([8 * MIB, 16 * MIB, 100 * 1000 * 1000]))
     able = replace(
         SHARED,
         min_part_bytes=min_part_bytes,
@@ -229,30 +211,14 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
 
 
 @QUICK
-@given(
-    least=st.sampled_from([1, 5 * MIB]),
-    count=st.sampled_from([None, 9000]),
-    before_count=st.integers(0, 3),
-    part_count=st.integers(1, 100),
-    tail_bytes=st.none() | st.integers(0, 8 * MIB - 1),
-    lead_bytes=st.integers(0, 200).map(lambda n: 8 * n),
-    run_sizes=st.lists(
-        st.tuples(
-            st.integers(1, 800 * MIB), st.integers(0, 3), st.sampled_from([0, 64, MIB, 7 * MIB])
-        ),
-        max_size=8,
-    ),
-)
-def test_every_cut_of_a_region_is_legal(
-    least: int,
-    count: int | None,
-    before_count: int,
-    part_count: int,
-    tail_bytes: int | None,
-    lead_bytes: int,
-    run_sizes: list[tuple[int, int, int]],
-) -> None:
+@given(st.data())
+def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
     """Parts follow one another, none is too short or numbered twice, copies end at block edges."""
+    least = draws.draw(st.sampled_from([1, 5 * MIB]))
+    count = draws.draw(st.sampled_from([None, 9000]))
+    tail_bytes = draws.draw(st.none() | st.integers(0, 8 * MIB - 1))
+    gaps = st.sampled_from([0, 64, MIB, 7 * MIB])
+    run = st.tuples(st.integers(1, 800 * MIB), st.integers(0, 3), gaps)
     able = replace(
         SHARED,
         min_part_bytes=least,
@@ -261,13 +227,13 @@ def test_every_cut_of_a_region_is_legal(
         copy_max_bytes=5 * 1024 * MIB,
     )
     part = 8 * MIB
-    start = before_count * part
-    stop = start + part_count * part + (tail_bytes or 0)
+    start = draws.draw(st.integers(0, 3)) * part
+    stop = start + draws.draw(st.integers(1, 100)) * part + (tail_bytes or 0)
     file_bytes = stop + (part if tail_bytes is None else 0)
     region = Region(file=0, start=start, stop=stop, owner=0, file_bytes=file_bytes)
     runs = []
-    at = start + lead_bytes
-    for wanted, blocks_before, gap in run_sizes:
+    at = start + 8 * draws.draw(st.integers(0, 200))
+    for wanted, blocks_before, gap in draws.draw(st.lists(run, max_size=8)):
         size = min(stop - at, wanted)
         if size <= 0:
             break
