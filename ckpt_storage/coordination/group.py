@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from .meeting import Answer
+    from .peers import Peers
 
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RankGroup]] = (
     weakref.WeakKeyDictionary()
@@ -55,6 +56,7 @@ class RankGroup:
         # Our own answer in the last operation that began without a rank that did not come.
         self.given_up: Answer | None = None
         self.siblings: Mapping[int, RankProcess] = {}
+        self.peers: Peers | None = None
         self._is_taken = False
         self._lock = threading.Lock()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -153,12 +152,7 @@ class Peers:
             raise self._broken(deadline, what, rank, error) from error
 
 
-_peers: weakref.WeakKeyDictionary[RankGroup, Peers] = weakref.WeakKeyDictionary()
-
-
 def peers_of(ranks: RankGroup) -> Peers:
     """Return the messages between ranks, the same each time."""
-    found = _peers.get(ranks)
-    if found is None:
-        found = _peers[ranks] = Peers(ranks)
-    return found
+    ranks.peers = ranks.peers or Peers(ranks)
+    return ranks.peers
