@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError
 from ckpt_storage.format import names
-from ckpt_storage.format.boxes import Box, Grid, find_flaw, grid_of_rows
+from ckpt_storage.format.boxes import Box, GridBoxes, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
@@ -38,8 +38,8 @@ from .stock import planned_of, stock_metadata, stock_note
 
 log = logging.getLogger("ckpt_storage")
 
-Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
-"""How a tensor is cut: a grid, or boxes with their owners."""
+Layout = tuple[Sequence[Box], Sequence[int]]
+"""The chunks of a tensor and the ranks that wrote them."""
 
 
 def commit_save(
@@ -209,10 +209,13 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
             if layout_key not in layouts:
                 owners, rows = table.chunks(number)
                 grid = grid_of_rows(shape, rows, owners)
-                boxes = None if grid else _boxes(fqn, shape, owners, rows)
-                layouts[layout_key] = grid, boxes
-            grid, chunks = layouts[layout_key]
-            record = TensorRecord(dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+                layouts[layout_key] = (
+                    (GridBoxes(grid, shape), grid.owners)
+                    if grid
+                    else _boxes(fqn, shape, owners, rows)
+                )
+            boxes, ranks = layouts[layout_key]
+            record = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=ranks)
             records[dtype, *layout_key] = record
         tensors[fqn] = record
     first = reports[0]
@@ -235,7 +238,7 @@ def _boxes(
     shape: tuple[int, ...],
     owners: Any,  # noqa: ANN401  # arrays
     rows: Any,  # noqa: ANN401  # as above
-) -> list[tuple[Box, int]]:
+) -> Layout:
     """Return chunks of any form that make up a tensor; says exactly what is wrong if not."""
     first: dict[Box, int] = {}
     for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
@@ -245,7 +248,7 @@ def _boxes(
     held = list(first)
     flaw = find_flaw(shape, held)
     if flaw is None:
-        return list(first.items())
+        return held, list(first.values())
     if flaw.outside is not None:
         box = held[flaw.outside]
         raise outside(fqn, shape, box, first[box])
@@ -275,7 +278,7 @@ def _agreed_ties(
     groups: dict[object, list[str]] = {}
     for name, group in joined.items():
         tensor, held = tensors.get(name), chunks.get(name, {})
-        if tensor is not None and held and len(held) == tensor.chunk_count:
+        if tensor is not None and held and len(held) == len(tensor.boxes):
             same = (id(group), tensor.dtype, tensor.shape, frozenset(held.items()))
             groups.setdefault(same, []).append(name)
     return {alias: group[0] for group in groups.values() for alias in group[1:]}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from ckpt_storage.errors import (
@@ -50,17 +49,18 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
 
 
 def read_log(
-    store: Store,
-    *,
-    known: SlotRecord | None = None,
-    read: Mapping[int, SlotRecord | None] = MappingProxyType({}),
+    store: Store, *, known: SlotRecord | None = None, for_reader: bool = False
 ) -> CommitLog:
     """Find the highest slot by galloping over names, and the head it tells of (invariant I3).
 
     About 2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where
-    nothing is; where the record of a slot is `known`, n counts from there. What was `read` is not
-    read again. Safe on any rank.
+    nothing is; where the record of a slot is `known`, n counts from there. `for_reader` asks a
+    remote storage for the first two side by side: mostly there is no more. Safe on any rank.
     """
+    read: dict[int, SlotRecord | None] = {}
+    if for_reader and store.capabilities.is_remote:
+        first = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
+        read = dict(enumerate(first, start=1))
 
     def look(slot: int) -> SlotRecord | None:
         return read[slot] if slot in read else read_slot(store, slot)
@@ -95,17 +95,6 @@ def read_log(
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=low_record, head=head)
-
-
-def read_log_together(store: Store) -> CommitLog:
-    """Do what `read_log` does, asking a remote storage for the first two slots side by side.
-
-    For readers: of a checkpoint saved once that is all there is to ask for.
-    """
-    if not store.capabilities.is_remote:
-        return read_log(store)
-    first, second = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
-    return read_log(store, read={1: first, 2: second})
 
 
 def listed_slots(store: Store) -> list[int]:

@@ -23,8 +23,8 @@ from ckpt_storage.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
 )
-from ckpt_storage.format.exports import DEFAULT_FOLDER, INDEX_NAME
-from ckpt_storage.format.names import COMMITS, SAVES
+from ckpt_storage.format.exports import DEFAULT_FOLDER
+from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
 from ckpt_storage.store import Location

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
@@ -15,7 +14,6 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
-    INDEX_NAME,
     NAMES_PATH,
     SINGLE_NAME,
     ExportRecord,
@@ -30,7 +28,14 @@ from ckpt_storage.format.exports import (
     records_tag,
     suffix_of,
 )
-from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, new_write_id
+from ckpt_storage.format.names import (
+    BLOCKER,
+    COMMITS,
+    INDEX_NAME,
+    PROBE_PREFIX,
+    SAVES,
+    new_write_id,
+)
 from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
@@ -107,8 +112,7 @@ class ExportFolder(FolderOutput):
     def recorded(self) -> list[Sealed]:
         """Return also the files of a complete export of this content."""
         identity = self.plan.identity
-        path = export_path(identity)
-        record = trusted(self.store, path, partial(ExportRecord.decode, path=path))
+        record = trusted(self.store, export_path(identity), ExportRecord.decode)
         files = record.files if record and record.fingerprint == identity else ()
         return [*(Sealed(file=file) for file in files), *super().recorded()]
 

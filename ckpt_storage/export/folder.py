@@ -33,7 +33,6 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
-    INDEX_NAME,
     Holder,
     Sealed,
     is_file_record,
@@ -42,7 +41,7 @@ from ckpt_storage.format.exports import (
     records_folder,
     weight_file_path,
 )
-from ckpt_storage.format.names import BLOCKER, STOCK_METADATA, is_blocker, new_write_id
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.store import Store
 
@@ -108,8 +107,7 @@ class FolderOutput(Output):
         identity = self.plan.identity
 
         def read(path: str) -> Sealed | None:
-            decode = partial(Sealed.decode, path=path, fingerprint=identity)
-            return trusted(self.store, path, decode)
+            return trusted(self.store, path, partial(Sealed.decode, fingerprint=identity))
 
         paths = [one.path for one in listed(self.store, records_folder(identity))]
         reads = [partial(read, path) for path in paths if is_file_record(path)]
@@ -183,7 +181,7 @@ class PlainFolder(FolderOutput):
         entries = listed(store, "", recursive=True)
         here = {entry.path for entry in entries if not entry.path.endswith("/")}
         index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
-        is_hidden = index is not None and is_blocker(index.data)
+        is_hidden = index is not None and index.data == BLOCKER
         in_the_way = {path for path in here if path in self._names or self._mixes(path)}
         # Readers take what would be replaced here for a checkpoint.
         is_whole = STOCK_METADATA in here or (
@@ -246,11 +244,11 @@ class PlainFolder(FolderOutput):
         return path == INDEX_NAME or is_old(path)
 
 
-def trusted(store: Store, path: str, decode: Callable[[bytes], T]) -> T | None:
+def trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
     try:
         found = read_if_there(store, path)
-        return None if found is None else decode(found.data)
+        return None if found is None else decode(found.data, path)
     except (IntegrityError, FormatError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None

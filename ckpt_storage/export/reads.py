@@ -48,9 +48,6 @@ class Readable(Explains, Protocol):
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk lies."""
-
 
 class SegmentReader:
     """Reads what output files are made of; safe in any thread.
@@ -94,7 +91,7 @@ class SegmentReader:
         if isinstance(segment, Stored) and segment.path:
             size = segment.size_bytes
             return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
-        return self._source.place(*piece.key)
+        return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
         """Put bytes [start, stop) of a file into `window`; return the bytes read.

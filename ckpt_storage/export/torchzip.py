@@ -147,8 +147,8 @@ class TorchFile(Output):
         source = self.source
         held: Mapping[str, object] = getattr(source, "values", {})
         pickled = [fqn for fqn in self.chosen.blobs if fqn not in held]
-        sizes = [source.place(fqn, None).size_bytes for fqn in pickled]
-        pairs = list(zip(pickled, sizes, strict=True))
+        places = source.places([(fqn, None) for fqn in pickled])
+        pairs = [(fqn, place.size_bytes) for fqn, place in zip(pickled, places, strict=True)]
         take = _reading(self.site, source, [Stored(fqn=f, size_bytes=size) for f, size in pairs])
         objects = {fqn: held[fqn] for fqn in self.chosen.blobs if fqn in held}
         for fqn, size in pairs:

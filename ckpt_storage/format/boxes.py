@@ -10,22 +10,20 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 
 from .documents import Counts, LazyList
 
 _MOST_ELEMENTS = (1 << 62) - 1
-_MOST_PAIRS = 1 << 26
-_PAIRS_AT_ONCE = 1 << 20
+_MOST_STEPS = 1 << 23
+_Sides = tuple[tuple[int, int], ...]
 
 
 class Box(NamedTuple):
@@ -66,10 +64,8 @@ class Box(NamedTuple):
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return boxes that hold elements [start, stop) of the C-order linearisation of `shape`.
 
-    They follow one another in that order, each of them contiguous in it. At most one of them is
-    of whole rows of the first dimension that is cut, and for each inner dimension there is at
-    most one before and one behind: max(1, 2 ndim - 1) in all. Raises `InvalidInputError` if the
-    interval is not within the shape.
+    They follow one another in that order, each of them contiguous in it: at most
+    max(1, 2 ndim - 1). Raises `InvalidInputError` if the interval is not within the shape.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise InvalidInputError(
@@ -146,10 +142,7 @@ class Grid:
         return cell
 
     def intersecting(self, box: Box) -> list[int]:
-        """Return the cells, ascending, that share elements with `box`, which lies in the shape.
-
-        Costs two bisections per dimension and one step per cell found.
-        """
+        """Return the cells, ascending, that share elements with `box`, which lies in the shape."""
         if box.is_empty:
             return []
         cells = [0]
@@ -240,31 +233,26 @@ class Flaw:
 def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
     """Return where `boxes` hold an element of a tensor of `shape` never or twice; None if nowhere.
 
-    Boxes without elements must only lie in the shape. Others are in order if no two overlap and
-    their volumes make up that of the shape.
+    Boxes without elements must only lie in the shape.
     """
     for number, box in enumerate(boxes):
         if not _lies_in(shape, box):
             return Flaw(outside=number)
-    solid = [box for box in boxes if not box.is_empty]
-    volume = math.prod(shape)
-    if len(solid) < 2 and sum(box.volume for box in solid) == volume:  # noqa: PLR2004  # a pair
+    if 0 in shape:
         return None
-    # Unsigned, because a stop may be as large as 2**63.
-    starts, stops = (
-        np.array(corners, dtype=np.uint64).reshape(len(solid), len(shape))
-        for corners in ([box.offsets for box in solid], [box.stops for box in solid])
-    )
+    # First along the dimension where few boxes lie side by side at few starts.
+    starts = [len({box.offsets[dim] for box in boxes}) for dim in range(len(shape))]
+    reach = [sum(box.sizes[dim] for box in boxes) / size for dim, size in enumerate(shape)]
+    order = sorted(range(len(shape)), key=lambda dim: starts[dim] * reach[dim])
+    sides = [list(zip(box.offsets, box.stops, strict=True)) for box in boxes if not box.is_empty]
+    turned = [tuple(side[dim] for dim in order) for side in sides]
     try:
-        pair = _overlapping(starts, stops)
-    except _TooManyPairsError:
+        found = _odd_element([shape[dim] for dim in order], turned, [_MOST_STEPS])
+    except _TooManyStepsError:
         return Flaw()
-    if pair is not None:
-        at = tuple(map(max, solid[pair[0]].offsets, solid[pair[1]].offsets))
-    elif sum(box.volume for box in solid) == volume:
+    if found is None:
         return None
-    else:
-        at = _first_gap(shape, solid)
+    at = tuple(found[order.index(dim)] for dim in range(len(shape)))
     one = Box(at, (1,) * len(shape))
     return Flaw(
         at=at,
@@ -280,53 +268,36 @@ def _lies_in(shape: tuple[int, ...], box: Box) -> bool:
     )
 
 
-class _TooManyPairsError(Exception):
+class _TooManyStepsError(Exception):
     """More boxes lie side by side than may be compared."""
 
 
-def _overlapping(starts: NDArray[np.uint64], stops: NDArray[np.uint64]) -> tuple[int, int] | None:
-    """Return two boxes that share elements; None if there are none.
+def _odd_element(
+    shape: Sequence[int], sides: Iterable[_Sides], steps_left: list[int]
+) -> tuple[int, ...] | None:
+    """Return the first element that not exactly one box holds; a box is its starts and stops.
 
-    Sorted along the dimension with the most starts, a box can meet only those that begin before it
-    ends: few, where they are cut along it.
+    Between two edges of boxes all slices across the first dimension are alike.
     """
-    count, ndim = starts.shape
-    if count < 2 or not ndim:  # noqa: PLR2004  # a pair
-        return None if count < 2 else (0, 1)  # noqa: PLR2004  # as above
-    dim = max(range(ndim), key=lambda dim: len(np.unique(starts[:, dim])))
-    order = np.argsort(starts[:, dim], kind="stable")
-    starts, stops = starts[order], stops[order]
-    places = np.arange(count)
-    meets = np.searchsorted(starts[:, dim], stops[:, dim]) - places - 1
-    ends = np.cumsum(meets)
-    if ends[-1] > _MOST_PAIRS:
-        raise _TooManyPairsError
-    for part in np.split(places, np.flatnonzero(np.diff(ends // _PAIRS_AT_ONCE)) + 1):
-        left = np.repeat(part, meets[part])
-        firsts = np.cumsum(meets[part]) - meets[part]
-        right = left + 1 + np.arange(len(left)) - np.repeat(firsts, meets[part])
-        low, high = np.maximum(starts[left], starts[right]), np.minimum(stops[left], stops[right])
-        for at in np.flatnonzero((low < high).all(axis=1))[:1]:
-            return int(order[left[at]]), int(order[right[at]])
-    return None
-
-
-def _first_gap(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the first element, in C order, that no box holds; they do not overlap."""
+    coming = sorted(sides, reverse=True)
     if not shape:
-        return ()
-    inner = [Box(box.offsets[1:], box.sizes[1:]) for box in boxes]
-    change = Counter({0: 0})
-    for box, rest in zip(boxes, inner, strict=True):
-        change[box.offsets[0]] += rest.volume
-        change[box.stops[0]] -= rest.volume
-    held = itertools.accumulate(more for _, more in sorted(change.items()))
-    whole = math.prod(shape[1:])
-    at = next(at for at, volume in zip(sorted(change), held, strict=True) if volume != whole)
-    met = [
-        rest for box, rest in zip(boxes, inner, strict=True) if box.offsets[0] <= at < box.stops[0]
-    ]
-    return (at, *_first_gap(shape[1:], met))
+        return None if len(coming) == 1 else ()
+    here: list[_Sides] = []
+    at = 0
+    while at < shape[0]:
+        here = [side for side in here if side[0][1] > at]
+        while coming and coming[-1][0][0] == at:
+            here.append(coming.pop())
+        steps_left[0] -= len(here)
+        if steps_left[0] < 0:
+            raise _TooManyStepsError
+        inner = _odd_element(shape[1:], (side[1:] for side in here), steps_left)
+        if inner is not None:
+            return (at, *inner)
+        at = min(side[0][1] for side in here)
+        if coming:
+            at = min(at, coming[-1][0][0])
+    return None
 
 
 def compact(numbers: Counts) -> Sequence[int]:

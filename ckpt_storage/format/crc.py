@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 from crc32c import crc32c as _crc32c
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,10 +41,9 @@ def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
 def first_wrong_block(
     view: memoryview, block_bytes: int, crcs: Sequence[int], first_block: int
 ) -> int | None:
-    """Return where in `view` the first block begins that has another CRC-32C than it should.
+    """Return where in `view` the first block begins whose CRC-32C is not as in `crcs`, else None.
 
-    `view` is of bytes and begins with block `first_block`, whose checksum is at that place in
-    `crcs`; its last block may be shorter. None if all are right.
+    `view` is of bytes and begins with block `first_block`; its last block may be shorter.
     """
     found = crcs_of_blocks(view, block_bytes)
     wanted = list(crcs[first_block : first_block + len(found)])
@@ -74,25 +71,19 @@ class BlockHasher:
     def update(self, data: Buffer) -> None:
         """Append a C-contiguous buffer of any element type to the payload."""
         view = memoryview(data)
-        size = view.nbytes
-        if not size:
+        if not view.nbytes:
             # A view with a zero in its shape cannot be cast.
             return
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
-        block = self._block_bytes
-        start = 0
-        if self._filled_bytes:
-            start = min(block - self._filled_bytes, size)
-            self._crc = crc32c_of(view[:start], self._crc)
-            self._filled_bytes += start
-            if self._filled_bytes < block:
-                return
-            self._crcs.append(self._crc)
-        rest = size - (size - start) % block
-        self._crcs.extend(crcs_of_blocks(view[start:rest], block))
-        self._filled_bytes = size - rest
-        self._crc = crc32c_of(view[rest:])
+        while view:
+            piece = view[: self._block_bytes - self._filled_bytes]
+            self._crc = crc32c_of(piece, self._crc)
+            self._filled_bytes += len(piece)
+            if self._filled_bytes == self._block_bytes:
+                self._crcs.append(self._crc)
+                self._crc = self._filled_bytes = 0
+            view = view[len(piece) :]
 
     def finish(self) -> array[int]:
         """Return the checksums of all blocks (type code "I"), and begin a new payload."""
@@ -107,44 +98,37 @@ class BlockHasher:
 def combine(crc_a: int, crc_b: int, length_b: int) -> int:
     """Return the CRC-32C of A followed by B, where B has `length_b` bytes.
 
-    The method is that of `crc32_combine` in zlib 1.2.12 and later (Mark Adler): multiply the
-    checksum of A by x^(8 length_b) modulo the polynomial and add that of B. Here with
-    Castagnoli's polynomial.
+    As `crc32_combine` of zlib (Mark Adler): that of A times x^(8 length_b), plus that of B.
     """
     return _multiply(_power(length_b), crc_a) ^ crc_b
 
 
 def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the CRC-32C of a concatenation; piece i has checksum `crcs[i]`, `lengths[i]` bytes.
-
-    Raises `ValueError` if the sequences differ in length.
-    """
+    """Return the CRC-32C of a concatenation; piece i has checksum `crcs[i]`, `lengths[i]` bytes."""
     combined = 0
     for crc, length in zip(crcs, lengths, strict=True):
-        combined = combine(combined, crc, length) if length else combined
+        combined = combine(combined, crc, length)
     return combined
 
 
 def combine_blocks(crcs: Sequence[int], block_bytes: int, total_bytes: int) -> int:
-    """Return the CRC-32C of a payload of `total_bytes`, given that of each of its blocks.
-
-    `crcs` may be an array of either module. Blocks are joined in pairs, all pairs at once. Raises
-    `ValueError` if there are not as many checksums as blocks.
-    """
+    """Return the CRC-32C of a payload of `total_bytes`, given those of its blocks as any array."""
     count = -(-total_bytes // block_bytes)
     if count != len(crcs):
         raise ValueError(f"{len(crcs)} checksums for {count} blocks")
     if count <= 1:
         return int(crcs[0]) if count else 0
-    whole = np.asarray(crcs[:-1], dtype=np.uint32)
-    length = block_bytes
-    while len(whole) > 1:
-        if len(whole) % 2:
-            # The checksum of nothing is 0.
-            whole = np.concatenate((np.zeros(1, dtype=np.uint32), whole))
-        whole = _moved(whole[::2], length) ^ whole[1::2]
-        length *= 2
-    return combine(int(whole[0]), int(crcs[-1]), total_bytes - (count - 1) * block_bytes)
+    *whole, last = map(int, crcs)
+    low, second, third, high = _shift_tables(block_bytes)
+    combined = 0
+    for crc in whole:
+        combined = crc ^ (
+            low[combined & 255]
+            ^ second[combined >> 8 & 255]
+            ^ third[combined >> 16 & 255]
+            ^ high[combined >> 24]
+        )
+    return combine(combined, last, total_bytes - (count - 1) * block_bytes)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -170,23 +154,14 @@ def _power(length: int) -> int:
     return _multiply(square, _ONE_BYTE) if length & 1 else square
 
 
-@lru_cache(maxsize=256)
-def _shift_tables(length: int) -> NDArray[np.uint32]:
-    """Return a 4 x 256 table: row i maps byte i of a checksum to its share after `length` bytes.
+@lru_cache(maxsize=16)
+def _shift_tables(length: int) -> list[list[int]]:
+    """Return what each byte of a checksum, the lowest first, becomes `length` bytes later.
 
-    The map is linear over GF(2): its 32 columns are the images of single bits, and each row is
-    all sums of eight of them.
+    The map is linear over GF(2): it sums the images of single bits.
     """
-    tables = np.zeros((4, 256), dtype=np.uint32)
+    tables = [[0] for _ in range(4)]
     for bit in range(32):
-        row, low = tables[bit // 8], 1 << bit % 8
-        row[low : 2 * low] = row[:low] ^ np.uint32(_multiply(_power(length), 1 << bit))
+        image = _multiply(_power(length), 1 << bit)
+        tables[bit // 8] += [other ^ image for other in tables[bit // 8]]
     return tables
-
-
-def _moved(crcs: NDArray[np.uint32], length: int) -> NDArray[np.uint32]:
-    """Return what each checksum adds to that of itself and `length` bytes more."""
-    table = _shift_tables(length)
-    high: NDArray[np.uint32] = table[3][crcs >> 24] ^ table[2][(crcs >> 16) & 255]
-    low: NDArray[np.uint32] = table[1][(crcs >> 8) & 255] ^ table[0][crcs & 255]
-    return high ^ low

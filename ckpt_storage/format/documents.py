@@ -89,8 +89,7 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
     """Return the body of a sealed document after checking every byte of it.
 
     Raises `IntegrityError` for a sealed document that was cut, extended or changed; `FormatError`
-    for a file that never was one, and for a body that is sound but no JSON object or that has a key
-    twice.
+    for a file that never was one, and for a body that is no strict JSON object.
     """
     name = f"{path} ({len(data)} bytes)"
     text = data[_BODY_START : -len(_TAIL)]
@@ -111,7 +110,7 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
             next_step=DAMAGED,
         )
     try:
-        return _strict_json(text, dict)
+        return strict_json(text, dict)
     except (RecursionError, ValueError) as error:
         raise FormatError(
             f"{path} was written with a body that is not valid JSON: {error}.",
@@ -120,7 +119,7 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
         ) from error
 
 
-def _strict_json(text: bytes, kind: type[_T]) -> _T:
+def strict_json(text: bytes, kind: type[_T]) -> _T:
     """Return what JSON says. Raises `ValueError`, also for what only lenient readers take."""
     value: object = json.loads(
         text.decode(), object_pairs_hook=_unique_keys, parse_constant=no_constant
@@ -354,7 +353,7 @@ class Fields:
         if count > MOST_NAMES:
             self.fail(f"declares more than {MOST_NAMES} names in {key!r}")
         try:
-            names: Any = _strict_json(packed.inflate(key, packed.count("bytes")), list)
+            names: Any = strict_json(packed.inflate(key, packed.count("bytes")), list)
         except (RecursionError, ValueError):
             names = None
         listed = Fields({key: names}, self.where).strings(key)

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ckpt_storage.errors import FormatError
 
 from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import INDEX_NAME, is_save_id
-
-__all__ = [
-    "DEFAULT_FOLDER",
-    "DOCUMENTS",
-    "HOLDER_PATH",
-    "INDEX_NAME",
-    "NAMES_PATH",
-    "SINGLE_NAME",
-    "ExportRecord",
-    "Holder",
-    "IndexTag",
-    "Names",
-    "Sealed",
-    "export_path",
-    "is_file_record",
-    "is_output_file",
-    "is_weight_file",
-    "records_folder",
-    "records_tag",
-    "suffix_of",
-    "weight_file_path",
-]
 
 DEFAULT_FOLDER = "hf"
 """Where an export goes unless told otherwise, below its checkpoint."""
@@ -47,11 +25,8 @@ SINGLE_NAME = "model.safetensors"
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?\.safetensors")
-_DOCUMENT = re.compile(
-    rf"{re.escape(DOCUMENTS)}/((names|job)\.json"
-    r"|[0-9a-f]{16}/([0-9]{5,}|output)\.json)"
-)
-_FILE_RECORD = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{16}}/[0-9]{{5,}}\.json")
+_FILE_RECORD = re.compile(r"\.ckpt-storage/[0-9a-f]{16}/[0-9]{5,}\.json")
+_DOCUMENT = re.compile(r"\.ckpt-storage/(names|job|[0-9a-f]{16}/([0-9]{5,}|output))\.json")
 _TAG_DIGITS = 16
 _SUFFIX_DIGITS = 8
 
@@ -96,46 +71,108 @@ def is_output_file(path: str) -> bool:
     return path == INDEX_NAME or is_weight_file(path) or _DOCUMENT.fullmatch(path) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Which content may use names without a suffix."""
+def _to_json(value: object) -> object:
+    match value:
+        case FileRef():
+            return value.as_json()
+        case list() | tuple():
+            return list(map(_to_json, value))
+    return dict(value) if isinstance(value, Mapping) else value
 
-    fingerprint: str
-    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+def _text(get: Fields, key: str) -> str:
+    return str(get.body.get(key, ""))
+
+
+def _fingerprint(get: Fields, key: str) -> str:
+    text = get.string(key)
+    if not _FINGERPRINT.fullmatch(text):
+        raise FormatError(
+            f"{get.where} has {text!r:.80} where a fingerprint should be.",
+            path=get.where,
+            next_step="Delete the folder of the export and consolidate again.",
+        )
+    return text
+
+
+def _save_id(get: Fields, key: str) -> str | None:
+    save_id = get.body.get(key)
+    if save_id is not None and not (isinstance(save_id, str) and is_save_id(save_id)):
+        get.fail(f"has {save_id!r:.80} where a save id should be")
+    return save_id
+
+
+_FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
+    "fingerprint": _fingerprint,
+    "save_id": _save_id,
+    "run_id": Fields.string,
+    "source_format": Fields.string,
+    "source": _text,
+    "index": lambda get, key: get.object(key).ref(),
+    "files": lambda get, key: tuple(one.ref() for one in get.objects(key)),
+    "ties": lambda get, key: {alias: str(name) for alias, name in get.mapping(key).items()},
+}
+
+
+class _Document:
+    """A document whose keys are its fields; what else it says, such as who wrote it, is `stamp`."""
+
+    __slots__ = ()
+    KIND: ClassVar[str]
+    stamp: Mapping[str, Any]
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        return _sealed("names", {"fingerprint": self.fingerprint}, self.stamp)
+        body: dict[str, Any] = {"format": format_of(self.KIND)}
+        said = {name: _to_json(getattr(self, name)) for name in self._keys()}
+        return seal(body | said | dict(self.stamp))
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
+    def decode(cls, data: bytes, path: str) -> Self:
         """Return what a document says. Raises `IntegrityError`, `FormatError`."""
-        get = _opened(data, "names", NAMES_PATH)
-        return cls(fingerprint=_fingerprint(get))
+        get = Fields.of(unseal(data, path=path), cls.KIND, path)
+        found = {name: _FROM_JSON[name](get, name) for name in cls._keys()}
+        known = {"format", *found}
+        found["stamp"] = {key: value for key, value in get.body.items() if key not in known}
+        return cls(**found)
+
+    @classmethod
+    def _keys(cls) -> list[str]:
+        return [one for one in cls.__annotations__ if one in _FROM_JSON]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Names(_Document):
+    """Which content may use names without a suffix."""
+
+    KIND: ClassVar[str] = "names"
+    fingerprint: str
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder(_Document):
     """The run that works in the folder now."""
 
+    KIND: ClassVar[str] = "holder"
     run_id: str
     fingerprint: str
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {"run_id": self.run_id, "fingerprint": self.fingerprint}
-        return _sealed("holder", body, self.stamp)
 
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
-        get = _opened(data, "holder", HOLDER_PATH)
-        return cls(
-            run_id=get.string("run_id"),
-            fingerprint=_fingerprint(get),
-            stamp={"host": str(get.body.get("host", "")), "pid": get.body.get("pid", 0)},
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRecord(_Document):
+    """A complete export."""
+
+    KIND: ClassVar[str] = "export"
+    fingerprint: str
+    save_id: str | None
+    source_format: str
+    source: str = ""
+    files: Sequence[FileRef]
+    index: FileRef
+    ties: Mapping[str, str] = field(default_factory=dict)
+    stamp: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,71 +192,27 @@ class Sealed:
         """Return the sealed document of a file of that output."""
         body: dict[str, Any] = {"fingerprint": fingerprint, "file": self.file.as_json()}
         if self.token:
-            parts = [list(part) for part in self.parts]
+            parts = list(map(list, self.parts))
             body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
-        return _sealed("weight_file", body, {})
+        return seal({"format": format_of("weight_file"), **body})
 
     @classmethod
-    def decode(cls, data: bytes, *, path: str, fingerprint: str) -> Self:
+    def decode(cls, data: bytes, path: str, *, fingerprint: str) -> Self:
         """Return what a document says of a file of that output.
 
         Raises `IntegrityError`, `FormatError`.
         """
-        get = _opened(data, "weight_file", path)
-        parts = get.body.get("parts", [])
-        if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
-            get.fail("has no list of parts")
-        if _fingerprint(get) != fingerprint:
+        get = Fields.of(unseal(data, path=path), "weight_file", path)
+        if _fingerprint(get, "fingerprint") != fingerprint:
             get.fail("is of another output")
+        parts = get.items("parts") if "parts" in get else []
+        if not all(isinstance(part, list) for part in parts):
+            get.fail("has no list of parts")
         return cls(
             file=get.object("file").ref(),
-            token=str(get.body.get("token", "")),
-            write_id=str(get.body.get("write_id", "")),
+            token=_text(get, "token"),
+            write_id=_text(get, "write_id"),
             parts=parts,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRecord:
-    """A complete export."""
-
-    fingerprint: str
-    save_id: str | None
-    source_format: str
-    files: Sequence[FileRef]
-    index: FileRef
-    source: str = ""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    stamp: Mapping[str, Any] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {
-            "fingerprint": self.fingerprint,
-            "save_id": self.save_id,
-            "source_format": self.source_format,
-            "source": self.source,
-            "files": [file.as_json() for file in self.files],
-            "index": self.index.as_json(),
-            "ties": dict(self.ties),
-        }
-        return _sealed("export", body, self.stamp)
-
-    @classmethod
-    def decode(cls, data: bytes, *, path: str) -> Self:
-        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
-        get = _opened(data, "export", path)
-        save_id = get.body.get("save_id")
-        if save_id is not None and not (isinstance(save_id, str) and is_save_id(save_id)):
-            get.fail(f"has {save_id!r:.80} where a save id should be")
-        return cls(
-            fingerprint=_fingerprint(get),
-            save_id=save_id,
-            source_format=get.string("source_format"),
-            source=str(get.body.get("source", "")),
-            files=tuple(one.ref() for one in get.objects("files")),
-            index=get.object("index").ref(),
-            ties={str(alias): str(target) for alias, target in get.mapping("ties").items()},
         )
 
 
@@ -247,22 +240,3 @@ class IndexTag:
             save_id=save_id if isinstance(save_id, str) else None,
             names=frozenset(map(str, names)),
         )
-
-
-def _sealed(kind: str, body: Mapping[str, Any], stamp: Mapping[str, Any]) -> bytes:
-    return seal({"format": format_of(kind), **body, **stamp})
-
-
-def _opened(data: bytes, kind: str, path: str) -> Fields:
-    return Fields.of(unseal(data, path=path), kind, path)
-
-
-def _fingerprint(get: Fields) -> str:
-    text = get.string("fingerprint")
-    if not _FINGERPRINT.fullmatch(text):
-        raise FormatError(
-            f"{get.where} has {text!r:.80} where a fingerprint should be.",
-            path=get.where,
-            next_step="Delete the folder of the export and consolidate again.",
-        )
-    return text

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 Builder = Callable[[tuple[object, ...]], object]
 Allowed = Mapping[str, Builder | None]
@@ -43,11 +45,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A call or object creation that did not take place.
-
-    `name` is the callee, `args` its arguments, `state` what would have been given to
-    `__setstate__` (None: nothing).
-    """
+    """A call of `name` that did not take place; `state` was for `__setstate__`."""
 
     name: str
     args: tuple[object, ...]
@@ -67,10 +65,9 @@ class Pairs(list[tuple[object, object]]):
     __slots__ = ()
 
     def fields(self) -> dict[str, object]:
-        """Return the pairs as a dict of attributes.
+        """Return the pairs as a dict of attributes; of no more than any class has.
 
-        Raises `PickleMalformedError` for a key that is no string or occurs twice, and for
-        more keys than any class has, so that the cost of one call stays small.
+        Raises `PickleMalformedError`, also for a key that is no string or occurs twice.
         """
         found: dict[str, object] = {}
         if len(self) > _MAX_FIELDS:
@@ -126,11 +123,14 @@ class _Machine:
             entry = table[code]
             if entry is None:
                 raise PickleMalformedError(f"torch does not write opcode {code:#04x} (byte {pos})")
-            is_value, operand_bytes, operation = entry
+            is_value, operand_bytes, unpack_from, operation = entry
             self.pos = pos + 1 + operand_bytes
             if self.pos > end:
                 raise PickleTruncatedError
-            found = operation(self, pos + 1)
+            if operand_bytes:
+                found = operation(self, unpack_from(data, pos + 1)[0])
+            else:
+                found = operation(self)
             if is_value:
                 self.stack.append(found)
         self.pos = pos + 1
@@ -149,7 +149,10 @@ class _Machine:
             raise PickleTruncatedError
         return self.data[start : self.pos]
 
-    def take_line(self) -> str:
+    def text(self, length_bytes: int) -> str:
+        return str(self.take(length_bytes), "utf-8")
+
+    def line(self) -> str:
         start = self.pos
         stop = self.data.find(b"\n", start, start + _MAX_GLOBAL_NAME_BYTES)
         if stop < 0:
@@ -159,22 +162,38 @@ class _Machine:
         self.pos = stop + 1
         return str(self.data[start:stop], "utf-8")
 
-    def pop_mark(self) -> list[object]:
+    def mark(self) -> None:
+        if len(self.marks) >= _MAX_MARKS:
+            raise PickleMalformedError(f"it nests deeper than {_MAX_MARKS} levels")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[object]:
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
-    def target_list(self) -> list[object]:
+    def last(self, count: int) -> tuple[object, ...]:
+        items = tuple(self.stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        del self.stack[-count:]
+        return items
+
+    def append(self, items: Sequence[object]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise self.malformed("something is appended to no list")
-        return target
+        target.extend(items)
 
-    def target_pairs(self) -> Pairs:
+    def set_items(self, items: Sequence[object]) -> None:
         target = self.stack[-1]
-        if type(target) is not Pairs:
-            raise self.malformed("an item is set on no dict")
-        return target
+        if type(target) is not Pairs or len(items) % 2:
+            raise self.malformed("an item is set on no dict, or a key has no value")
+        target.extend(zip(items[::2], items[1::2], strict=True))
+
+    def put(self, at: int) -> None:
+        self.memo[at] = self.stack[-1]
 
     def named(self, module: object, name: object) -> Global:
         if type(module) is not str or type(name) is not str:
@@ -184,162 +203,82 @@ class _Machine:
             raise ForbiddenGlobalError(dotted[:_MAX_GLOBAL_NAME_BYTES])
         return Global(dotted, self.allowed[dotted])
 
+    def call(self) -> object:
+        callee, args = self.last(2)
+        if type(callee) is not Global or type(args) is not tuple:
+            raise self.malformed("something uncallable is called")
+        return Record(callee.name, args) if callee.build is None else callee.build(args)
 
-Operation = Callable[[_Machine, int], object]
-"""Gets the machine and where its operand is; returns what is pushed, where something is."""
-
-
-def _number(layout: str) -> tuple[int, Operation]:
-    unpack_from = struct.Struct(layout).unpack_from
-    return struct.calcsize(layout), lambda machine, at: unpack_from(machine.data, at)[0]
-
-
-def _sized(layout: str, make: Callable[[bytes], object]) -> tuple[int, Operation]:
-    """Return the operation that makes a value of bytes whose number stands before them."""
-    size, length = _number(layout)
-    return size, lambda machine, at: make(machine.take(length(machine, at)))
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is not Record or target.state is not None or state is None:
+            raise self.malformed("state is set on a finished value")
+        target.state = state
 
 
-def _text(data: bytes) -> str:
-    return str(data, "utf-8")
+# Gets the machine and the operand, if there is one.
+Operation = Callable[..., object]
 
 
-def _long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
+def _long(machine: _Machine, length_bytes: int) -> int:
+    return int.from_bytes(machine.take(length_bytes), "little", signed=True)
 
 
-def _tuple_of(count: int) -> tuple[int, Operation]:
-    def make(machine: _Machine, _at: int) -> object:
-        items = tuple(machine.stack[-count:])
-        if len(items) < count:
-            raise IndexError
-        del machine.stack[-count:]
-        return items
-
-    return 0, make
-
-
-def _stack_global(machine: _Machine, _at: int) -> object:
-    name = machine.stack.pop()
-    return machine.named(machine.stack.pop(), name)
-
-
-def _call(machine: _Machine, _at: int) -> object:
-    args = machine.stack.pop()
-    callee = machine.stack.pop()
-    if type(callee) is not Global or type(args) is not tuple:
-        raise machine.malformed("something uncallable is called")
-    return Record(callee.name, args) if callee.build is None else callee.build(args)
-
-
-def _put(layout: str) -> tuple[int, Operation]:
-    size, index = _number(layout)
-
-    def put(machine: _Machine, at: int) -> None:
-        machine.memo[index(machine, at)] = machine.stack[-1]  # type: ignore[index]  # a number
-
-    return size, put
-
-
-def _get(layout: str) -> tuple[int, Operation]:
-    size, index = _number(layout)
-    return size, lambda machine, at: machine.memo[index(machine, at)]
-
-
-def _memoize(machine: _Machine, _at: int) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-def _mark(machine: _Machine, _at: int) -> None:
-    if len(machine.marks) >= _MAX_MARKS:
-        raise PickleMalformedError(f"it nests deeper than {_MAX_MARKS} levels")
-    machine.marks.append(machine.stack)
-    machine.stack = []
-
-
-def _append(machine: _Machine, _at: int) -> None:
-    item = machine.stack.pop()
-    machine.target_list().append(item)
-
-
-def _appends(machine: _Machine, _at: int) -> None:
-    items = machine.pop_mark()
-    machine.target_list().extend(items)
-
-
-def _setitem(machine: _Machine, _at: int) -> None:
-    value = machine.stack.pop()
-    key = machine.stack.pop()
-    machine.target_pairs().append((key, value))
-
-
-def _setitems(machine: _Machine, _at: int) -> None:
-    items = machine.pop_mark()
-    if len(items) % 2:
-        raise machine.malformed("a key has no value")
-    machine.target_pairs().extend(zip(items[::2], items[1::2], strict=True))
-
-
-def _build(machine: _Machine, _at: int) -> None:
-    state = machine.stack.pop()
-    target = machine.stack[-1]
-    if type(target) is not Record or target.state is not None or state is None:
-        raise machine.malformed("state is set on a finished value")
-    target.state = state
-
-
-# The bytes of the fixed operand, and what to do.
-_VALUES: dict[bytes, tuple[int, Operation]] = {
-    b"N": (0, lambda _machine, _at: None),
-    b"\x88": (0, lambda _machine, _at: True),
-    b"\x89": (0, lambda _machine, _at: False),
-    b")": (0, lambda _machine, _at: ()),
-    b"}": (0, lambda _machine, _at: Pairs()),
-    b"]": (0, lambda _machine, _at: []),
-    b"\x8f": (0, lambda _machine, _at: []),  # EMPTY_SET: order kept, nothing hashed
-    b"K": _number("<B"),
-    b"M": _number("<H"),
-    b"J": _number("<i"),
-    b"G": _number(">d"),
-    b"\x8a": _sized("<B", _long),
-    b"\x8c": _sized("<B", _text),
-    b"X": _sized("<I", _text),
-    b"\x8d": _sized("<Q", _text),
-    b"C": _sized("<B", bytes),
-    b"B": _sized("<I", bytes),
-    b"\x8e": _sized("<Q", bytes),
-    b"h": _get("<B"),
-    b"j": _get("<I"),
-    b"t": (0, lambda machine, _at: tuple(machine.pop_mark())),
-    b"\x91": (0, lambda machine, _at: tuple(machine.pop_mark())),  # FROZENSET
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"c": (0, lambda machine, _at: machine.named(machine.take_line(), machine.take_line())),
-    b"\x93": (0, _stack_global),
-    b"R": (0, _call),  # REDUCE
-    b"\x81": (0, _call),  # NEWOBJ
-    b"Q": (0, lambda machine, _at: PersistentId(machine.stack.pop())),  # BINPERSID
+# The layout of the operand, and what makes the value that is pushed.
+_VALUES: dict[bytes, tuple[str, Operation]] = {
+    b"N": ("", lambda _machine: None),
+    b"\x88": ("", lambda _machine: True),
+    b"\x89": ("", lambda _machine: False),
+    b")": ("", lambda _machine: ()),
+    b"}": ("", lambda _machine: Pairs()),
+    b"]": ("", lambda _machine: []),
+    b"\x8f": ("", lambda _machine: []),  # EMPTY_SET: order kept, nothing hashed
+    b"K": ("<B", lambda _machine, number: number),
+    b"M": ("<H", lambda _machine, number: number),
+    b"J": ("<i", lambda _machine, number: number),
+    b"G": (">d", lambda _machine, number: number),
+    b"\x8a": ("<B", _long),
+    b"\x8c": ("<B", _Machine.text),
+    b"X": ("<I", _Machine.text),
+    b"\x8d": ("<Q", _Machine.text),
+    b"C": ("<B", _Machine.take),
+    b"B": ("<I", _Machine.take),
+    b"\x8e": ("<Q", _Machine.take),
+    b"h": ("<B", lambda machine, at: machine.memo[at]),
+    b"j": ("<I", lambda machine, at: machine.memo[at]),
+    b"t": ("", lambda machine: tuple(machine.since_mark())),
+    b"\x91": ("", lambda machine: tuple(machine.since_mark())),  # FROZENSET
+    b"\x85": ("", lambda machine: machine.last(1)),
+    b"\x86": ("", lambda machine: machine.last(2)),
+    b"\x87": ("", lambda machine: machine.last(3)),
+    b"c": ("", lambda machine: machine.named(machine.line(), machine.line())),
+    b"\x93": ("", lambda machine: machine.named(*machine.last(2))),  # STACK_GLOBAL
+    b"R": ("", _Machine.call),  # REDUCE
+    b"\x81": ("", _Machine.call),  # NEWOBJ
+    b"Q": ("", lambda machine: PersistentId(machine.stack.pop())),  # BINPERSID
 }
-_ACTIONS: dict[bytes, tuple[int, Operation]] = {
-    b"\x80": (1, lambda _machine, _at: None),  # PROTO
-    b"\x95": (8, lambda _machine, _at: None),  # FRAME
-    b"\x94": (0, _memoize),
-    b"q": _put("<B"),
-    b"r": _put("<I"),
-    b"(": (0, _mark),
-    b"a": (0, _append),
-    b"e": (0, _appends),
-    b"\x90": (0, _appends),  # ADDITEMS
-    b"s": (0, _setitem),
-    b"u": (0, _setitems),
-    b"b": (0, _build),
+_ACTIONS: dict[bytes, tuple[str, Operation]] = {
+    b"\x80": ("<B", lambda _machine, _protocol: None),
+    b"\x95": ("<Q", lambda _machine, _frame_bytes: None),
+    b"\x94": ("", lambda machine: machine.put(len(machine.memo))),
+    b"q": ("<B", _Machine.put),
+    b"r": ("<I", _Machine.put),
+    b"(": ("", _Machine.mark),
+    b"a": ("", lambda machine: machine.append(machine.last(1))),
+    b"e": ("", lambda machine: machine.append(machine.since_mark())),
+    b"\x90": ("", lambda machine: machine.append(machine.since_mark())),  # ADDITEMS
+    b"s": ("", lambda machine: machine.set_items(machine.last(2))),
+    b"u": ("", lambda machine: machine.set_items(machine.since_mark())),
+    b"b": ("", _Machine.build),
 }
 _STOP = ord(".")
-_TABLE: list[tuple[bool, int, Operation] | None] = [None] * 256
+_TABLE: list[tuple[bool, int, Callable[[bytes, int], tuple[Any, ...]], Operation] | None]
+_TABLE = [None] * 256
 for _is_value, _operations in ((True, _VALUES), (False, _ACTIONS)):
-    for _code, _operation in _operations.items():
-        _TABLE[_code[0]] = (_is_value, *_operation)
+    for _code, (_layout, _operation) in _operations.items():
+        _operand = struct.Struct(_layout)
+        _TABLE[_code[0]] = (_is_value, _operand.size, _operand.unpack_from, _operation)
 
 
 def build_ordered_dict(args: tuple[object, ...]) -> object:
@@ -360,58 +299,51 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
     """Return whether unpickling `pickled` makes only plain values, numpy's too, and buffers."""
     made: list[Record] = []
 
-    def kept(build: Builder) -> Builder:
-        def call(args: tuple[object, ...]) -> object:
-            found = build(args)
-            if isinstance(found, Record):
-                made.append(found)
-            return found
-
-        return call
+    def build(kind: str, args: tuple[object, ...]) -> object:
+        found = _called(kind, args)
+        if isinstance(found, Record):
+            made.append(found)
+        return found
 
     try:
-        interpret(pickled, allowed={name: kept(build) for name, build in _NUMPY.items()})
+        interpret(pickled, allowed={name: partial(build, kind) for name, kind in _NUMPY.items()})
     except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
         return False
     return all(map(_is_finished, made))
 
 
-def _called(name: str) -> Builder:
-    """Return what accepts the calls by which one function is pickled with numbers and buffers."""
-
-    def call(args: tuple[object, ...]) -> object:
-        match name, args:
-            case ("dtype", (str(kind), False, True)) if _NUMBER.fullmatch(kind):
-                return Record(_DTYPE, args)
-            case ("array", (Global(name="numpy.ndarray"), (0,), b"b")):
-                return Record(_ARRAY, args)
-            case ("scalar", (Record(name="numpy.dtype"), bytes())):
-                return args
-            case ("buffer", _):
-                return Record(_BUFFER, args)
-            case ("encode", (str(text), "latin1")):
-                # Protocol 2 writes bytes as text of as many characters below 256. Others make the
-                # real call fail, which runs nothing either.
-                return text.encode("latin1", "replace")
-            case ("bytes", ()):
-                return b""
-        raise PickleMalformedError("this is not how numbers and buffers are pickled")
-
-    return call
-
-
-_NUMPY: Mapping[str, Builder] = {
-    _DTYPE: _called("dtype"),
-    _ARRAY: _called("nothing"),
-    _BUFFER: _called("buffer"),
-    "_codecs.encode": _called("encode"),
-    "__builtin__.bytes": _called("bytes"),
-    # The first is spelt by numpy 2, the second by numpy 1.
-    "numpy._core.multiarray._reconstruct": _called("array"),
-    "numpy.core.multiarray._reconstruct": _called("array"),
-    "numpy._core.multiarray.scalar": _called("scalar"),
-    "numpy.core.multiarray.scalar": _called("scalar"),
+# The first spelling of a module is numpy 2's, the second numpy 1's.
+_NUMPY: Mapping[str, str] = {
+    _DTYPE: "dtype",
+    _ARRAY: "nothing",
+    _BUFFER: "buffer",
+    "_codecs.encode": "encode",
+    "__builtin__.bytes": "bytes",
+    "numpy._core.multiarray._reconstruct": "array",
+    "numpy.core.multiarray._reconstruct": "array",
+    "numpy._core.multiarray.scalar": "scalar",
+    "numpy.core.multiarray.scalar": "scalar",
 }
+
+
+def _called(kind: str, args: tuple[object, ...]) -> object:
+    """Accept the calls by which numbers and buffers are pickled."""
+    match kind, args:
+        case ("dtype", (str(name), False, True)) if _NUMBER.fullmatch(name):
+            return Record(_DTYPE, args)
+        case ("array", (Global(name="numpy.ndarray"), (0,), b"b")):
+            return Record(_ARRAY, args)
+        case ("scalar", (Record(name="numpy.dtype"), bytes())):
+            return args
+        case ("buffer", _):
+            return Record(_BUFFER, args)
+        case ("encode", (str(text), "latin1")):
+            # Protocol 2 writes bytes as text of as many characters below 256. Others make the
+            # real call fail, which runs nothing either.
+            return text.encode("latin1", "replace")
+        case ("bytes", ()):
+            return b""
+    raise PickleMalformedError("this is not how numbers and buffers are pickled")
 
 
 def _is_finished(record: Record) -> bool:

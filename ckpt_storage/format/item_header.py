@@ -28,8 +28,7 @@ from .shard_item import LOCAL_HEADER, LOCAL_MAGIC, UTF8_FLAG
 class NeedMoreBytes:
     """The header does not end in the bytes given; read again at least `total_bytes` from its start.
 
-    Where the end cannot be known yet, `total_bytes` is a guess, and the same answer may
-    come again with a larger one.
+    That may be a guess, and the same answer may come again with a larger one.
     """
 
     total_bytes: int
@@ -37,11 +36,7 @@ class NeedMoreBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemHeader:
-    """Where the raw bytes of a plain contiguous tensor lie in its item.
-
-    They are C-ordered and little-endian, `payload_bytes` long, and begin `payload_offset`
-    bytes behind the item's start.
-    """
+    """Where the raw bytes of a plain tensor, C-ordered and little-endian, lie in its item."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,15 +81,10 @@ def parse_tensor_item(
     """Find dtype, shape and raw bytes of a tensor in the first bytes of its item.
 
     Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope` returns,
-    without running the pickle inside; 4 KiB of `head` are nearly always enough. None means that the
-    item is no plain contiguous tensor that fills its storage (a view, a subclass, quantised,
-    sparse, compressed, big-endian, or nothing this release knows), so that the caller has to hand
-    the whole item, of `item_bytes`, to `torch.load(weights_only=True)`. Parameters are plain. The
-    raw bytes are not seen and so not checked; what stands before them is, where torch wrote
-    checksums.
-
-    Raises `FormatError` for bytes that are no zip, and for an item that ends before the tensor it
-    announces; `IntegrityError` for a record with a wrong CRC-32.
+    without running the pickle inside; 4 KiB of `head` are nearly always enough. None if the item is
+    no plain contiguous tensor or parameter that fills its storage: the whole item, of `item_bytes`,
+    is one for `torch.load(weights_only=True)`. Raises `FormatError` for bytes that are no zip, and
+    for an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
     """
     if not head.startswith(LOCAL_MAGIC[: len(head)]):
         raise FormatError(
@@ -124,81 +114,53 @@ def parse_tensor_item(
 
 def _parse_item(head: bytes, path: str | None) -> ItemHeader:
     """Walk the local headers up to the payload's; what lies behind it is not looked at."""
-    plain: _PlainTensor | None = None
+    plain: tuple[DType, tuple[int, ...], bytes] | None = None
     at = 0
     while True:
-        record = _record_at(head, at)
-        if record.name.startswith(b"data/"):
-            if plain is None or record.name != plain.record_name:
-                raise _NotPlainError
-            return ItemHeader(
-                dtype=plain.dtype.name,
-                shape=plain.shape,
-                payload_offset=record.start,
-                payload_bytes=prod(plain.shape) * plain.dtype.item_bytes,
-            )
-        content, at = _content(head, record, path)
-        if record.name == b"data.pkl":
-            plain = _plain_tensor(interpret(content, allowed=_ALLOWED)[0])
-        elif record.name == b"byteorder" and content != b"little":
+        name_start = at + LOCAL_HEADER.size
+        _need(head, name_start)
+        magic, _, flags, method, _, _, crc, stored_bytes, _, name_bytes, extra_bytes = (
+            LOCAL_HEADER.unpack_from(head, at)
+        )
+        if magic != LOCAL_MAGIC or method or flags & ~(UTF8_FLAG | _DESCRIPTOR_FLAG):
             raise _NotPlainError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalRecord:
-    """A local header; `described` says that length and CRC stand behind the content instead."""
-
-    name: bytes
-    start: int
-    described: bool
-    stored_bytes: int
-    crc: int
+        start = name_start + name_bytes + extra_bytes
+        _need(head, start)
+        # The first part is the archive's own name, which torch takes from the file's.
+        name = head[name_start : name_start + name_bytes].partition(b"/")[2]
+        if name.startswith(b"data/"):
+            if plain is None or name != plain[2]:
+                raise _NotPlainError
+            dtype, shape, _ = plain
+            size = prod(shape) * dtype.item_bytes
+            return ItemHeader(
+                dtype=dtype.name, shape=shape, payload_offset=start, payload_bytes=size
+            )
+        end = at = start + stored_bytes
+        if flags & _DESCRIPTOR_FLAG:
+            # Length and CRC stand behind the content instead.
+            end = _described_end(head, start)
+            crc = int.from_bytes(head[end + 4 : end + 8], "little")
+            at = end + _DESCRIPTOR_BYTES
+        _need(head, at)
+        content = head[start:end]
+        # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
+        if crc and crc != zlib.crc32(content):
+            raise IntegrityError(
+                f"The record {name.decode(errors='replace')!r} of an item of "
+                f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start.",
+                path=path,
+                next_step=_RESTORE,
+            )
+        if name == b"data.pkl":
+            plain = _plain_tensor(interpret(content, allowed=_ALLOWED)[0])
+        elif name == b"byteorder" and content != b"little":
+            raise _NotPlainError
 
 
 def _need(head: bytes, total_bytes: int) -> None:
     if len(head) < total_bytes:
         raise _TooShortError(max(_GUESS_BYTES, total_bytes))
-
-
-def _record_at(head: bytes, at: int) -> _LocalRecord:
-    name_start = at + LOCAL_HEADER.size
-    _need(head, name_start)
-    fields = LOCAL_HEADER.unpack_from(head, at)
-    magic, _, flags, method, _, _, crc, stored_bytes, _, name_bytes, extra_bytes = fields
-    if magic != LOCAL_MAGIC or method or flags & ~(UTF8_FLAG | _DESCRIPTOR_FLAG):
-        raise _NotPlainError
-    start = name_start + name_bytes + extra_bytes
-    _need(head, start)
-    return _LocalRecord(
-        # The first part is the archive's own name, which torch takes from the file's.
-        name=head[name_start : name_start + name_bytes].partition(b"/")[2],
-        start=start,
-        described=bool(flags & _DESCRIPTOR_FLAG),
-        stored_bytes=stored_bytes,
-        crc=crc,
-    )
-
-
-def _content(head: bytes, record: _LocalRecord, path: str | None) -> tuple[bytes, int]:
-    """Return the content of a small record and where the next record begins."""
-    if record.described:
-        end = _described_end(head, record.start)
-        crc = int.from_bytes(head[end + 4 : end + 8], "little")
-        following = end + _DESCRIPTOR_BYTES
-    else:
-        end = following = record.start + record.stored_bytes
-        crc = record.crc
-    _need(head, following)
-    content = head[record.start : end]
-    # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
-    if crc and crc != zlib.crc32(content):
-        raise IntegrityError(
-            f"The record {record.name.decode(errors='replace')!r} of an item of "
-            f"{path or 'a shard file'} is damaged, {record.start} bytes behind the item's start.",
-            path=path,
-            next_step=_RESTORE,
-        )
-    return content, following
 
 
 def _described_end(head: bytes, start: int) -> int:
@@ -211,15 +173,8 @@ def _described_end(head: bytes, start: int) -> int:
     raise _TooShortError(max(_GUESS_BYTES, 2 * len(head)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlainTensor:
-    dtype: DType
-    shape: tuple[int, ...]
-    record_name: bytes
-
-
-def _plain_tensor(value: object) -> _PlainTensor:
-    """Return what a pickle says of a tensor that is contiguous and fills its storage."""
+def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
+    """Return dtype, shape and record of a tensor that is contiguous and fills its storage."""
     match value:
         case Record(name=name, args=(inner, bool(), Pairs() as hooks), state=None) if (
             name == _PARAMETER_REBUILD and not hooks
@@ -243,7 +198,7 @@ def _plain_tensor(value: object) -> _PlainTensor:
             raise _NotPlainError
     if not _is_contiguous(shape, stride) or prod(shape) * dtype.item_bytes != count * unit_bytes:
         raise _NotPlainError
-    return _PlainTensor(dtype=dtype, shape=shape, record_name=b"data/" + key.encode())
+    return dtype, shape, b"data/" + key.encode()
 
 
 def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .boxes import Box, Grid, compact, find_flaw
+from .boxes import Box, Grid, GridBoxes, compact, find_flaw
 from .documents import (
     MOST_RANKS,
     Fields,
@@ -30,34 +30,20 @@ from .documents import (
 from .names import rank_manifest_path, shard_path, stock_copy_path
 from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, save_id_of, ties_of
 
-Chunks = Sequence[tuple[Box, int]]
-"""Chunks that form no grid, each with the rank that wrote it."""
-
 PlannerData = dict[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """What tensors that are alike have in common: dtype, shape, and which rank owns which box.
+    """What tensors that are alike have in common; `owners` are the ranks that wrote the chunks.
 
-    Exactly one of `grid` (owners in C order) and `chunks` is set.
+    `boxes` are the chunks, `GridBoxes` of a regular cut.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    grid: Grid | None = None
-    chunks: Chunks | None = None
-
-    def boxes(self) -> list[tuple[Box, int]]:
-        """Return every chunk and the rank that wrote it."""
-        if self.grid is not None:
-            return list(zip(self.grid.boxes(self.shape), self.grid.owners, strict=True))
-        return list(self.chunks or ())
-
-    @property
-    def chunk_count(self) -> int:
-        """How many chunks there are."""
-        return len(self.grid.owners) if self.grid is not None else len(self.chunks or ())
+    boxes: Sequence[Box]
+    owners: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +81,7 @@ class Manifest:
             "world_size": self.world_size,
             "created_at": self.created_at,
             "writer": dict(self.writer),
-            **encode_tensors(self.tensors),
+            **_tensors_to_json(self.tensors),
             "blobs": {
                 "fqns": pack_names(list(self.blobs)),
                 "rank": pack_column(list(self.blobs.values())),
@@ -131,7 +117,7 @@ class Manifest:
         save_id, world_size = save_id_of(get), get.count("world_size")
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
-        records = decode_tensors(get, world_size)
+        records = _tensors_of(get, world_size)
         tensors = dict(records)
         blobs = get.object("blobs")
         blob_fqns = blobs.names("fqns")
@@ -203,55 +189,52 @@ def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[File
     return LazyList(len(ranks), lambda at: (refs[at], int(ranks[at])))
 
 
-def encode_tensors(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
+def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """Return the keys `tensors`, `dtypes`, `shapes` and `layouts` of a manifest."""
     dtypes: dict[str, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
     layouts: dict[object, int] = {}
-    known: dict[int, int] = {}
     bodies: list[dict[str, Any]] = []
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    rows: dict[int, tuple[int, int, int]] = {}
     for tensor in tensors.values():
-        columns[0].append(dtypes.setdefault(tensor.dtype, len(dtypes)))
-        columns[1].append(shapes.setdefault(tensor.shape, len(shapes)))
-        cut = tensor.chunks if tensor.grid is None else tensor.grid
-        at = known.get(id(cut))
-        if at is None:
-            at = layouts.setdefault(_key(cut), len(bodies))
+        if id(tensor) not in rows:
+            at = layouts.setdefault(_layout_key(tensor), len(bodies))
             if at == len(bodies):
-                bodies.append(_layout_to_json(cut))
-            known[id(cut)] = at
-        columns[2].append(at)
+                bodies.append(_layout_to_json(tensor))
+            rows[id(tensor)] = (
+                dtypes.setdefault(tensor.dtype, len(dtypes)),
+                shapes.setdefault(tensor.shape, len(shapes)),
+                at,
+            )
+    columns = {
+        key: pack_column([rows[id(tensor)][at] for tensor in tensors.values()])
+        for at, key in enumerate(("dtype", "shape", "layout"))
+    }
     return {
-        "tensors": {
-            "fqns": pack_names(list(tensors)),
-            **{
-                key: pack_column(column)
-                for key, column in zip(("dtype", "shape", "layout"), columns, strict=True)
-            },
-        },
+        "tensors": {"fqns": pack_names(list(tensors)), **columns},
         "dtypes": list(dtypes),
         "shapes": [list(shape) for shape in shapes],
         "layouts": bodies,
     }
 
 
-def _key(cut: Grid | Chunks | None) -> object:
+def _layout_key(tensor: TensorRecord) -> object:
     """Return what tells a layout from others, hashable."""
-    if isinstance(cut, Grid):
-        words = (np.asarray(numbers, dtype=np.int64) for numbers in (*cut.cuts, cut.owners))
-        return tuple(each.tobytes() for each in words)
-    return tuple(cut or ())
+    if isinstance(tensor.boxes, GridBoxes):
+        columns = (*tensor.boxes.grid.cuts, tensor.owners)
+        return tuple(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
+    return tuple(zip(tensor.boxes, tensor.owners, strict=True))
 
 
-def _layout_to_json(cut: Grid | Chunks | None) -> dict[str, Any]:
-    if isinstance(cut, Grid):
-        return {"cuts": [pack_column(cuts) for cuts in cut.cuts], "ranks": pack_column(cut.owners)}
-    boxes = [(box.offsets, box.sizes) for box, _ in cut or ()]
-    return {**boxes_to_json(boxes), "ranks": pack_column([rank for _, rank in cut or ()])}
+def _layout_to_json(tensor: TensorRecord) -> dict[str, Any]:
+    if isinstance(tensor.boxes, GridBoxes):
+        body: dict[str, Any] = {"cuts": list(map(pack_column, tensor.boxes.grid.cuts))}
+    else:
+        body = boxes_to_json(tensor.boxes)
+    return body | {"ranks": pack_column(tensor.owners)}
 
 
-def decode_tensors(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
+def _tensors_of(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
     """Return the tensors of a manifest, by name. Raises `FormatError`."""
     dtypes, sizes = dtypes_of(get), list(map(tuple, get.lists_of_counts("shapes")))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
@@ -264,27 +247,30 @@ def decode_tensors(get: Fields, world_size: int) -> list[tuple[str, TensorRecord
     keys = list(zip(kinds, forms, cuts, strict=True))
     records: dict[tuple[int, int, int], TensorRecord] = {}
     for key in set(keys):
-        kind, form, at = key
-        cut = layouts[at]
-        if not _makes_up(sizes[form], cut):
+        shape, (cut, owners) = sizes[key[1]], layouts[key[2]]
+        if isinstance(cut, Grid):
+            # All that can be wrong with a grid; its cuts ascend from 0.
+            is_whole = len(cut.cuts) == len(shape) and all(
+                starts[-1] < max(size, 1) for starts, size in zip(cut.cuts, shape, strict=True)
+            )
+        else:
+            is_whole = find_flaw(shape, cut) is None
+        if not is_whole:
             fqn = fqns[keys.index(key)]
             get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
-        records[key] = TensorRecord(
-            dtype=dtypes[kind],
-            shape=sizes[form],
-            grid=cut if isinstance(cut, Grid) else None,
-            chunks=None if isinstance(cut, Grid) else cut,
-        )
+        boxes = GridBoxes(cut, shape) if isinstance(cut, Grid) else cut
+        dtype = dtypes[key[0]]
+        records[key] = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=owners)
     return list(zip(fqns, map(records.__getitem__, keys), strict=True))
 
 
-def _layout_of(get: Fields, world_size: int) -> Grid | Chunks:
+def _layout_of(get: Fields, world_size: int) -> tuple[Grid | list[Box], Sequence[int]]:
     ranks = get.column("ranks", below=world_size)
     if "cuts" not in get:
-        boxes = boxes_from_json(get)
+        boxes = [Box(*box) for box in boxes_from_json(get)]
         if len(boxes) != len(ranks):
             get.fail("has a layout with more or fewer ranks than chunks")
-        return [(Box(*box), rank) for box, rank in zip(boxes, ranks.tolist(), strict=True)]
+        return boxes, ranks.tolist()
     cuts: list[Sequence[int]] = []
     for entry in get.items("cuts"):
         starts = Fields({"cut": entry}, get.where, get.allowance).column("cut")
@@ -293,16 +279,8 @@ def _layout_of(get: Fields, world_size: int) -> Grid | Chunks:
         cuts.append(compact(starts))
     if math.prod(map(len, cuts)) != len(ranks):
         get.fail("has a grid with more or fewer ranks than cells")
-    return Grid(tuple(cuts), compact(ranks))
-
-
-def _makes_up(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
-    """Return whether chunks hold each element of a shape once; of a grid only its cuts count."""
-    if isinstance(layout, Grid):
-        return len(layout.cuts) == len(shape) and all(
-            cuts[-1] < max(size, 1) for cuts, size in zip(layout.cuts, shape, strict=True)
-        )
-    return find_flaw(shape, [box for box, _ in layout]) is None
+    grid = Grid(tuple(cuts), compact(ranks))
+    return grid, grid.owners
 
 
 # One for all: an encoder or a decoder that is made for each entry takes thrice as long.

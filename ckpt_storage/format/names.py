@@ -26,12 +26,7 @@ COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-
-
-def is_blocker(index: bytes) -> bool:
-    """Return whether the content of an index is that of a folder that is being filled."""
-    return index == BLOCKER
+_UNSAFE = re.compile("^[A-Za-z][A-Za-z0-9+.-]*:|[\\\\\0\ud800-\udfff]")
 
 
 def new_save_id() -> str:
@@ -109,31 +104,13 @@ def probe_path() -> str:
 def checked_path(path: str, *, where: str) -> str:
     """Return `path` if it stays below the root it is joined to.
 
-    Raises `UnsafeContentError` naming the document `where` it was found, for a path
-    that is empty, absolute, contains `..`, `.`, an empty part, a backslash, a NUL or
-    half of a surrogate pair, or names a scheme.
+    Raises `UnsafeContentError`, with the document `where` it was found, for one that is absolute,
+    has an empty part, `.`, `..`, a backslash, a NUL or half of a surrogate pair, or has a scheme.
     """
-    parts = path.split("/")
-    if (
-        not path
-        or path.startswith("/")
-        or "\\" in path
-        or "\0" in path
-        or _SCHEME.match(path)
-        or any(part in {"", ".", ".."} for part in parts)
-        or not _is_text(path)
-    ):
+    if _UNSAFE.search(path) or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise UnsafeContentError(
             f"{where} names the file {path!r}, which does not stay below the checkpoint.",
             path=where,
             next_step="Do not load this checkpoint; find out who wrote it.",
         )
     return path
-
-
-def _is_text(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_storage.errors import FormatError, InvalidInputError
 
+from .documents import strict_json
 from .dtypes import DTYPES
 from .item_header import NeedMoreBytes
 
@@ -47,12 +48,10 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """What the header of a safetensors file says.
+    """What the header of a safetensors file says; the bytes of `entries` begin at `data_offset`.
 
-    `entries` are ordered by `start`. `data_offset` is where their bytes begin in the file.
-    `metadata` is the file's own text. A file that torch's DCP wrote as a shard has `saved_offsets`:
-    per tensor, the position in elements of what lies here in the whole tensor, whose shape no such
-    file tells; otherwise it is None.
+    A file that torch's DCP wrote as a shard has `saved_offsets`: per tensor, the position in
+    elements of what lies here in the whole tensor, whose shape no such file tells.
     """
 
     entries: Mapping[str, SafetensorsEntry]
@@ -70,10 +69,8 @@ def encode_safetensors_header(
     """Return the bytes of a safetensors file that stand before its data.
 
     `entries` lie one behind the other. The data begins at a multiple of `align_bytes`, itself a
-    multiple of 8; the gap is filled with spaces. The same arguments give the same bytes.
-
-    Raises `InvalidInputError` for what safetensors cannot say, and for a header beyond the 100 MB
-    that readers accept.
+    multiple of 8. Raises `InvalidInputError` for what safetensors cannot say, and for a header
+    beyond the 100 MB that readers accept.
     """
     body: dict[str, object] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for entry in entries:
@@ -115,9 +112,7 @@ def parse_safetensors_header(
 ) -> SafetensorsHeader | NeedMoreBytes:
     """Return the header of the safetensors file of `file_bytes` that begins with `prefix`.
 
-    Raises `FormatError` for a header that is too long, no JSON object, or names something twice;
-    for a tensor with a dtype unknown here, sizes that do not fit its bytes, or bytes that overlap,
-    leave a hole, or lie outside the file; for bytes behind the last tensor; and for unusable
+    Raises `FormatError` for whatever the specification forbids, a dtype unknown here, and unusable
     `DCP_SHARDING_INFO`.
     """
     try:
@@ -172,19 +167,9 @@ def _json_object(text: bytes, what: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise _BadHeaderError(f"has a {what} that is no JSON object")
     try:
-        value: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_unique)
+        return strict_json(text, dict)
     except (ValueError, RecursionError) as error:
         raise _BadHeaderError(f"has a {what} that is no valid JSON ({error})") from error
-    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    # A name that UTF-8 cannot spell would fail later, far from its cause.
-    "".join(found).encode()
-    return found
 
 
 def _entry(name: str, value: object) -> SafetensorsEntry:

@@ -83,9 +83,8 @@ def touched_spans(
     """Return byte intervals of a payload that hold all selected elements.
 
     Between two selected elements of one interval lie fewer than `grain_bytes` bytes: with the
-    size of a block for grain, each block that an interval reaches holds a selected element. There
-    are at most a few intervals per `grain_bytes` of the payload. Raises `InvalidInputError` for a
-    selection that leaves the chunk.
+    size of a block for grain, each block that an interval reaches holds a selected element. Raises
+    `InvalidInputError` for a selection that leaves the chunk.
     """
     if len(ranges) != len(chunk_sizes) or any(
         positions.step < 1 or positions.start < 0 or (positions and positions[-1] >= size)
@@ -119,8 +118,7 @@ def touched_spans(
 def run_of(chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int) -> range | None:
     """Return the bytes of a selection if it has some and they are adjacent, else None.
 
-    Remembered, because many chunks that are cut alike follow one another. Raises as
-    `touched_spans`.
+    Remembered: many chunks that are cut alike follow one another. Raises as `touched_spans`.
     """
     spans = touched_spans(chunk_sizes, where, item_bytes)
     return spans.hull if len(spans) == 1 else None
@@ -145,9 +143,8 @@ def selected_copies(
 ) -> list[WindowCopy]:
     """Return what to copy from elements [start, stop) of a payload into the array of a selection.
 
-    There are at most max(1, 2 ndim - 1) copies, whatever the sizes; over windows that partition
-    the payload each element is copied once. Raises `InvalidInputError` for a window that leaves
-    the chunk.
+    At most max(1, 2 ndim - 1) copies. Raises `InvalidInputError` for a window that leaves the
+    chunk.
     """
     strides = _strides(chunk_sizes)
     copies = []

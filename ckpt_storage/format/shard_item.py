@@ -22,10 +22,9 @@ PAYLOAD_ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What stands before and after the raw bytes of one tensor.
+    """What stands before and after the `payload_bytes` raw bytes of one tensor.
 
-    `len(head)` is the offset of the raw bytes in the item, a multiple of
-    `PAYLOAD_ALIGN_BYTES`; `payload_bytes` is how many there must be.
+    The length of `head` is a multiple of `PAYLOAD_ALIGN_BYTES`.
     """
 
     head: bytes
@@ -69,25 +68,15 @@ _RECORDS = (
 )
 
 
-def tensor_envelope(dtype: str, shape: Sequence[int]) -> Envelope:
+@lru_cache(maxsize=2048)
+def tensor_envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
     """Return the bytes that turn a tensor's raw bytes into an item `torch.load` reads.
 
-    `head` + raw bytes (little-endian, C order, `payload_bytes` of them) + `tail` is a
-    zip with the records that torch 2.13's `torch.save` writes for a plain contiguous CPU
-    tensor without `requires_grad`, so `torch.load` reads it, also with `mmap=True`. The
-    raw bytes are stored as they are. Beyond 4 GiB the zip is a zip64.
-
-    The CRC-32 of the raw bytes in the zip is 0, because the head is written before they
-    are known. Torch checks none; `unzip -t` and reading that record with `zipfile` report
-    a wrong checksum, while listing works. The other records have true ones.
-
-    Pure and cached. Raises `InvalidInputError` for an unknown dtype or a negative size.
+    `head` + raw bytes (little-endian, C order) + `tail` is a zip, beyond 4 GiB a zip64, with the
+    records that torch 2.13's `torch.save` writes for a plain contiguous CPU tensor. The CRC-32 of
+    the raw bytes in it is 0, because the head is written before they are known. Torch checks none;
+    `unzip -t` reports it. Raises `InvalidInputError` for an unknown dtype or a negative size.
     """
-    return _envelope(dtype, tuple(map(int, shape)))
-
-
-@lru_cache(maxsize=2048)
-def _envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
     kind = DTYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0:
         raise InvalidInputError(

@@ -27,10 +27,7 @@ from .inert_pickle import (
 from .names import STOCK_METADATA, checked_path
 
 MOST_STOCK_BYTES = 4 << 30
-"""Of `.metadata`: ten thousand ranks with two thousand tensors each have 3.4 GB by torch's count.
-
-Storages take twice that in no single put (S3 5 GiB, Azure 5,000 MiB), and need no more of us.
-"""
+"""Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""
 
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
@@ -39,10 +36,7 @@ _MAX_COUNT = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockTensor:
-    """A tensor as the metadata describes it; `dtype` is torch's name without `torch.`.
-
-    The dtype may be one that `DTYPES` lacks, such as a quantised one.
-    """
+    """A tensor as the metadata describes it; its dtype may be one that `DTYPES` lacks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,13 +74,10 @@ class StockMetadata:
 def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMetadata:
     """Return what the `.metadata` file with these bytes says.
 
-    Only the classes that stock torch pickles there are accepted, and they too become inert
-    stand-ins: nothing named in the file is imported or called. Bytes behind the pickle are allowed.
-    Time and memory are linear in its length.
-
-    Raises `UnsafeContentError` for a class or function outside that list and for an item path that
-    leaves the checkpoint's folder, naming either; `FormatError` for bytes that are cut short, are
-    no pickle of that kind, or are too many.
+    Only the classes that stock torch pickles there are accepted; nothing named in the file is
+    imported or called. Bytes behind the pickle are allowed. Raises `UnsafeContentError` for another
+    class or function and for an item path that leaves the checkpoint's folder; `FormatError` for
+    bytes that are cut short, are no pickle of that kind, or are too many.
     """
     if len(data) > MOST_STOCK_BYTES:
         raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
@@ -215,20 +206,16 @@ class _Decoder:
 
     def metadata(self, value: object) -> StockMetadata:
         fields = _fields(value, _METADATA)
-        tensors: dict[str, StockTensor] = {}
-        blobs: set[str] = set()
+        found: dict[str, StockTensor | None] = {}
         for key, described in _pairs(fields.get("state_dict_metadata")):
             self._spend(1)
-            fqn = _text(key)
-            if fqn in tensors or fqn in blobs:
+            if (fqn := _text(key)) in found:
                 raise PickleMalformedError(f"{fqn!r:.200} occurs twice")
-            if isinstance(described, Record) and described.name == _BYTES:
-                blobs.add(fqn)
-            else:
-                tensors[fqn] = self._tensor(described)
+            is_blob = isinstance(described, Record) and described.name == _BYTES
+            found[fqn] = None if is_blob else self._tensor(described)
         return StockMetadata(
-            tensors=tensors,
-            blobs=frozenset(blobs),
+            tensors={fqn: tensor for fqn, tensor in found.items() if tensor is not None},
+            blobs=frozenset(fqn for fqn, tensor in found.items() if tensor is None),
             paths=self._object_paths(fields.get("planner_data")),
             items=self._items(fields.get("storage_data")),
         )
@@ -281,15 +268,17 @@ class _Decoder:
         )
 
     def _object_paths(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
+        if not isinstance(value, Pairs):
+            return None
         paths: dict[str, tuple[str | int, ...]] = {}
-        for fqn, steps in value if isinstance(value, Pairs) else ():
+        for fqn, steps in value:
             if type(fqn) is not str or not isinstance(steps, tuple):
                 return None
             self._spend(1 + len(steps))
-            if not all(type(step) in {str, int} for step in steps):
+            if not set(map(type, steps)) <= {str, int}:
                 return None
             paths[fqn] = steps
-        return paths if isinstance(value, Pairs) else None
+        return paths
 
 
 def _chunk(value: object, shape: tuple[int, ...]) -> Box:

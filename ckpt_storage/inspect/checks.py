@@ -16,14 +16,13 @@ from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
-    INDEX_NAME,
     NAMES_PATH,
     ExportRecord,
     IndexTag,
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import STOCK_METADATA, begun_path, is_blocker
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, begun_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
@@ -250,7 +249,7 @@ class _Export:
         store = self.findings.store
         path, tag, files = self._path(INDEX_NAME), IndexTag.of(index), list[FileRef]()
         with self._noting(path):
-            if is_blocker(index):
+            if index == BLOCKER:
                 raise in_progress(f"{store.url}/{self.folder}".rstrip("/"))
             if tag is None and slotlog.is_there(store, self._path(NAMES_PATH)):
                 what = "is damaged, or another program wrote it: it names no export of ours"

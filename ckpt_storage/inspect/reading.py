@@ -140,9 +140,7 @@ class Handle:
         info = self.tensors[fqn]
         owners: Sequence[int] | None = None
         if self.manifest is not None:
-            record = self.manifest.tensors[fqn]
-            listed = [rank for _, rank in record.chunks or ()]
-            owners = listed if record.grid is None else record.grid.owners
+            owners = self.manifest.tensors[fqn].owners
         return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
 
     def reporting(

@@ -274,7 +274,7 @@ class _Check(Findings):
         for ref, owner in manifest.files:
             ranks[owner][1][ref.path] = ref
         for fqn, tensor in manifest.tensors.items():
-            for box, owner in tensor.boxes():
+            for box, owner in zip(tensor.boxes, tensor.owners, strict=True):
                 if not box.is_empty:
                     ranks[owner][2].append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
@@ -300,7 +300,7 @@ class _Check(Findings):
                 )
             for key in keys:
                 with self.noting():
-                    source.place(*key)
+                    source.places([key])
             for fqn, named in document.unsafe.items():
                 note = Problem(
                     message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load "

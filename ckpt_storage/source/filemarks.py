@@ -6,6 +6,7 @@ unnoticed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,11 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
-from .foreign import StockSource, is_rank_local, open_safetensors, open_stock
+from .foreign import StockSource, open_safetensors, open_stock
 from .model import CommittedSource, Source, read_manifest
+
+_RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
+"""The metadata of one rank (`use_collectives=False`)."""
 
 _MOST_LOOKS = 5
 """How often the head is looked for while saves overwrite what was found."""
@@ -41,7 +45,7 @@ def _committed(
 ) -> tuple[CommitLog, CommittedSource | None]:
     """Return the slots, and the checkpoint at their head if there is one."""
     for looks_left in reversed(range(_MOST_LOOKS)):
-        found = slotlog.read_log_together(store)
+        found = slotlog.read_log(store, for_reader=True)
         if found.head is None:
             break
         if not store.capabilities.is_remote:
@@ -123,25 +127,22 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Load another checkpoint.",
         )
-    if f"{SAVES}/" in names:
-        return CheckpointInProgressError(
-            f"{store.url} holds a save that has not committed: it is still running, or it died.",
-            path=store.url,
-            phase="load",
-            next_step="Wait for the save to end, or load an earlier checkpoint.",
-        )
-    local = next((name for name in names if is_rank_local(name)), None)
-    if local is not None:
+    local = next((name for name in names if _RANK_LOCAL.fullmatch(name)), None)
+    if local is not None and f"{SAVES}/" not in names:
         return FormatError(
             f"{store.url} was saved with use_collectives=False: every rank has metadata of its "
             f"own ({local}).",
             path=local,
             next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
         )
-    if any(name.endswith(".distcp") for name in names):
+    begun = None
+    if f"{SAVES}/" in names:
+        begun = "a save that has not committed"
+    elif any(name.endswith(".distcp") for name in names):
+        begun = ".distcp files but no .metadata, so a save by another writer"
+    if begun is not None:
         return CheckpointInProgressError(
-            f"{store.url} holds .distcp files but no .metadata: a save by another writer is "
-            "still running, or it died.",
+            f"{store.url} holds {begun}: it is still running, or it died.",
             path=store.url,
             phase="load",
             next_step="Wait for the save to end, or load an earlier checkpoint.",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,7 @@ from ckpt_storage.format.boxes import Box, find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.item_header import NeedMoreBytes, parse_tensor_item
-from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, checked_path, is_blocker
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
@@ -41,12 +40,6 @@ log = logging.getLogger("ckpt_storage")
 _HEAD_BYTES = 2048
 _HEADER_GUESS_BYTES = 64 * 1024
 _RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
-_RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
-
-
-def is_rank_local(name: str) -> bool:
-    """Return whether a file name is the metadata of one rank (`use_collectives=False`)."""
-    return _RANK_LOCAL.fullmatch(name) is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,10 +58,6 @@ class ForeignSource:
         """Take over the store of the step that begins."""
         del deadline
         self.store = store
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk or blob lies."""
-        return self.held[fqn, offsets]
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie."""
@@ -246,24 +235,21 @@ def open_safetensors(
                 next_step=_RESTORE,
             )
         weights = listed
-    boxes: dict[str, list[Box]] = {}
-    kinds: dict[str, tuple[str, int]] = {}
-    homes: dict[str, str] = {}
-    places: dict[Key, ChunkPlace] = {}
-    sharded = False
     sizes = {name: sizes[name] for name in weights}
     headers = _read_headers(store, sizes, options=options, deadline=deadline)
+    sharded = any(header.saved_offsets is not None for header in headers.values())
+    boxes: dict[str, list[Box]] = {}
+    kinds: dict[str, tuple[str, int, str]] = {}
+    places: dict[Key, ChunkPlace] = {}
     for name, file_bytes in sizes.items():
         header = headers[name]
-        sharded = sharded or header.saved_offsets is not None
         for fqn, entry in header.entries.items():
             if weight_map is not None and weight_map.get(fqn) != name:
                 continue
-            zeros = tuple(0 for _ in entry.shape)
-            offsets = (header.saved_offsets or {}).get(fqn, zeros)
+            offsets = (header.saved_offsets or {}).get(fqn, (0,) * len(entry.shape))
             kind = entry.dtype, len(entry.shape)
-            home = homes.setdefault(fqn, name)
-            if (fqn, offsets) in places or kinds.setdefault(fqn, kind) != kind:
+            *first, home = kinds.setdefault(fqn, (*kind, name))
+            if (fqn, offsets) in places or tuple(first) != kind:
                 raise FormatError(
                     f"{fqn} is in {home} and again, or with another dtype or number of "
                     f"dimensions, in {name}.",
@@ -278,13 +264,12 @@ def open_safetensors(
                 size_bytes=entry.end - entry.start,
                 file_bytes=file_bytes,
             )
-    absent = sorted(set(weight_map or ()) - set(boxes))
-    if absent:
+    for fqn in sorted((weight_map or {}).keys() - boxes.keys())[:1]:
+        name = (weight_map or {})[fqn]
         raise IntegrityError(
-            f"{store.url}: {(weight_map or {})[absent[0]]} does not hold {absent[0]}, which "
-            f"{INDEX_NAME} says it does.",
-            fqn=absent[0],
-            path=(weight_map or {})[absent[0]],
+            f"{store.url}: {name} does not hold {fqn}, which {INDEX_NAME} says it does.",
+            fqn=fqn,
+            path=name,
             offset=0,
             next_step=_RESTORE,
         )
@@ -329,7 +314,7 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 def _read_index(store: Store) -> dict[str, str]:
     data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
-    if is_blocker(data):
+    if data == BLOCKER:
         raise in_progress(store.url)
     try:
         weight_map = json.loads(data)["weight_map"]

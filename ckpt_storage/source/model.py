@@ -86,9 +86,6 @@ class Source(Explains, Protocol):
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk (or, with None, a blob) lies. `places` was called for it."""
-
     def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[ChunkPlace]:
         """Return where chunks and blobs lie; fetches what tells it, in one go."""
 
@@ -109,24 +106,10 @@ class _Tensors(Mapping[str, TensorInfo]):
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         self._records = records
-        self._boxes: dict[int, Sequence[Box]] = {}
 
     def __getitem__(self, fqn: str) -> TensorInfo:
         record = self._records[fqn]
-        return TensorInfo(
-            fqn=fqn, dtype=record.dtype, shape=record.shape, boxes=self._boxes_of(record)
-        )
-
-    def _boxes_of(self, record: TensorRecord) -> Sequence[Box]:
-        # Tensors that are alike share one record.
-        found = self._boxes.get(id(record))
-        if found is None:
-            found = self._boxes[id(record)] = (
-                [box for box, _ in record.chunks or ()]
-                if record.grid is None
-                else GridBoxes(record.grid, record.shape)
-            )
-        return found
+        return TensorInfo(fqn=fqn, dtype=record.dtype, shape=record.shape, boxes=record.boxes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
@@ -207,13 +190,9 @@ class CommittedSource:
     _found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        manifest = self.manifest
-        self.save_id, self.planner_data, self.ties = (
-            manifest.save_id,
-            manifest.planner_data,
-            manifest.ties,
-        )
-        self.tensors, self.blobs = _Tensors(manifest.tensors), frozenset(manifest.blobs)
+        found = self.manifest
+        self.save_id, self.planner_data, self.ties = found.save_id, found.planner_data, found.ties
+        self.tensors, self.blobs = _Tensors(found.tensors), frozenset(found.blobs)
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Return the manifest of one rank, fetched and checked."""
@@ -232,23 +211,20 @@ class CommittedSource:
             self._ranks[rank] = found
         return found
 
-    def _fetch_all(self, ranks: Iterable[int]) -> None:
-        needed = set(ranks).difference(self._ranks)
-        count = min(self.options.thread_count, len(needed))
-        if len(needed) == 1:
-            self._fetch(needed.pop())  # a thread for it would take longer than a read from a disk
-        elif count:
+    def _fetch_all(self, ranks: set[int]) -> None:
+        if len(ranks) == 1:
+            # A thread for it would take longer than a read from a disk.
+            self.rank_manifest(*ranks)
+        elif ranks:
+            count = min(self.options.thread_count, len(ranks))
             with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
-                for rank in sorted(needed):
-                    workers.submit(partial(self._fetch, rank))
+                for rank in sorted(ranks):
+                    workers.submit(partial(self.rank_manifest, rank))
                 workers.drain()
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
         self.store, self.deadline = store, deadline
-
-    def _fetch(self, rank: int) -> None:
-        self.rank_manifest(rank)
 
     def _chunk(self, fqn: str, offsets: tuple[int, ...] | None) -> tuple[Box | None, int]:
         """Return the chunk at `offsets`, None for a blob, and the rank that wrote it."""
@@ -267,25 +243,21 @@ class CommittedSource:
         return self._found[key]
 
     def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> None:
-        grid = tensor.grid
-        if grid is None:
+        boxes, owners = tensor.boxes, tensor.owners
+        if not isinstance(boxes, GridBoxes):
             # Of equal offsets the first counts; so ascending would overwrite it.
-            for box, rank in reversed(tensor.chunks or ()):
+            for box, rank in zip(reversed(boxes), reversed(owners), strict=True):
                 self._found[id(tensor), box.offsets] = box, rank
-        elif (cell := grid.cell_at(offsets)) is not None:
-            self._found[id(tensor), offsets] = grid.box(cell, tensor.shape), grid.owners[cell]
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
-        return self._place((fqn, offsets), *self._chunk(fqn, offsets))
+        elif (cell := boxes.grid.cell_at(offsets)) is not None:
+            self._found[id(tensor), offsets] = boxes[cell], owners[cell]
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie, after fetching what tells it, in parallel.
 
-        Raises as `place`.
+        Raises `FormatError` if documents disagree.
         """
         chunks = [self._chunk(*key) for key in keys]
-        self._fetch_all(rank for _, rank in chunks)
+        self._fetch_all({rank for _, rank in chunks} - self._ranks.keys())
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
 
     def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:
@@ -351,8 +323,7 @@ def explained(
 ) -> Exception:
     """Return `error`, which reading `places` raised, with what it means for their values.
 
-    A file that is gone becomes what `source` says of that; damage is told with the value that the
-    file holds there, the rank that wrote it, and the `effect` on the caller.
+    Damage is told with the value that the file holds there, its rank, and the `effect`.
     """
     mine = [place for place in places if concerns(error, place.path)]
     if not mine:
@@ -399,9 +370,8 @@ def read_document(
 ) -> bytes:
     """Return a document that another one of `save_id` names, checked by length and checksum.
 
-    A missing one is `IntegrityError`, because what names it was written after it; or
-    `CheckpointGoneError`, if `save_id` has been superseded and freed meanwhile. `most_bytes` and
-    other errors as for `slotlog.read_referenced`.
+    A missing one is `IntegrityError`, or `CheckpointGoneError` if `save_id` has been superseded
+    and freed. `most_bytes` and other errors as for `slotlog.read_referenced`.
     """
     try:
         return slotlog.read_referenced(store, reference, most_bytes=most_bytes)

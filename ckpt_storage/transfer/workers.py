@@ -41,7 +41,7 @@ class Workers:
         self._deadline, self._name, self._grace_s = deadline, name, grace_s
         self._limit = limit or (lambda: 2 * count)
         # What a thread is to do, and what is due once it has, or never will.
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], ...] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open_count = 0
         self._failure: BaseException | None = None
@@ -78,7 +78,9 @@ class Workers:
                     self._open_count -= 1
                     self._changed.notify_all()
 
-    def submit(self, job: Callable[[], None], *, ended: Callable[[], None] = lambda: None) -> None:
+    def submit(
+        self, job: Callable[[], object], *, ended: Callable[[], None] = lambda: None
+    ) -> None:
         """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`.
 
         `ended` is called once, after `job` or in its place where it is not run any more.

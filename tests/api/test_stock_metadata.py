@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,10 @@ from dcp_cases import failures_of, same, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ckpt_storage
-from ckpt_storage import (
-    CheckpointInfo,
-    CheckpointStorageWriter,
-    InvalidInputError,
-)
+from ckpt_storage import CheckpointStorageWriter, InvalidInputError
 from ckpt_storage.commit.stock import entries_of
 
 STATE: dict[str, Any] = {
@@ -115,31 +107,3 @@ def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
     (path / ".metadata").unlink()
     dcp_cases.load(zeros_like(STATE), path)
     assert (path / ".metadata").read_bytes() == note
-
-
-def by_saver(mode: Any) -> Callable[..., CheckpointInfo]:
-    """Return what saves by a saver's thread or process."""
-
-    def saved(path: Path, **options: Any) -> CheckpointInfo:
-        with ckpt_storage.AsyncSaver(mode=mode) as saver:
-            return saver.save(STATE, path, **options).result()
-
-    return saved
-
-
-def by_manager(path: Path, *, later: bool = False, **options: Any) -> CheckpointInfo:
-    """Save a step, or save it in the background."""
-    with ckpt_storage.CheckpointManager(path.parent, mode="thread") as manager:
-        if later:
-            return manager.save_async(1, STATE, **options).result()
-        return manager.save(1, STATE, **options)
-
-
-DOORS: dict[str, Callable[..., CheckpointInfo]] = {
-    "save": lambda path, **options: ckpt_storage.save(STATE, path, **options),
-    "save_async": lambda path, **options: ckpt_storage.save_async(STATE, path, **options).result(),
-    "thread": by_saver("thread"),
-    "process": by_saver("process"),
-    "manager": by_manager,
-    "manager later": partial(by_manager, later=True),
-}

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 SIZES = {
-    1: "bool uint8 int8 bits8 bits1x8 bits2x4 bits4x2 float8_e4m3fn float8_e4m3fnuz float8_e5m2"
-    " float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2",
     2: "float16 bfloat16 uint16 int16 bits16",
     4: "float32 uint32 int32 complex32",
     8: "float64 uint64 int64 complex64",
@@ -35,6 +35,9 @@ SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 
 class RefusedError(Exception):
     """What lies there is damaged, or no document of this format."""
+
+
+WRONG = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, zlib.error)
 
 
 class NoCheckpointError(Exception):
@@ -64,15 +67,11 @@ def unseal(data: bytes, kind: str) -> dict[str, Any]:
     """Return the body of a sealed document."""
     need(data[:11] == b'{"crc32c":"' and data[19:28] == b'","body":', "no seal")
     need(data[-2:] == b"}\n" and data[11:19] == b"%08x" % crc32c(data[28:-2]), "checksum")
-    try:
-        keys: list[list[tuple[str, Any]]] = []
-        body: Any = json.loads(data[28:-2].decode())
-        json.loads(data[28:-2], object_pairs_hook=keys.append)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError("no JSON") from error
+    keys: list[list[tuple[str, Any]]] = []
+    body: Any = json.loads(data[28:-2].decode())
+    json.loads(data[28:-2], object_pairs_hook=keys.append)
     need(all(len(dict(pairs)) == len(pairs) for pairs in keys), "a key twice")
-    need(isinstance(body, dict), "no object")
-    need(body.get("format") == f"ckpt_storage.{kind}/1", "format")
+    need(body["format"] == f"ckpt_storage.{kind}/1", "format")
     return dict(body)
 
 
@@ -80,19 +79,15 @@ def inflate(value: Any, size: int) -> bytes:
     """Return exactly `size` bytes of what a stream holds."""
     need(0 <= size <= 256 << 20, "too much")
     stream = zlib.decompressobj()
-    try:
-        data = stream.decompress(base64.b64decode(value["zlib"], validate=True), size + 1)
-    except (ValueError, zlib.error) as error:
-        raise RefusedError("no stream") from error
+    data = stream.decompress(base64.b64decode(value["zlib"], validate=True), size + 1)
     need(len(data) == size and stream.eof and not stream.unused_data, "stream")
     return data
 
 
 def column(value: Any, count: int | None = None, least: int = 0, below: int = 1 << 63) -> list[int]:
     """Return a column: a list, or 64-bit differences that were deflated."""
-    if isinstance(value, list):
-        numbers = value
-    else:
+    numbers: list[int] = value
+    if not isinstance(value, list):
         words = np.frombuffer(inflate(value, 8 * value["count"]), dtype="<i8")
         numbers = np.cumsum(words, dtype=np.int64).tolist()
     need(count is None or len(numbers) == count, "length of a column")
@@ -103,9 +98,9 @@ def column(value: Any, count: int | None = None, least: int = 0, below: int = 1 
 def names(value: Any) -> list[str]:
     """Return names: a list, or its JSON text deflated."""
     if not isinstance(value, list):
-        need(value["count"] <= 1 << 24, "too many names")
-        value, count = json.loads(inflate(value, value["bytes"])), value["count"]
-        need(len(value) == count, "number of names")
+        count = value["count"]
+        value = json.loads(inflate(value, value["bytes"]))
+        need(len(value) == count <= 1 << 24, "number of names")
     need(all(isinstance(name, str) for name in value), "names")
     return list(value)
 
@@ -117,39 +112,37 @@ def crcs(text: str, count: int) -> list[int]:
     return [int(word) for word in np.frombuffer(data, dtype="<u4")]
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def boxes(value: Any) -> list[Box]:
-    """Return boxes: offsets and sizes."""
+    """Return boxes that columns spell."""
     ndim = column(value["ndim"], below=65)
     offsets, sizes = (column(value[key], sum(ndim)) for key in ("offsets", "sizes"))
-    ends = list(itertools.accumulate(ndim, initial=0))
-    pairs = itertools.pairwise(ends)
+    pairs = itertools.pairwise(itertools.accumulate(ndim, initial=0))
     return [(tuple(offsets[a:b]), tuple(sizes[a:b])) for a, b in pairs]
+
+
+def window(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
 
 
 def layout(value: Any, shape: tuple[int, ...], world_size: int) -> list[tuple[Box, int]]:
     """Return the chunks of a tensor of `shape`, each with the rank that wrote it."""
-    if "cuts" not in value:
-        found = boxes(value)
-    else:
-        cuts = [column(cut) for cut in value["cuts"]]
-        need(len(cuts) == len(shape), "dimensions of a grid")
-        for cut, size in zip(cuts, shape, strict=True):
+    found = boxes(value) if "cuts" not in value else []
+    if "cuts" in value:
+        sides = []
+        for cut, size in zip(map(column, value["cuts"]), shape, strict=True):
             rising = all(a < b for a, b in itertools.pairwise(cut))
             need(cut and cut[0] == 0 and rising and cut[-1] < max(size, 1), "cuts")
-        sides = [
-            [(a, b - a) for a, b in itertools.pairwise([*cut, size])]
-            for cut, size in zip(cuts, shape, strict=True)
-        ]
+            sides.append([(a, b - a) for a, b in itertools.pairwise([*cut, size])])
         cells = itertools.product(*sides)
         found = [(tuple(a for a, _ in cell), tuple(n for _, n in cell)) for cell in cells]
     held = np.zeros(shape, dtype=np.int8)
     for offsets, sizes in found:
-        need(len(offsets) == len(shape), "dimensions of a chunk")
         need(all(a + n <= s for a, n, s in zip(offsets, sizes, shape, strict=True)), "chunk")
-        held[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))] += 1
+        held[window(offsets, sizes)] += 1
     need((held == 1).all(), "not each element once")
     ranks = column(value["ranks"], len(found), below=world_size)
     return list(zip(found, ranks, strict=True))
@@ -157,7 +150,7 @@ def layout(value: Any, shape: tuple[int, ...], world_size: int) -> list[tuple[Bo
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds: dtype and raw elements of tensors, byte streams of other values."""
+    """Dtype and raw elements of tensors, byte streams of other values."""
 
     save_id: str
     slot: int
@@ -165,14 +158,6 @@ class Checkpoint:
     blobs: dict[str, bytes]
     ties: dict[str, str]
     lost_slots: bool
-
-
-def footer_of(data: bytes) -> dict[str, Any] | None:
-    """Return what the footer of `.metadata` says."""
-    if data[-8:] != b"CKPTSTO1" or not data[-16:-8].isdigit():
-        return None
-    found = json.loads(data[-16 - int(data[-16:-8]) : -16])
-    return found if isinstance(found, dict) else None
 
 
 class Reader:
@@ -215,8 +200,11 @@ class Reader:
         """Return the record of the newest commit, and whether slots were lost."""
         last = self.last_slot()
         stock = self.root / ".metadata"
-        footer = footer_of(stock.read_bytes()) if stock.is_file() else None
-        lost = footer is not None and footer["slot"] > last
+        data = stock.read_bytes() if stock.is_file() else b""
+        footer = {"slot": 0}
+        if data[-8:] == b"CKPTSTO1" and data[-16:-8].isdigit():
+            footer = json.loads(data[-16 - int(data[-16:-8]) : -16])
+        lost = footer["slot"] > last
         if last == 0:
             need(not lost, "slots were lost")
             raise NoCheckpointError("unfinished" if (self.root / "saves").is_dir() else "none")
@@ -242,7 +230,7 @@ class Reader:
         table = manifest["tensors"]
         fqns = names(table["fqns"])
         keys = [column(table[key], len(fqns)) for key in ("dtype", "shape", "layout")]
-        held: dict[tuple[str, tuple[int, ...] | None], tuple[int, Any]] = {}
+        held: dict[Any, Any] = {}
         arrays: dict[str, Any] = {}
         kinds: dict[str, str] = {}
         for fqn, dtype, form, cut in zip(fqns, *keys, strict=True):
@@ -255,11 +243,11 @@ class Reader:
         held.update(((name, None), (rank, None)) for name, rank in zip(blobs, owners, strict=True))
         need(len({*fqns, *blobs}) == len(fqns) + len(blobs), "a name twice")
         found: dict[Any, Any] = {}
-        documents = manifest["ranks"]
-        sizes = column(documents["bytes"], world_size)
-        sums = crcs(documents["crc32c"], world_size)
         files: list[tuple[int, int, int]] = []
-        for rank, (size, crc) in enumerate(zip(sizes, sums, strict=True)):
+        documents = manifest["ranks"]
+        sums = crcs(documents["crc32c"], world_size)
+        for rank, size in enumerate(column(documents["bytes"], world_size)):
+            crc = sums[rank]
             data = self.file(f"saves/{save_id}/ranks/rank-{rank:05d}.json", size, crc)
             files += self.rank(unseal(data, "rank"), save_id, rank, found)
         listed = manifest["files"]
@@ -274,12 +262,10 @@ class Reader:
                 values[fqn] = payload
                 continue
             need(dtype == kinds[fqn] and at == box, f"{fqn} is another chunk")
-            window = tuple(slice(a, a + n) for a, n in zip(*box, strict=True))
-            target = arrays[fqn][window]
+            target = arrays[fqn][window(*box)]
             target[...] = np.frombuffer(payload, dtype=np.uint8).reshape(target.shape)
         tensors = {fqn: (kinds[fqn], arrays[fqn]) for fqn in fqns}
-        ties = manifest.get("ties", {})
-        return Checkpoint(save_id, record["slot"], tensors, values, ties, lost)
+        return Checkpoint(save_id, record["slot"], tensors, values, manifest.get("ties", {}), lost)
 
     def rank(
         self, body: dict[str, Any], save_id: str, rank: int, found: dict[Any, Any]
@@ -341,5 +327,13 @@ def read(root: Path) -> Checkpoint:
     """Return what the checkpoint in a folder holds."""
     try:
         return Reader(root).read()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OSError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OSError,
+        RecursionError,
+        zlib.error,
+    ) as error:
         raise RefusedError(f"{type(error).__name__}: {error}") from error

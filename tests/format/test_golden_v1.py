@@ -1,4 +1,4 @@
-"""The golden checkpoints of version 1 stay readable, byte for byte, by us, torch and a stranger."""
+"""Golden checkpoints stay readable: ours by us, torch and a stranger; those of torch by us."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 import spec_reader
 import torch
-from dcp_cases import files_below, raw_bytes
+from dcp_cases import files_below, raw_bytes, same, zeros_like
 from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage import CheckpointGoneError, open_checkpoint
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.documents import seal, unseal
+from ckpt_storage.format.exports import ExportRecord, Holder, Names
+from ckpt_storage.format.manifest import Manifest
+from ckpt_storage.format.rank_manifest import RankManifest
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 RUN = "step-00000007"
@@ -64,6 +69,31 @@ def test_our_reader_gives_what_was_saved(golden: Path) -> None:
     assert is_expected(state)
     for name in files_below(GOLDEN):
         assert (golden / name).read_bytes() == (GOLDEN / name).read_bytes()
+
+
+def test_documents_are_written_as_they_were() -> None:
+    """Each document of a save and of its export, decoded and encoded again, is the same bytes."""
+    kinds = set()
+    for path in (path for path in GOLDEN.rglob("*.json") if path.name != "expected.json"):
+        data, where = path.read_bytes(), str(path)
+        if not data.startswith(b'{"crc32c"'):
+            continue
+        body = unseal(data, path=where)
+        kinds.add(kind := body["format"].removeprefix("ckpt_storage."))
+        match kind:
+            case "manifest/1":
+                again = seal(Manifest.from_body(body, where=where).to_body())
+            case "rank/1":
+                again = seal(RankManifest.from_body(body, where=where).to_body())
+            case "commit/1":
+                again = SlotRecord.decode(data, slot=body["slot"]).encode()
+            case "names/1" | "holder/1" | "export/1":
+                one: Any = {"names/1": Names, "holder/1": Holder, "export/1": ExportRecord}[kind]
+                again = one.decode(data, where).encode()
+            case _:
+                continue
+        assert again == data, path
+    assert kinds >= {"manifest/1", "rank/1", "commit/1", "names/1", "export/1"}
 
 
 def test_stock_torch_gives_what_was_saved(golden: Path) -> None:
@@ -124,13 +154,9 @@ def test_it_is_listed_and_the_deleted_one_is_not(golden: Path) -> None:
     """The commit record tells what `list_checkpoints` shows; a tombstone shows nothing."""
     (info,) = ckpt_storage.list_checkpoints(golden)
     assert (info.name, info.slot, info.format) == (RUN, 2, "ckpt_storage")
+    assert len(open_checkpoint(golden / RUN).history) == 2
     with pytest.raises(CheckpointGoneError):
         open_checkpoint(golden / "step-00000006")
-
-
-def test_its_history_has_both_saves(golden: Path) -> None:
-    """The superseded save is still there."""
-    assert len(open_checkpoint(golden / RUN).history) == 2
 
 
 def test_its_export_is_what_was_saved() -> None:
@@ -156,3 +182,37 @@ def test_the_reader_is_short_and_stands_alone() -> None:
     assert len(list(filter(None, lines))) <= 300
     code = "import sys, spec_reader; assert not {'torch', 'ckpt_storage'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=path.parent)
+
+
+def saved_by_torch_2_15() -> dict[str, Any]:
+    """Return the state in golden/torch-2.15, as golden/README.md tells."""
+    return {
+        "model": {
+            "rows": torch.tensor([[(5 * i + j) / 2 for j in range(5)] for i in range(6)]),
+            "uneven": torch.tensor(
+                [[3 * i + j - 7 for j in range(3)] for i in range(5)], dtype=torch.bfloat16
+            ),
+            "columns": torch.tensor(
+                [[100 * (4 * i + j) for j in range(4)] for i in range(3)], dtype=torch.int16
+            ),
+            "replicated": torch.tensor([0.0, 0.125, 0.25, 0.375], dtype=torch.float64),
+            "turned": torch.tensor([[0, 3], [1, 4], [2, 5]]),
+            "scalar": torch.tensor(42),
+        },
+        "step": 7,
+    }
+
+
+def test_metadata_of_a_later_torch_are_read() -> None:
+    """Those of torch 2.15 have strides, which no older torch reads: each front door does."""
+    path, expected = GOLDEN.parent / "torch-2.15", saved_by_torch_2_15()
+    state = zeros_like(expected)
+    assert dcp_cases.load(state, path).format == "dcp"
+    assert same(state, expected)
+    with open_checkpoint(path) as found:
+        assert found.format == "dcp"
+        for name, value in expected["model"].items():
+            assert found[f"model.{name}"].torch().equal(value)
+        assert np.array_equal(found["model.rows"][1:3, ::2], expected["model"]["rows"][1:3, ::2])
+        assert found["step"] == 7
+    assert ckpt_storage.verify(path).ok

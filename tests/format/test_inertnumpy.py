@@ -44,18 +44,6 @@ def pickled(value: object) -> bytes:
         [{"a": (np.int64(1), None, "text", b"raw", 1 << 80, -1.5)}],
         7,
     ],
-    ids=[
-        "legacy state",
-        "state",
-        "generator state",
-        "big-endian",
-        "fortran",
-        "empty",
-        "flag",
-        "scalar",
-        "mixed",
-        "plain",
-    ],
 )
 def test_numbers_of_numpy_among_plain_values_pass(value: object) -> None:
     """Random states, arrays and scalars of numbers are inert, in containers too."""

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +39,32 @@ def saved_by_torch(state: dict[str, Any], folder: Path) -> bytes:
 
 def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
     """Compare what was decoded with the objects that torch's own pickle.load returns."""
-    tensors, blobs = {}, set()
-    for fqn, described in expected.state_dict_metadata.items():
-        if isinstance(described, BytesStorageMetadata):
-            blobs.add(fqn)
-        else:
-            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
-            dtype = str(described.properties.dtype).removeprefix("torch.")
-            tensors[fqn] = (dtype, tuple(described.size), chunks)
-    assert {
-        fqn: (tensor.dtype, tensor.shape, [(c.offsets, c.sizes) for c in tensor.chunks])
-        for fqn, tensor in found.tensors.items()
-    } == tensors
+    told = expected.state_dict_metadata
+    blobs = {fqn for fqn, value in told.items() if isinstance(value, BytesStorageMetadata)}
     assert found.blobs == blobs
-    assert {
-        key: (item.relative_path, item.offset, item.length, item.transforms)
-        for key, item in found.items.items()
-    } == {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): (
-            info.relative_path,
-            info.offset,
-            info.length,
-            tuple(info.transform_descriptors or ()),
-        )
-        for index, info in (expected.storage_data or {}).items()
-    }
+    assert found.tensors.keys() == told.keys() - blobs
+    for fqn, tensor in found.tensors.items():
+        described: Any = told[fqn]
+        assert f"torch.{tensor.dtype}" == str(described.properties.dtype)
+        assert tensor.shape == tuple(described.size)
+        assert list(tensor.chunks) == [(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
+    items = {}
+    for index, info in (expected.storage_data or {}).items():
+        key = (index.fqn, None if index.offset is None else tuple(index.offset))
+        transforms = tuple(info.transform_descriptors or ())
+        items[key] = (info.relative_path, info.offset, info.length, transforms)
+    assert {key: astuple(item) for key, item in found.items.items()} == items
     assert found.paths == expected.planner_data
+
+
+def with_old_properties() -> Metadata:
+    """Return metadata with the properties of tensors that torch 2.0 to 2.2 wrote."""
+    metadata = made_metadata()
+    for described in metadata.state_dict_metadata.values():
+        if isinstance(described, TensorStorageMetadata):
+            old = OldTensorProperties(dtype=described.properties.dtype)
+            described.properties = old  # type: ignore[assignment]
+    return metadata
 
 
 class TestStockFiles:
@@ -97,28 +98,18 @@ class TestStockFiles:
 
     def test_torch_2_0(self) -> None:
         """Old files have other classes for properties and no version or storage metadata."""
-        metadata = made_metadata()
+        metadata = with_old_properties()
         for name in ("version", "storage_meta"):
             del metadata.__dict__[name]
-        for described in metadata.state_dict_metadata.values():
-            if isinstance(described, TensorStorageMetadata):
-                old = OldTensorProperties(dtype=described.properties.dtype)
-                described.properties = old  # type: ignore[assignment]
         for info in metadata.storage_data.values():
             info.__dict__.pop("transform_descriptors")
         found = decode_stock_metadata(pickle.dumps(metadata))
         assert_tells_all(found, metadata)
 
-    @pytest.mark.parametrize("old", [True, False])
-    def test_enums_pickled_by_name(self, old: bool) -> None:  # noqa: FBT001
+    @pytest.mark.parametrize("make", [made_metadata, with_old_properties])
+    def test_enums_pickled_by_name(self, make: Callable[[], Metadata]) -> None:
         """Files of Python 3.11.0 to 3.11.3, which pickled enums through getattr, are read."""
-        metadata = made_metadata()
-        if old:
-            for described in metadata.state_dict_metadata.values():
-                if isinstance(described, TensorStorageMetadata):
-                    described.properties = OldTensorProperties(  # type: ignore[assignment]
-                        dtype=described.properties.dtype
-                    )
+        metadata = make()
 
         class ByName(pickle.Pickler):
             def reducer_override(self, obj: object) -> Any:

@@ -46,18 +46,11 @@ def enveloped(tensor: torch.Tensor) -> bytes:
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Check everything by which two plain tensors can differ."""
     assert type(found) is torch.Tensor
-    assert (found.dtype, found.shape, found.stride()) == (
-        expected.dtype,
-        expected.shape,
-        expected.stride(),
-    )
-    assert found.storage_offset() == 0
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert (found.stride(), found.storage_offset()) == (expected.stride(), 0)
     assert found.untyped_storage().nbytes() == expected.numel() * expected.itemsize
-    assert (found.requires_grad, found.is_leaf, found._backward_hooks) == (  # noqa: SLF001
-        False,
-        True,
-        {},
-    )
+    assert found.is_leaf
+    assert not found.requires_grad
     assert raw_bytes(found) == raw_bytes(expected)
 
 
@@ -71,14 +64,11 @@ def survives_torch(dtype: torch.dtype) -> bool:
     return bool(loaded.dtype == dtype)
 
 
-class TestDTypes:
-    """The dtype table agrees with torch, numpy and safetensors."""
-
-    def test_it_holds_all_that_torch_can_store(self) -> None:
-        """A dtype is in the table exactly if torch can copy, save and load it."""
-        known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-        storable = {str(dtype).removeprefix("torch.") for dtype in known if survives_torch(dtype)}
-        assert set(DTYPES) == storable
+def test_all_dtypes_that_torch_can_store_are_known() -> None:
+    """A dtype is in the table exactly if torch can copy, save and load it."""
+    known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    storable = {str(dtype).removeprefix("torch.") for dtype in known if survives_torch(dtype)}
+    assert set(DTYPES) == storable
 
 
 class TestEnvelope:
@@ -99,9 +89,7 @@ class TestEnvelope:
             assert mapped.data_ptr() % PAYLOAD_ALIGN_BYTES == 0
             assert len(tensor_envelope(dtype, shape).head) % PAYLOAD_ALIGN_BYTES == 0
 
-    @pytest.mark.parametrize(
-        "payload_bytes", [(1 << 32) - 2000, (1 << 32) - 200, (1 << 32) - 1, 1 << 32, (9 << 32) // 8]
-    )
+    @pytest.mark.parametrize("payload_bytes", [(1 << 32) - 2000, (1 << 32) - 1, (9 << 32) // 8])
     def test_it_works_around_and_beyond_4_gib(self, payload_bytes: int, tmp_path: Path) -> None:
         """A sparse file loads by mmap with its first and last bytes in place."""
         envelope = tensor_envelope("uint8", (payload_bytes,))
@@ -131,17 +119,13 @@ class TestEnvelope:
 
 NOT_PLAIN: dict[str, Callable[[], object]] = {
     "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
-    "channels-last": lambda: torch.ones(1, 3, 4, 5).to(memory_format=torch.channels_last),
-    "end-of-storage": lambda: torch.arange(6.0)[2:],
     "start-of-storage": lambda: torch.arange(6.0)[:3],
     "expanded": lambda: torch.arange(3.0).expand(4, 3),
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "meta": lambda: torch.empty(3, device="meta"),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "with-attribute": lambda: _with_attribute(torch.ones(2)),
     "list": lambda: [torch.ones(2)],
-    "number": lambda: 7,
 }
 
 

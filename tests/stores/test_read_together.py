@@ -18,7 +18,7 @@ def test_slots_that_are_read_together_tell_what_they_tell_in_turn(count: int) ->
     store = DictStore(disk, CAS)
     save_ids = [saved(store) for _ in range(count)]
     watched = DictStore(disk, CAS, lambda _, path: paths.append(path))
-    found = slotlog.read_log_together(watched)
+    found = slotlog.read_log(watched, for_reader=True)
     assert found == slotlog.read_log(store)
     assert (found.head.save_id if found.head else None) == (save_ids[-1] if save_ids else None)
     assert found.last_slot == count
@@ -37,4 +37,4 @@ def test_a_slot_that_cannot_be_read_is_no_absent_slot(broken: str) -> None:
             raise StorageError("No answer.", kind="server", retryable=False)
 
     with pytest.raises(StorageError, match="No answer"):
-        slotlog.read_log_together(DictStore(disk, CAS, gate))
+        slotlog.read_log(DictStore(disk, CAS, gate), for_reader=True)

@@ -7,13 +7,12 @@ package but its writer and reader.
 from __future__ import annotations
 
 import base64
-import copy
 import itertools
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +31,12 @@ from ckpt_storage.inspect.checks import Problem
 from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536
+KINDS = ("slot", "manifest", "rank")
 
 
-def body_of(path: Path) -> dict[str, Any]:
+def body_of(path: Path) -> Any:
     """Return the body of a sealed document."""
-    body: dict[str, Any] = json.loads(path.read_bytes())["body"]
-    return body
-
-
-def sealed(body: object) -> bytes:
-    """Return a body as a sealed document."""
-    text = json.dumps(body, separators=(",", ":")).encode()
-    return b'{"crc32c":"%08x","body":%s}\n' % (crc32c(text), text)
-
-
-def unpacked(text: str) -> list[int]:
-    """Return packed CRCs as numbers."""
-    data = base64.b64decode(text, validate=True)
-    return list(struct.unpack(f"<{len(data) // 4}I", data))
-
-
-def packed(crcs: list[int]) -> str:
-    """Return numbers as packed CRCs."""
-    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+    return json.loads(path.read_bytes())["body"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,33 +55,11 @@ class Checkpoint:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-
-    @property
-    def slot(self) -> Path:
-        """The commit record."""
-        return self.root / "commits" / "00000001.json"
-
-    @property
-    def manifest(self) -> Path:
-        """The manifest."""
-        (path,) = self.root.rglob("manifest.json")
-        return path
-
-    @property
-    def stock(self) -> Path:
-        """The copy of `.metadata`."""
-        (path,) = self.root.rglob("stock.metadata")
-        return path
-
-    @property
-    def ranks(self) -> list[Path]:
-        """The rank manifests."""
-        return sorted(self.root.rglob("rank-*.json"))
-
-    @property
-    def shards(self) -> list[Path]:
-        """The shard files."""
-        return sorted(self.root.rglob("*.distcp"))
+        self.slot = root / "commits" / "00000001.json"
+        self.manifest = next(root.glob("saves/*/manifest.json"))
+        self.stock = self.manifest.with_name("stock.metadata")
+        self.ranks = sorted(root.rglob("rank-*.json"))
+        self.shards = sorted(root.rglob("*.distcp"))
 
     @property
     def files(self) -> list[Path]:
@@ -109,22 +69,22 @@ class Checkpoint:
     def spans(self) -> list[Span]:
         """Return what the checksums are of, for all shard files."""
         found = []
-        for path in self.ranks:
-            body = body_of(path)
+        for rank, body in enumerate(map(body_of, self.ranks)):
             for index, file in enumerate(body["files"]):
-                rank, table, end = body["rank"], file["items"], 0
-                place = self.manifest.parent / f"__{rank}_{index}.distcp"
-                for i, name in enumerate(table["fqn"]):
-                    begin, length = table["payload_start"][i], table["payload_bytes"][i]
-                    cuts = [None, *range(begin, begin + length, BLOCK_BYTES)]
-                    for cut in cuts:
-                        start = end if cut is None else cut
-                        stop = begin if cut is None else min(cut + BLOCK_BYTES, begin + length)
-                        fqn = None if cut is None else body["fqns"][name]
-                        found.append(Span(path=place, rank=rank, fqn=fqn, start=start, stop=stop))
+                place, end = self.manifest.with_name(f"__{rank}_{index}.distcp"), 0
+                columns = ("fqn", "payload_start", "payload_bytes")
+                for name, begin, length in zip(*map(file["items"].get, columns), strict=True):
+                    edges = [*range(begin, begin + length, BLOCK_BYTES), begin + length]
+                    cuts = [(None, end, begin)]
+                    cuts += [(body["fqns"][name], *pair) for pair in itertools.pairwise(edges)]
+                    found += [(place, rank, *cut) for cut in cuts]
                     end = begin + length
-                found.append(Span(path=place, rank=rank, fqn=None, start=end, stop=file["bytes"]))
-        return [span for span in found if span.start < span.stop]
+                found.append((place, rank, None, end, file["bytes"]))
+        return [
+            Span(path=path, rank=rank, fqn=fqn, start=start, stop=stop)
+            for path, rank, fqn, start, stop in found
+            if start < stop
+        ]
 
     def name(self, path: Path) -> str:
         """Return the path of a file as documents have it."""
@@ -132,21 +92,19 @@ class Checkpoint:
 
     def reseal(self, path: Path, body: Any) -> None:
         """Put another body into a document, and its checksum into all that refer to it."""
-        path.write_bytes(sealed(body))
-        if path == self.slot:
-            return
-        data = path.read_bytes()
-        reference = {"path": self.name(path), "bytes": len(data), "crc32c": f"{crc32c(data):08x}"}
-        above = body_of(self.slot if path == self.manifest else self.manifest)
+        text = json.dumps(body, separators=(",", ":")).encode()
+        data = b'{"crc32c":"%08x","body":%s}\n' % (crc32c(text), text)
+        path.write_bytes(data)
         if path == self.manifest:
-            above["manifest"] = reference
+            above = body_of(self.slot)
+            above["manifest"] |= {"bytes": len(data), "crc32c": f"{crc32c(data):08x}"}
             self.reseal(self.slot, above)
-        else:
-            number = self.ranks.index(path)
-            crcs = unpacked(above["ranks"]["crc32c"])
-            crcs[number] = crc32c(data)
+        elif path != self.slot:
+            number, above = self.ranks.index(path), body_of(self.manifest)
+            crcs = bytearray(base64.b64decode(above["ranks"]["crc32c"]))
+            crcs[4 * number : 4 * number + 4] = crc32c(data).to_bytes(4, "little")
             above["ranks"]["bytes"][number] = len(data)
-            above["ranks"]["crc32c"] = packed(crcs)
+            above["ranks"]["crc32c"] = base64.b64encode(crcs).decode()
             self.reseal(self.manifest, above)
 
     def change(self, path: Path, change: Callable[[Any], object]) -> None:
@@ -212,7 +170,7 @@ def large_state() -> dict[str, Any]:
     }
 
 
-def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
+def save_on_two(_rank: int, path: Path, *, large: bool) -> None:
     """Save one of the states, its larger tensors sharded over the ranks."""
     mesh = init_device_mesh("cpu", (2,))
 
@@ -224,7 +182,7 @@ def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
         placement = Shard(1 if name == "columns" else 0)
         return distribute_tensor(value, mesh, [placement], src_data_rank=None)
 
-    state = large_state() if options["large"] else small_state()
+    state = large_state() if large else small_state()
     dcp_cases.save({name: sharded(name, value) for name, value in state.items()}, path)
 
 
@@ -239,16 +197,15 @@ class Saver:
         """Return a checkpoint that may be damaged."""
         source = self._folder / f"{large}"
         if not source.exists():
-            options = {"large": large}
-            self._ranks.run(save_on_two, source, options, world_size=2)
+            self._ranks.run(partial(save_on_two, large=large), source, world_size=2)
         return Checkpoint(Path(shutil.copytree(source, target)))
 
 
 def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at: int) -> None:
     """Assert that a finding leads to byte `at` of its file as closely as its checksums allow."""
     assert problem.file is not None
-    path = checkpoint.root / problem.file
     assert problem.offset is not None
+    path = checkpoint.root / problem.file
     if path in checkpoint.shards:
         (span,) = [s for s in spans if s.path == path and s.start <= at < s.stop]
         assert (problem.offset, problem.rank) == (span.start, span.rank)
@@ -259,9 +216,6 @@ def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at
     else:
         assert 0 <= problem.offset <= at
         assert problem.rank == (checkpoint.ranks.index(path) if path in checkpoint.ranks else None)
-
-
-KINDS = ("slot", "manifest", "rank")
 
 
 def document(checkpoint: Checkpoint, kind: str) -> Path:
@@ -277,18 +231,6 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from nodes(item, (*path, key))
 
 
-def replaced(body: Any, path: tuple[Any, ...], value: object) -> Any:
-    """Return a document with one value replaced."""
-    if not path:
-        return value
-    body = copy.deepcopy(body)
-    at = body
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return body
-
-
 VALUES: tuple[object, ...] = (None, True, -1, 1 << 64, "x", "\ud800", [], [[None]], {})
 FROM_TORCH = ("Missing key in checkpoint", "Size mismatch between")
 
@@ -300,13 +242,18 @@ def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: ra
     """
     checkpoint = Checkpoint(folder)
     path = document(checkpoint, kind)
-    body = body_of(path)
     above = {file: file.read_bytes() for file in (checkpoint.slot, checkpoint.manifest, path)}
     count = 0
-    found = list(nodes(body))
+    found = list(nodes(body_of(path)))
     for turn, (at, node) in itertools.product(turns, enumerate(found)):
         value = VALUES[(at + turn) % len(VALUES)]
-        checkpoint.reseal(path, replaced(body, node, value))
+        whole = {"body": body_of(path)}
+        keys = ["body", *node]
+        holder: Any = whole
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = value
+        checkpoint.reseal(path, whole["body"])
         error = load_failure(checkpoint.root, dcp_cases.zeros_like(state))
         if not isinstance(error, CheckpointError | None):
             # The planner compares what the manifest says with the targets.

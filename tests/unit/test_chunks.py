@@ -13,12 +13,12 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
+from ckpt_storage.errors import FormatError, InvalidInputError
 from ckpt_storage.format.selections import WindowCopy
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps, bytes_read
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
 from ckpt_storage.transfer.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
@@ -238,24 +238,3 @@ def test_a_selection_that_leaves_its_chunk_is_refused() -> None:
         planned([read], LOCAL_COSTS)
     with pytest.raises(FormatError, match=r"w in f has 32 bytes; the metadata says \[3, 4\]"):
         planned([replace(read, chunk_sizes=(3, 4))], LOCAL_COSTS)
-
-
-def small_payloads(count: int, size: int) -> tuple[File, list[ChunkRead]]:
-    """Return a file of small payloads with frames between, and reads of all of them."""
-    file, reads = File("f", bytearray()), []
-    for number in range(count):
-        place = file.place(str(number), bytes([number % 251]) * size, 900)
-        reads.append(bytes_read(place, memoryview(bytearray(size))))
-    return file, reads
-
-
-@pytest.mark.parametrize("at", [0, 50, 1999])
-def test_a_flipped_bit_in_a_small_payload_is_told(at: int) -> None:
-    """The error names the tensor and the place of the block."""
-    file, reads = small_payloads(2000, 1500)
-    place = reads[at].place
-    file.data[place.start + 1200] ^= 4
-    with pytest.raises(IntegrityError) as caught:
-        execute(planned(reads, LOCAL_COSTS), {"f": file})
-    assert caught.value.fqn == str(at)
-    assert caught.value.offset == place.start + 1024

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 import ckpt_storage
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
-from ckpt_storage.format.boxes import GridBoxes
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
@@ -57,13 +56,7 @@ def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bo
     plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
     state: dict[str, Any] = {"step": BytesStorageMetadata()}
     for fqn, record in assemble(reports_of(ranks), plan).tensors.items():
-        boxes = [box for box, _ in record.boxes()]
-        info = TensorInfo(
-            fqn=fqn,
-            dtype="float32",
-            shape=record.shape,
-            boxes=GridBoxes(record.grid, record.shape) if record.grid else boxes,
-        )
+        info = TensorInfo(fqn=fqn, dtype="float32", shape=record.shape, boxes=record.boxes)
         chunks = ChunkList(info)
         state[fqn] = TensorStorageMetadata(
             properties=TensorProperties(dtype=torch.float32),

@@ -1,41 +1,17 @@
-"""Grids, held against counting elements in numpy arrays."""
+"""Grids and flaws of chunks, held against counting elements in numpy arrays."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_assemble import Chunk, tilings
 from test_regions import QUICK, SHAPES, boxes_in, mask
 
-from ckpt_storage.format.boxes import Box, find_grid
-
-
-@st.composite
-def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Draw a shape without zeros and the start offsets of a grid on it."""
-    shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
-    cuts = [
-        (0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)))) if size > 1 else (0,)
-        for size in shape
-    ]
-    return shape, cuts
-
-
-def cells_of(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """Return the cells of a grid in C order."""
-    per_dim = [
-        [(start, stop - start) for start, stop in itertools.pairwise([*cut, size])]
-        for cut, size in zip(cuts, shape, strict=True)
-    ]
-    return [
-        Box(tuple(start for start, _ in cell), tuple(size for _, size in cell))
-        for cell in itertools.product(*per_dim)
-    ]
+from ckpt_storage.format.boxes import Box, find_flaw, find_grid
 
 
 def test_boxes_that_cannot_be_of_the_tensor_are_no_grid() -> None:
@@ -46,17 +22,15 @@ def test_boxes_that_cannot_be_of_the_tensor_are_no_grid() -> None:
 
 
 @QUICK
-@given(data=st.data(), grid=grids())
+@given(data=st.data(), tiling=tilings("grid"))
 def test_a_grid_is_found_in_any_order(
-    data: st.DataObject, grid: tuple[tuple[int, ...], list[tuple[int, ...]]]
+    data: st.DataObject, tiling: tuple[tuple[int, ...], list[Chunk]]
 ) -> None:
     """Cells come back in C order, each with its owner's place in the list given."""
-    shape, cuts = grid
-    cells = cells_of(shape, cuts)
+    shape, cells = tiling[0], [Box(*chunk) for chunk in tiling[1]]
     shuffled = data.draw(st.permutations(cells))
     found = find_grid(shape, shuffled)
     assert found is not None
-    assert list(map(tuple, found.cuts)) == list(cuts)
     assert [shuffled[owner] for owner in found.owners] == cells
     assert found.boxes(shape) == cells
     assert [found.box(cell, shape) for cell in range(len(cells))] == cells
@@ -91,3 +65,55 @@ def test_a_grid_is_found_only_in_exact_coverings(
         solid = {box for box in boxes if not box.is_empty}
         count = np.sum([mask(shape, box) for box in solid], axis=0)
         assert (count == 1).all()
+
+
+@QUICK
+@given(
+    tiling=tilings(), change=st.sampled_from(["none", "drop", "double", "replace"]), data=st.data()
+)
+def test_a_flaw_is_found_if_and_only_if_counting_finds_one(
+    tiling: tuple[tuple[int, ...], list[Chunk]], change: str, data: st.DataObject
+) -> None:
+    """Whatever form the chunks have, however many there are, and whatever became of one."""
+    shape, boxes = tiling[0], data.draw(st.permutations([Box(*chunk) for chunk in tiling[1]]))
+    if change == "drop":
+        boxes.pop()
+    elif change == "double":
+        boxes.append(boxes[0])
+    elif change == "replace":
+        boxes[0] = boxes[-1]
+    empty = Box((0,) * len(shape), (0,) * len(shape))
+    found = find_flaw(shape, [*boxes, empty] if shape else boxes)
+    held = np.sum([mask(shape, box) for box in boxes], axis=0) + np.zeros(shape, dtype=np.int64)
+    assert (found is None) == bool((held == 1).all())
+    if found is not None:
+        assert found.at is not None
+        assert held[found.at] == len(found.holders) != 1
+
+
+@pytest.mark.parametrize(
+    "box", [Box((0,), (4,)), Box((0, 0, 0), (2, 2, 1)), Box((0, 0), (2, -1)), Box((2, 0), (1, 2))]
+)
+def test_a_box_that_cannot_be_of_the_tensor_is_named(box: Box) -> None:
+    """Another number of dimensions, a negative size and a place outside are told by position."""
+    found = find_flaw((2, 2), [Box((0, 0), (0, 2)), Box((0, 0), (2, 2)), box, box])
+    assert found is not None
+    assert found.outside == 2
+
+
+def test_a_tensor_without_elements_is_held_by_empty_boxes_or_none() -> None:
+    """Nothing is missing where nothing is; a box with elements cannot belong there."""
+    assert find_flaw((0, 4), []) is None
+    assert find_flaw((0, 4), [Box((0, 0), (0, 4)), Box((0, 4), (0, 0))]) is None
+    found = find_flaw((0, 4), [Box((0, 0), (1, 4))])
+    assert found is not None
+    assert found.outside == 0
+
+
+def test_chunks_that_all_lie_side_by_side_are_refused_at_once() -> None:
+    """Too many that begin at one place and overlap nowhere are not held each against each."""
+    cut = [Box((n, at), (1, 1)) for n in range(2) for at in range(20_000)]
+    assert find_flaw((2, 20_000), cut) is None
+    nested = [Box((0, 0), (n + 1, 1)) for n in range(20_000)]
+    found = find_flaw((20_000, 2), nested)
+    assert found is not None

@@ -1,25 +1,39 @@
-"""Manifests with any column changed: refused as `FormatError`, or read as something that can be."""
+"""Documents of a save: what is written is read, and what cannot be is refused."""
 
 from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import math
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import dcp_cases
+import pytest
+import torch
+from dcp_cases import failures_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import SAVE_ID, Written, manifest_of, reports_of
+from torch.distributed.checkpoint.api import CheckpointException
 
+from ckpt_storage import FormatError, IntegrityError, InvalidInputError, list_checkpoints
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
-from ckpt_storage.errors import FormatError, UnsafeContentError
+from ckpt_storage.errors import UnsafeContentError
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
+from ckpt_storage.format.documents import FileRef, seal, unseal
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.rank_manifest import RankManifest
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.model import CommittedSource
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.deadline import Deadline
 
 RANKS = [
     [
@@ -97,7 +111,7 @@ def packed(column: list[int]) -> dict[str, object]:
 def assert_sound(manifest: RankManifest) -> None:
     """Assert what readers of a rank manifest rely on."""
     for file in manifest.files:
-        table = file.items
+        table, before = file.items, 0
         for item in range(len(table)):
             assert 0 <= table.fqn[item] < len(manifest.fqns)
             offsets, sizes = table.offsets[item], table.sizes[item]
@@ -106,10 +120,10 @@ def assert_sound(manifest: RankManifest) -> None:
                 assert len(offsets) == len(sizes)
                 dtype = DTYPES[manifest.dtypes[table.dtype[item]]]
                 assert table.payload_bytes[item] == math.prod(sizes) * dtype.item_bytes
-            start, end = table.item_start[item], table.item_start[item] + table.item_bytes[item]
-            payload = table.payload_start[item]
-            assert 0 <= start <= payload <= payload + table.payload_bytes[item] <= end
-            assert end <= file.size_bytes
+            start, payload = table.item_start[item], table.payload_start[item]
+            assert before <= start <= payload
+            before = start + table.item_bytes[item]
+            assert payload + table.payload_bytes[item] <= before <= file.size_bytes
         assert file.block_starts()[-1] == len(table.block_crcs)
 
 
@@ -126,6 +140,14 @@ def test_a_rank_manifest_with_other_columns_is_refused_or_sound(body: dict[str, 
     assert again.to_body() == found.to_body()
 
 
+def test_items_that_overlap_are_refused() -> None:
+    """An item that reaches into the next one, in itself as sound as that."""
+    body = copy.deepcopy(RANK_BODY)
+    body["files"][0]["items"]["item_bytes"][0] += 64
+    with pytest.raises(FormatError, match="item 1 of"):
+        RankManifest.from_body(body, where="here")
+
+
 @settings(deadline=None, max_examples=400)
 @given(changed(BODY))
 def test_a_manifest_with_other_columns_is_refused_or_sound(body: dict[str, Any]) -> None:
@@ -135,8 +157,9 @@ def test_a_manifest_with_other_columns_is_refused_or_sound(body: dict[str, Any])
     except (FormatError, UnsafeContentError):
         return
     for tensor in found.tensors.values():
-        boxes = [box for box, _ in tensor.boxes()]
-        assert all(0 <= rank < 2 for _, rank in tensor.boxes())
+        boxes = list(tensor.boxes)
+        assert len(tensor.owners) == len(boxes)
+        assert all(0 <= rank < 2 for rank in tensor.owners)
         for box in boxes:
             assert all(
                 0 <= start <= start + size <= limit
@@ -153,4 +176,100 @@ def test_the_documents_are_read_as_they_are() -> None:
     assert_sound(RankManifest.from_body(RANK_BODY, where="here"))
     manifest = Manifest.from_body(BODY, where="here")
     assert manifest.save_id == SAVE_ID
-    assert manifest.tensors["list"].chunks is not None
+    assert isinstance(manifest.tensors["list"].boxes, list)
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
+    """Quotes, line breaks, other scripts, numbers, and no key at all."""
+    keys: list[str | int] = ['"', "\\", "\n\t\x00\x7f", "ü\u2028😀", "", 0, -3, 1 << 70, "]],[["]
+    data = {f"{n} {key}": (key, *keys[: n % 9]) for n in range(count) for key in keys} | {"": ()}
+    manifest = Manifest.from_body(BODY, where="here")
+    body = dataclasses.replace(manifest, planner_data=data).to_body()
+    document = unseal(seal(body), path="here")
+    assert Manifest.from_body(document, where="here").planner_data == data
+
+
+def test_a_payload_whose_length_wraps_around_is_refused() -> None:
+    """Elements times bytes an element are more than 64 bits hold."""
+    for sizes in ([1 << 62], [1 << 63 - 1, 2], [(1 << 62) + 1]):
+        body = manifest_of(0, 1, [Written("w", (0,), (1,))]).to_body()
+        body["boxes"] = {"ndim": [len(sizes)], "offsets": [0] * len(sizes), "sizes": sizes}
+        for payload_bytes in (4, 0):
+            body["files"][0]["items"]["payload_bytes"] = [payload_bytes]
+            with pytest.raises(FormatError):
+                RankManifest.from_body(body, where="here")
+
+
+def test_a_name_that_is_no_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Before anything is committed, in few names and in many."""
+    for count in (1, 300):
+        state = {f"tensor number {n}": torch.ones(1) for n in range(count)}
+        with pytest.raises(CheckpointException) as raised:
+            dcp_cases.save(state | {"half \ud800": torch.ones(2)}, tmp_path / str(count))
+        (failure,) = failures_of(raised.value).values()
+        assert isinstance(failure, InvalidInputError)
+        assert "half \\ud800" in str(failure)
+        assert failure.next_step
+        assert not list_checkpoints(tmp_path)
+
+
+def test_what_no_reader_takes_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator reads the manifest before it takes the slot."""
+    to_body = Manifest.to_body
+    monkeypatch.setattr(Manifest, "to_body", lambda self: to_body(self) | {"dtypes": ["float33"]})
+    with pytest.raises(CheckpointException) as raised:
+        dcp_cases.save({"w": torch.ones(2)}, tmp_path / "run")
+    (failure,) = failures_of(raised.value).values()
+    assert isinstance(failure, IntegrityError)
+    assert "No reader would take" in str(failure)
+    assert not list_checkpoints(tmp_path)
+
+
+RECORD = SlotRecord(
+    type="commit",
+    slot=1,
+    write_id="0" * 32,
+    head=HeadRef(slot=1, save_id=SAVE_ID),
+    save_id=SAVE_ID,
+    manifest=FileRef(path=f"saves/{SAVE_ID}/manifest.json", size_bytes=1, crc32c=0),
+    user={"step": 3},
+)
+
+
+@pytest.mark.parametrize("user", [None, [], "step", 3, True, [["step", 3]], 1.5])
+def test_a_user_record_that_is_no_object_is_left_out(user: Any) -> None:
+    """The checkpoint can be read whatever is there."""
+    body = unseal(RECORD.encode(), path="here") | {"user": user}
+    assert SlotRecord.decode(seal(body), slot=1).user == {}
+    assert SlotRecord.decode(RECORD.encode(), slot=1) == RECORD
+
+
+EMPTY = Written("w", (0, 0), (0, 4))
+SOLID = Written("w", (0, 0), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("items", "start"),
+    [
+        ([SOLID, EMPTY], 64),
+        ([EMPTY, SOLID], 64 + 64),
+        ([EMPTY, EMPTY, SOLID, EMPTY], 3 * 64),
+        ([EMPTY, SOLID, SOLID], 64 + 64),
+    ],
+)
+def test_the_first_with_elements_counts(items: list[Written], start: int) -> None:
+    """Whatever of it that is empty was written before."""
+    plan = Planned(tensors={"w": (4, 4)}, blobs=frozenset(), planner_data=None)
+    source = CommittedSource(
+        store=open_store(Location.of("memory://rank-index")),
+        record=RECORD,
+        manifest=assemble(reports_of([[SOLID]]), plan),
+        deadline=Deadline("load", 60.0),
+        options=TransferOptions(thread_count=1, part_bytes=1 << 20),
+    )
+    source._ranks[0] = manifest_of(0, 1, items)  # noqa: SLF001  # as if it had been fetched
+    (place,) = source.places([("w", (0, 0))])
+    assert (place.start, place.size_bytes) == (start, 64)

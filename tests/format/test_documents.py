@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import tracemalloc
+import zlib
 from array import array
 
 import numpy as np
@@ -14,12 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-from ckpt_storage.format.crc import (
-    BlockHasher,
-    combine_blocks,
-    crc32c_of,
+from ckpt_storage.format.crc import BlockHasher, combine_blocks, crc32c_of
+from ckpt_storage.format.documents import (
+    MOST_INFLATED_BYTES,
+    Allowance,
+    Fields,
+    pack_column,
+    pack_crcs,
+    pack_names,
+    seal,
+    unseal,
 )
-from ckpt_storage.format.documents import Fields, pack_crcs, seal, unseal
 
 QUICK = settings(max_examples=150, deadline=None)
 PIECES = st.lists(st.binary(max_size=40), max_size=8)
@@ -96,13 +103,9 @@ def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
     [
         ("AAAAAA==", 0),
         ("AAAAAA==", 2),
-        ("", 1),
-        ("AAAAAAA=", 1),
-        ("AAAA", 1),
         ("AAAAAA", 1),
         ("AAAA AA==", 1),
         ("AAAAAA==\n", 1),
-        ("AAAA-A==", 1),
         ("AAAAAé==", 1),
     ],
 )
@@ -133,10 +136,9 @@ def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
 
 def assert_found(damaged: bytes) -> None:
     """Assert that unsealing finds the damage and names the file."""
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(IntegrityError, match=r"^commits/00000001\.json ") as caught:
         unseal(damaged, path="commits/00000001.json")
     assert caught.value.path == "commits/00000001.json"
-    assert str(caught.value).startswith("commits/00000001.json ")
 
 
 SEALED = sealed_by_hand(b'{"format":"ckpt_storage.commit/1","slot":11}')
@@ -191,3 +193,78 @@ def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
     with pytest.raises(FormatError, match="was written with a body") as caught:
         unseal(sealed, path="manifest.json")
     assert caught.value.path == "manifest.json"
+
+
+PACKED = pack_column([n * n for n in range(100)])
+NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])
+
+
+def deflated(data: bytes) -> str:
+    """Return base64 of a zlib stream."""
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": 99},
+        {"count": 101},
+        {"count": True},
+        {"count": 1 << 62},
+        {"zlib": "?"},
+        {"zlib": None},
+        {"zlib": deflated(bytes(99))},
+        {"zlib": deflated(bytes(1 << 20))},
+        {"zlib": base64.b64encode(b"no stream").decode()},
+    ],
+    ids=str,
+)
+def test_a_column_that_is_not_what_it_says_is_refused(change: dict[str, object]) -> None:
+    """Too much, too little, and what is no stream at all."""
+    assert isinstance(PACKED, dict)
+    with pytest.raises(FormatError, match="here"):
+        Fields({"key": PACKED | change}, "here").column("key")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": 199},
+        {"bytes": 10},
+        {"bytes": 1 << 40},
+        {"zlib": deflated(b"x" * 10), "bytes": 10},
+        {"zlib": deflated(b"[1,2]"), "bytes": 5, "count": 2},
+        {"zlib": deflated(b'["\\ud800"]'), "bytes": 10, "count": 1},
+        {"zlib": deflated(b"[" * 100_000), "bytes": 100_000, "count": 1},
+    ],
+    ids=str,
+)
+def test_names_that_are_not_what_they_say_are_refused(change: dict[str, object]) -> None:
+    """Another number or length, and texts that are no list of strings."""
+    assert isinstance(NAMES, dict)
+    with pytest.raises(FormatError, match="here"):
+        Fields({"key": NAMES | change}, "here").names("key")
+
+
+def test_nothing_is_inflated_beyond_what_was_declared() -> None:
+    """A stream of 64 MiB that says it has ten bytes is given up after ten."""
+    bomb = zlib.compressobj(9)
+    data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
+    body = {"key": {"count": 10, "zlib": base64.b64encode(data).decode()}}
+    fields = Fields(body, "here")
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            fields.column("key")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert fields.allowance.left_bytes == MOST_INFLATED_BYTES - 80
+
+
+def test_all_columns_of_a_document_share_one_limit() -> None:
+    """What one takes, the next cannot."""
+    fields = Fields({"key": PACKED}, "here", Allowance(1000))
+    fields.column("key")
+    with pytest.raises(FormatError, match="declares more than"):
+        fields.column("key")
