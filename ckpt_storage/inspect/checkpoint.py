@@ -21,7 +21,7 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys
 from ckpt_storage.store import Location
-from ckpt_storage.transfer.workers import in_batches
+from ckpt_storage.transfer.workers import some_at_once
 
 from .diff import CheckpointDiff, compare
 from .facts import Entry, StoredFile, human_bytes
@@ -182,7 +182,7 @@ class Checkpoint(Mapping[str, Any]):
         with handle.session("Reading the history of") as (store, _):
             last = slotlog.read_log(store, known=source.record).last_slot
             looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
-            return tuple(one for one in in_batches(store, looks) if one)
+            return tuple(one for one in some_at_once(looks, handle.options.thread_count) if one)
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""

@@ -34,7 +34,7 @@ from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.workers import in_batches
+from ckpt_storage.transfer.workers import some_at_once
 
 from .retention import Found, StepNames, by_step
 
@@ -47,6 +47,8 @@ USELESS = (
 """Errors that say that another checkpoint is to be taken."""
 
 _BATCH_COUNT = 8
+_REMOTE_THREADS = 16
+_LOCAL_THREADS = 4
 
 log = logging.getLogger("ckpt_storage")
 
@@ -251,7 +253,8 @@ class Root:
         return frozenset(i for n, i in verdicts if n == name and i and not verdicts[n, i])
 
     def _all(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
-        return in_batches(self.open(deadline), calls) if calls else []
+        is_remote = self.open(deadline).capabilities.is_remote
+        return some_at_once(calls, _REMOTE_THREADS if is_remote else _LOCAL_THREADS)
 
 
 def list_checkpoints(

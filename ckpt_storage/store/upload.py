@@ -190,10 +190,11 @@ class Upload:
                 return
             self._state = "aborted"
             self._held = None
-        store = self._store.cleaning_up()
-        store.run("abort of the upload", self._path, self._discard)
-        if self._may_be_visible:
-            self._delete_ours(store)
+        try:
+            self._store.cleaning_up().run("abort of the upload", self._path, self._discard)
+        finally:
+            if self._may_be_visible:
+                self._delete_ours(self._store.cleaning_up())
 
     def _begun(self) -> str:
         """Return the token, for which the upload may have to be begun."""

@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _GRACE_S = 10.0
 _REPORT_S = 1.0
-_BATCH_COUNT = 16
 
 
 class Workers:
@@ -151,23 +150,20 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
-    return _at_once(calls)
+    return some_at_once(calls, len(calls))
 
 
-def in_batches(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Do as `side_by_side`, for any number of calls: some at a time."""
-    batches = (calls[at : at + _BATCH_COUNT] for at in range(0, len(calls), _BATCH_COUNT))
-    return [found for batch in batches for found in side_by_side(store, batch)]
-
-
-def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+def some_at_once(calls: Sequence[Callable[[], T]], thread_count: int) -> list[T]:
+    """Do as `side_by_side` with any storage, with so many calls under way at a time."""
     results: dict[int, T] = {}
 
     def run(number: int) -> None:
         results[number] = calls[number]()
 
     name, deadline = "ckpt-storage side by side", Deadline("commit", math.inf)
-    with Workers(len(calls), name=name, deadline=deadline, grace_s=_REPORT_S) as workers:
+    with Workers(
+        min(thread_count, len(calls)), name=name, deadline=deadline, grace_s=_REPORT_S
+    ) as workers:
         for number in range(len(calls)):
             workers.submit(partial(run, number))
         workers.drain()

@@ -68,3 +68,14 @@ def test_what_cannot_be_freed_does_not_hide_that_space_is_lacking(
         ckpt_storage.save(STATE, tmp_path)
     assert caught.value.kind == "no-space"
     assert "dead attempts stay" in caplog.text
+
+
+def test_a_close_that_fails_does_not_hide_that_a_disk_is_full(tmp_path: Path) -> None:
+    """Of two errors in a row the first is told: it says what to do."""
+    rules = [
+        Rule(action="error", operation="fsync", path="distcp", errno=errno.ENOSPC),
+        Rule(action="error", operation="close", path="distcp", errno=errno.EIO),
+    ]
+    with faulty_disk(rules), pytest.raises(ckpt_storage.StorageError) as caught:
+        ckpt_storage.save(STATE, tmp_path)
+    assert caught.value.kind == "no-space"

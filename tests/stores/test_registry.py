@@ -272,3 +272,21 @@ def test_an_unknown_file_system_is_for_a_single_writer(
     ckpt_storage.load(state, f"unknownfs://{tmp_path}/run")
     assert state == {"step": 1}
     assert not [path for path in tmp_path.rglob("*") if "probe" in path.name]
+
+
+class PackageLackingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system that looks for its package when it is made."""
+
+    protocol = "lackingfs"
+
+    def __init__(self, **options: Any) -> None:
+        del options
+        raise ModuleNotFoundError("No module named 'lacking_sdk'", name="lacking_sdk")
+
+
+def test_a_package_that_is_missed_late_is_named() -> None:
+    """Some classes import theirs when they are made, not when they are looked up."""
+    fsspec.register_implementation("lackingfs", PackageLackingFileSystem, clobber=True)
+    with pytest.raises(InvalidInputError, match="lacking_sdk") as caught:
+        open_store("lackingfs://h/run").stat("a")
+    assert "pip install" in (caught.value.next_step or "")

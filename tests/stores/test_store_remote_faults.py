@@ -131,6 +131,25 @@ def test_bulk_deletion_is_left_where_it_is_refused(server: S3Server) -> None:
     assert ops(server) == {"bulk_delete": 1, "delete": 20, "list": 1}
 
 
+def test_a_server_without_checksums_is_asked_for_them_once(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the upload that asked cannot be aborted."""
+    create = server._create_upload  # noqa: SLF001  # the server answers as one without them
+
+    def answer(request: Any, home: Any) -> Any:
+        found = create(request, home)
+        kept = {name: value for name, value in found.headers.items() if "checksum" not in name}
+        return found._replace(headers=kept)
+
+    monkeypatch.setattr(server, "_create_upload", answer)
+    server.faults([FaultRule(op="abort", times=0, action="status", status=403)])
+    store = plain(server)
+    with pytest.raises(StorageError):
+        store.upload("first", copies=True).token()
+    assert store.upload("second", copies=True).token()
+
+
 def test_listings_and_uploads_of_many_pages_are_whole() -> None:
     """Every page is read: of objects, of folders and of open uploads."""
     with S3Server(list_page_count=3) as server:

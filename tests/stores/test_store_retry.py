@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import pickle
@@ -429,21 +430,24 @@ def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> N
     assert set(bench.calls) <= {"put_absent", "stat"}
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_abort_takes_back_a_completion_that_may_have_worked(
-    bench: Bench, *, is_ours: bool
+    bench: Bench, *, is_ours: bool, fails: bool
 ) -> None:
-    """The object goes only if it bears our mark."""
+    """The object goes only if it bears our mark; also where the upload cannot be discarded."""
     answers = [fault("complete_upload", action="lost_answer", hit_count=None)]
     unseen = [fault("stat", hit_count=1, kind="permission", retryable=False)]
-    store = bench.store(*answers, *unseen, policy=RetryPolicy(attempt_count=1))
+    refused = [fault("abort_upload", kind="permission", retryable=False)] if fails else []
+    store = bench.store(*answers, *unseen, *refused, policy=RetryPolicy(attempt_count=1))
     upload = begun(store)
     upload.token()
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
     error_of(lambda: upload.complete(4))
     if not is_ours:
         bench.plain.put("saves/u", b"else")
-    upload.abort()
+    with contextlib.suppress(StorageError):
+        upload.abort()
     left = [entry.path for entry in bench.plain.list("saves")]
     assert left == ([] if is_ours else ["saves/u"])
 

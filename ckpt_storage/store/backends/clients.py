@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store.backend import ShortReadError
-from ckpt_storage.store.location import Location
+from ckpt_storage.store.location import Location, missing_backend
 from ckpt_storage.store.redaction import Scrubber
 
 P = ParamSpec("P")
@@ -334,6 +334,10 @@ class Client:
             # What is told twice must be the same.
             told = {name: told[name] for name in told if told[name] != self._options.get(name)}
             return family(**told, **self._options, skip_instance_cache=True)
+        except CheckpointError:
+            raise
+        except ImportError as error:
+            failure = missing_backend(self._location.protocol, error.name or str(error))
         except Exception as error:  # noqa: BLE001  # backends refuse options with any type
             text = self.scrub(" ".join(str(error).split()))
             failure = InvalidInputError(

@@ -285,11 +285,18 @@ class Draft:
                 self._has_ended = True
         try:
             yield fd
-        finally:
-            with self._lock:
-                self._user_count -= 1
-            if self._has_ended:
-                self._close_unused()
+        except BaseException:
+            # Told is what failed first: a full disk, say, and not the close after it.
+            with contextlib.suppress(OSError):
+                self._release()
+            raise
+        self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._user_count -= 1
+        if self._has_ended:
+            self._close_unused()
 
     def _close_unused(self) -> None:
         """Close the descriptor unless a thread has it."""

@@ -356,10 +356,14 @@ def _rename(fs: ForeignFs, temporary: str, full: str) -> None:
 
 def _told(path: str, info: Mapping[str, Any]) -> ObjectInfo:
     """Return what an entry tells; the time of last change bears one of many names there."""
-    value = next((info[name] for name in _TIME_NAMES if info.get(name)), None)
+    times = (_time_of(info.get(name)) for name in _TIME_NAMES)
+    modified_s = next((time for time in times if time is not None), None)
+    return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=modified_s)
+
+
+def _time_of(value: object) -> float | None:
     with contextlib.suppress(ValueError):
         value = datetime.fromisoformat(value) if isinstance(value, str) else value
     if isinstance(value, datetime):
         value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    modified_s = float(value) if isinstance(value, int | float) else None
-    return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=modified_s)
+    return float(value) if isinstance(value, int | float) else None

@@ -214,6 +214,7 @@ class S3Backend(CloudBackend):
                 if answer.items() >= _CHECKSUMS.items():
                     return f"{_ALGORITHM}:{answer['UploadId']}"
                 # It may want a checksum with each part, and knows none of whole objects.
+                self._takes_checksums = False
                 self.abort_upload(path, f":{answer['UploadId']}")
             except Exception as error:
                 if _code_of(error) not in _UNKNOWN_HEADER:
