@@ -169,6 +169,11 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (CheckpointStorageWriter, {"part_bytes": True}, "an integer"),
     (CheckpointStorageWriter, {"memory_limit_bytes": 0}, "Raise memory_limit_bytes"),
     (CheckpointStorageWriter, {"part_bytes": 10}, "at least one block"),
+    (
+        CheckpointStorageWriter,
+        {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19},
+        "lower part_bytes",
+    ),
     (CheckpointStorageReader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
     (CheckpointStorageReader, {"shared_reads": "yes"}, "'auto' or 'never'"),
 ]

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -196,7 +197,12 @@ def test_a_verification_that_was_overtaken_begins_anew(
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("load", "manifest.json"), ("open_checkpoint", "manifest.json"), ("load", ".distcp")],
+    [
+        ("load", "manifest.json"),
+        ("dcp.load", "manifest.json"),
+        ("open_checkpoint", "manifest.json"),
+        ("load", ".distcp"),
+    ],
 )
 def test_a_reader_whose_save_was_freed_reads_the_new_head(
     tmp_path: Path, way: str, name: str
@@ -214,13 +220,13 @@ def test_a_reader_whose_save_was_freed_reads_the_new_head(
             return super().open_read(path)
 
     with patch("ckpt_storage.store.backends.local.Posix", Overwriting):
-        if way == "load":
-            state = {"w": torch.empty(4)}
-            ckpt_storage.load(state, tmp_path)
-            found = state["w"]
-        else:
+        if way == "open_checkpoint":
             with ckpt_storage.open_checkpoint(tmp_path) as checkpoint:
                 found = checkpoint["w"].torch()
+        else:
+            state = {"w": torch.empty(4)}
+            (ckpt_storage.load if way == "load" else dcp_cases.load)(state, tmp_path)
+            found = state["w"]
     assert torch.equal(found, torch.full((4,), 2.0))
 
 

@@ -76,6 +76,7 @@ BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
             "nested",
         ),
+        ("sparse", lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
         ("wrapper", lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
         ("opaque", lambda: Opaque(3), "Opaque"),
         ("uint4", lambda: torch.empty(4, dtype=UINT4), "uint4"),

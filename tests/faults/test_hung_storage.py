@@ -134,9 +134,11 @@ def assert_gave_up(told: list[dict[str, Any]], *, phase: str) -> None:
     ("world_size", "call", "op", "key", "phase"),
     [
         (2, "save", ".*", "", "plan"),
+        (1, "save", ".*", "", "plan"),
         (2, "save", "put|part|complete", "__0_", "write"),
         (1, "save", "put|part|complete", "__0_", "write"),
         (2, "save", "put", "commits/", "commit"),
+        (1, "save", "put", "commits/", "commit"),
         (2, "load", "get", ".distcp", "load"),
         (1, "load", "get", ".distcp", "load"),
     ],

@@ -252,21 +252,23 @@ def test_sharded_tensors_reshard(ranks: RankPool, tmp_path: Path, kind: Kind) ->
 
 
 def model_and_optimizer(_rank: int, kind: Kind, path: Path, of: str, to: str) -> None:
-    """Save a trained model and its optimizer, and load them into others, sharded otherwise."""
+    """Save a trained model and its optimizer, and load them, by torch too, sharded otherwise."""
     model, optimizer = trained(SHARDINGS[of])
     states = get_state_dict(model, optimizer)
     save(kind, {"model": states[0], "optimizer": states[1]}, path)
-    other, other_optimizer = trained(SHARDINGS[to], seed=1, steps=2)
-    found = get_state_dict(other, other_optimizer)
-    load(kind, {"model": found[0], "optimizer": found[1]}, path)
-    set_state_dict(other, other_optimizer, model_state_dict=found[0], optim_state_dict=found[1])
     full = StateDictOptions(full_state_dict=True)
-    for mine, theirs in zip(
-        get_state_dict(other, other_optimizer, options=full),
-        get_state_dict(model, optimizer, options=full),
-        strict=True,
-    ):
-        assert_same(mine, theirs)
+    readers: set[Kind] = {kind, "stock"}
+    for by in sorted(readers):
+        other, other_optimizer = trained(SHARDINGS[to], seed=1, steps=2)
+        found = get_state_dict(other, other_optimizer)
+        load(by, {"model": found[0], "optimizer": found[1]}, path)
+        set_state_dict(other, other_optimizer, model_state_dict=found[0], optim_state_dict=found[1])
+        for mine, theirs in zip(
+            get_state_dict(other, other_optimizer, options=full),
+            get_state_dict(model, optimizer, options=full),
+            strict=True,
+        ):
+            assert_same(mine, theirs)
 
 
 @each_kind

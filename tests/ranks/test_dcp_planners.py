@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, raw_bytes, same, seeded, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -270,13 +270,22 @@ class Halving(dcp.DefaultSavePlanner):
         return super().transform_object(write_item, object) / 2
 
 
+class Elsewhere(dcp.DefaultLoadPlanner):
+    """Loads into other memory than the state's."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return a tensor of its own."""
+        return super().lookup_tensor(index).clone()
+
+
 def test_planners_that_change_one_step_are_asked(tmp_path: Path) -> None:
     """Whether a class overrides it or an object does, for a save and for a load."""
     target = {"w": torch.zeros(2)}
     elsewhere = planner(dcp.DefaultLoadPlanner, lookup_tensor=lambda own, index: own(index).clone())
     dcp_cases.save({"w": torch.full((2,), 4.0)}, tmp_path / "half", planner=Halving())
-    dcp_cases.load(target, tmp_path / "half", planner=elsewhere)
-    assert target["w"].tolist() == [0, 0]
+    for own in (elsewhere, Elsewhere()):
+        dcp_cases.load(target, tmp_path / "half", planner=own)
+        assert target["w"].tolist() == [0, 0]
     dcp_cases.load(target, tmp_path / "half")
     assert target["w"].tolist() == [2, 2]
     patched = planner(lookup_object=lambda _, __: torch.full((2,), 7.0))

@@ -14,6 +14,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, seeded, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,9 @@ from ckpt_storage import ProgressEvent
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.testing.ranks import RankPool
+
+doors = {"dcp.load": dcp_cases.load, "load": ckpt_storage.load}
+each_load = pytest.mark.parametrize("load", doors.values(), ids=doors)
 
 BLOCK_BYTES = 65_536
 MIB = 1 << 20
@@ -182,6 +186,23 @@ def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
     assert same(target["tall"].contiguous(), whole("tall").float())
     assert same(target["few"], whole("few"))
     assert strides == {name: value.stride() for name, value in target.items()}
+
+
+@each_load
+def test_missing_keys_and_other_shapes_are_named(saved: Path, load: Any) -> None:
+    """A name that was not saved, or of another shape, raises an error naming it."""
+    for name, shape, text in (("absent", (3,), "Missing key .*: absent"), ("few", (5, 3), "few")):
+        with pytest.raises((CheckpointException, ckpt_storage.CheckpointError), match=text):
+            load({name: torch.zeros(shape)}, saved)
+
+
+@each_load
+def test_a_partial_load_leaves_other_targets_alone(saved: Path, load: Any) -> None:
+    """With `allow_partial_load` what was not saved keeps its value."""
+    target = {"few": torch.zeros(3, 5, dtype=torch.complex128), "absent": torch.ones(2)}
+    load(target, saved, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert same(target["few"], whole("few"))
+    assert same(target["absent"], torch.ones(2))
 
 
 def test_an_expanded_target_is_an_error_not_a_wrong_value(saved: Path) -> None:

@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, zeros_like
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
+from ckpt_storage.loads.loadplanner import _Cuts
 from ckpt_storage.saves.planning import PLANS, Structure, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
@@ -116,8 +118,9 @@ def test_values_that_plan_for_themselves_are_not_kept() -> None:
 
 
 def placed(_rank: int) -> list[list[bool]]:
-    """Return which of some DTensors have the structure of the first."""
+    """Return which of some DTensors have the structure of the first, all cut as by torch."""
     mesh = init_device_mesh("cpu", (2,))
+    cuts = _Cuts()
 
     def structure(placement: Any, local: torch.Tensor | None = None) -> Structure | None:
         made = DTensor.from_local(
@@ -128,6 +131,7 @@ def placed(_rank: int) -> list[list[bool]]:
             shape=torch.Size((8, 2)),
             stride=(2, 1),
         )
+        assert cuts.own(made)[0] == _create_chunk_list(made)
         return structure_of({"w": made}, {}, rank=0, world_size=2)
 
     def found() -> list[bool]:
