@@ -89,6 +89,8 @@ def test_what_says_the_same_still_loads(checkpoint: Checkpoint, change: Change) 
     """Documents that are sealed again, with keys that a later minor release adds, are as good."""
     for kind in reversed(KINDS):
         checkpoint.change(document(checkpoint, kind), change)
+        added = b"of a later release" in document(checkpoint, kind).read_bytes()
+        assert added == (change is add_unknown)
     target = zeros_like(STATE)
     assert load_failure(checkpoint.root, target) is None
     assert same(target, STATE)

@@ -54,6 +54,9 @@ PLAN = Planned(
 RANK_BODY = manifest_of(0, 2, [*RANKS[0], *RANKS[1][4:]]).to_body()
 BODY = assemble(reports_of(RANKS), PLAN).to_body()
 
+NAMES = st.text('abc.ü\n"', min_size=1, max_size=30)
+CHUNKS = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 9)), max_size=3)
+CUTS = st.tuples(st.integers(1, 70), st.booleans())
 NUMBERS = st.one_of(
     st.integers(-2, 7),
     st.sampled_from([64, 65, 127, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63), 1 << 63]),
@@ -177,6 +180,54 @@ def test_the_documents_are_read_as_they_are() -> None:
     manifest = Manifest.from_body(BODY, where="here")
     assert manifest.save_id == SAVE_ID
     assert isinstance(manifest.tensors["list"].boxes, list)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(NAMES, st.none() | CHUNKS), max_size=100))
+def test_a_rank_manifest_comes_back(drawn: list[tuple[str, list[tuple[int, int]] | None]]) -> None:
+    """Through the sealed document, with every column, whatever was written."""
+    items = [
+        Written(name, *([()] * 2 if chunk == [] else zip(*chunk or (), strict=True)))
+        for name, chunk in drawn
+    ]
+    manifest = manifest_of(1, 3, items)
+    found = RankManifest.from_body(unseal(seal(manifest.to_body()), path="here"), where="here")
+    assert (found.fqns, found.dtypes) == (manifest.fqns, manifest.dtypes)
+    assert (found.rank, found.world_size, found.host) == (1, 3, "here")
+    for a, b in zip(found.files, manifest.files, strict=True):
+        assert a.ref() == b.ref()
+        for column in b.items.__slots__:
+            assert list(getattr(a.items, column)) == list(getattr(b.items, column)), column
+
+
+@settings(deadline=None)
+@given(st.dictionaries(NAMES, CUTS, max_size=90), st.integers(1, 80))
+def test_a_manifest_comes_back(drawn: dict[str, tuple[int, bool]], world_size: int) -> None:
+    """Grids, regular and not, single owners, files, ranks and paths in the state."""
+    ranks: list[list[Written]] = [[] for _ in range(world_size)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    for at, (name, (rows, is_cut)) in enumerate(drawn.items()):
+        more, last = at % 2, world_size - 1
+        shapes[name] = (rows * world_size + more,) if is_cut else (rows, 2)
+        held[name] = {((0, 0), (rows, 2), at % world_size)}
+        if is_cut:
+            held[name] = {((n * rows,), (rows + more * (n == last),), n) for n in range(world_size)}
+        for offsets, sizes, rank in held[name]:
+            ranks[rank].append(Written(name, offsets, sizes))
+    planner_data: dict[str, tuple[str | int, ...]] = {name: (name, 3, "x") for name in drawn}
+    plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=planner_data)
+    manifest = assemble(reports_of(ranks), plan)
+    found = Manifest.from_body(unseal(seal(manifest.to_body()), path="here"), where="here")
+    assert (found.planner_data, list(found.tensors)) == (planner_data, list(shapes))
+    assert (found.save_id, found.world_size) == (SAVE_ID, world_size)
+    assert (found.files, found.ranks) == (manifest.files, manifest.ranks)
+    paths = [f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json" for rank in range(world_size)]
+    assert [ref.path for ref in found.ranks] == paths
+    for name, tensor in found.tensors.items():
+        assert (tensor.dtype, tensor.shape) == ("float32", shapes[name])
+        pairs = zip(tensor.boxes, tensor.owners, strict=True)
+        assert {(*box, rank) for box, rank in pairs} == held[name]
 
 
 @pytest.mark.parametrize("count", [1, 100])

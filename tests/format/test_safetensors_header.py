@@ -116,12 +116,21 @@ class TestSafetensors:
             ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, 1, "no dtype, shape"),
             ({"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, 3, "4-bit"),
             ({"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, 1, "4-bit"),
+            (
+                {
+                    name: {"dtype": "U8", "shape": [2], "data_offsets": [at, at + 2]}
+                    for at, name in enumerate("ab")
+                },
+                3,
+                "before the bytes of 'b'",
+            ),
             ({"a": 3}, 0, "no dtype, shape"),
             ({"__metadata__": {"a": 3}}, 0, "no map of text"),
             (b" {}", 0, "no JSON object"),
             (b"{}x", 0, "no valid JSON"),
             (b'{"a":1,"a":2}', 0, "a key twice"),
             (b'{"\\ud800":1}', 0, "no valid JSON"),
+            (b'{"\xff":1}', 0, "no valid JSON"),
             (b'{"a":' + b"[" * 200_000, 0, "no valid JSON"),
             (b'{"a":' + b"9" * 5000 + b"}", 0, "no valid JSON"),
             ({"__metadata__": {"DCP_SHARDING_INFO": "{"}}, 0, "INFO .* no valid JSON"),

@@ -158,10 +158,11 @@ def test_an_index_mapping_decides_the_files() -> None:
         tensor("model.a", (2,)),
         tensor("model.b", (2,)),
         tensor("model.head", (2,)),
-        paths={"model.a": ("model", "a"), "model.b": ("model", "b"), "model.head": ("model", "h")},
+        tensor("ema.embed", (2,)),
+        paths={n: tuple(n.split(".")) for n in ("model.a", "model.b", "model.head", "ema.embed")},
     )
     options = ConsolidateOptions(
-        fqn_to_index_mapping={"a": 5, "model.b": 1, "head": 2, "absent": 3}
+        fqn_to_index_mapping={"a": 5, "model.b": 2, "head": 3, "absent": 4, "ema.embed": 1}
     )
     plan = plan_export(source, options=options, world_size=1, ties={"model.head": "model.a"})
     assert [[t.name for t in file.elements] for file in plan.files] == [["b"], ["a"]]
