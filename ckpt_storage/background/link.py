@@ -305,12 +305,12 @@ class _Run:
             setattr(operation, name, fact)
         # Elsewhere a death is told to none: before all have met, its rank meets them first; and
         # the coordinator's last word counts, whoever asked for it.
-        self._is_exchanging = step.name in _EXCHANGES
+        if step.name == "gather" and operation.deadline.phase == "write":
+            self._is_part_told = not operation.is_coordinator
+        self._is_exchanging = step.name in _EXCHANGES and not self._is_part_told
         try:
             if self._is_exchanging and self._gone is not None:
                 raise self._gone
-            if step.name == "gather" and operation.deadline.phase == "write":
-                self._is_part_told = not operation.is_coordinator
             value = getattr(operation, step.name)(*step.args)
         except CheckpointError as error:
             if self._gone is not None:
@@ -331,7 +331,10 @@ class _Run:
         except GoneError as gone:
             end = self._gone = gone
             if self._is_exchanging:
-                self._operation.failed(self.death(gone))
+                try:
+                    self._operation.failed(self.death(gone))
+                except CheckpointError as error:
+                    log.warning("Not all ranks may hear that a worker is gone: %s", error)
         except BaseException as error:  # noqa: BLE001  # raised by `serve`
             end = error
         self._inbox.put(end)

@@ -127,6 +127,11 @@ class Peers:
             next_step="See what became of that rank.",
         )
 
+    def _lose(self) -> None:
+        # In this order: other threads ask for the group, and then why it is gone.
+        self._was_lost = True
+        self._group, self.key = None, ""
+
     def _run(
         self, call: Callable[[], _T], deadline: Deadline, what: str, rank: int | None = None
     ) -> _T:
@@ -141,14 +146,12 @@ class Peers:
         except CheckpointError as error:
             if not isinstance(error, AbandonedError):
                 raise
-            self.drop()
-            self._was_lost = True
+            self._lose()
             deadline.check(what)
             raise deadline.error(what) from None
         except Exception as error:
             # Torch raises RuntimeErrors of several kinds when a peer is gone.
-            self.drop()
-            self._was_lost = True
+            self._lose()
             raise self._broken(deadline, what, rank, error) from error
 
 

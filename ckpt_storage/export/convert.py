@@ -240,7 +240,7 @@ class _Conversion(Task[ConvertReport]):
         """Open a checkpoint, or a file; nothing may be missing of it."""
         site = self.site
         if self.file:
-            self._watch = watch_file(site.source, self.file)
+            self._watch = watch_file(lambda: self.site.source, self.file)
             at = site.source.stat(self.file)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
             self.open(Found(state=state or new_write_id()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
-from ckpt_storage.errors import CheckpointExistsError, ConsolidationError, StorageError
+from ckpt_storage.errors import CheckpointExistsError, StorageError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
@@ -137,7 +137,7 @@ class ExportFolder(FolderOutput):
             self._put_index(index)
         try:
             self.collect()
-        except (StorageError, ConsolidationError) as error:
+        except StorageError as error:
             # The export counts; what is left over, the next consolidation finds.
             log.warning("Clearing up after the export to %s failed: %s", store.url, error)
 
@@ -171,7 +171,10 @@ class ExportFolder(FolderOutput):
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
-        self.check_held()
+        holder = holder_of(store)
+        if holder is None or holder.run_id != self._run_id:
+            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
+            return
         old = sorted(name for name in here if is_weight_file(name) and name not in kept)
         # Libraries that prefer it to an index see the new export from here on.
         old.sort(key=lambda name: name != SINGLE_NAME)

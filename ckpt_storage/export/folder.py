@@ -9,6 +9,7 @@ uploads that outlive their process.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,7 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.source.filemarks import listed
+from ckpt_storage.store.backend import Part
 from ckpt_storage.store.store import Store
 
 from .output import Made, Output, Taken
@@ -106,8 +108,13 @@ class FolderOutput(Output):
         """Return the files that records of this content say are sealed."""
         identity = self.plan.identity
 
+        def decode(data: bytes, path: str) -> Sealed:
+            found = Sealed.decode(data, path, fingerprint=identity)
+            deque(map(Part.from_json, found.parts), maxlen=0)
+            return found
+
         def read(path: str) -> Sealed | None:
-            return trusted(self.store, path, partial(Sealed.decode, fingerprint=identity))
+            return trusted(self.store, path, decode)
 
         paths = [one.path for one in listed(self.store, records_folder(identity))]
         reads = [partial(read, path) for path in paths if is_file_record(path)]
@@ -158,6 +165,7 @@ class PlainFolder(FolderOutput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._left: set[str] = set()
         self._names = frozenset({*(file.name for file in self.plan.files), self.last} - {""})
         self.is_together = self.last != STOCK_METADATA
 
@@ -209,15 +217,18 @@ class PlainFolder(FolderOutput):
                 # Shards of work that died: without its `.metadata` nobody can tell what is in them.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
+            for path in filter(is_file_record, here):
+                left = trusted(store, path, partial(Sealed.decode, fingerprint=None))
+                self._left |= {left.file.path} if left else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         return self.hold(earlier)
 
     def may_end(self, path: str) -> bool:
-        """Return also whether it is of a file that this run, or one of the other kind, writes."""
+        """Return also whether it is of a file that this run, or an earlier one, writes."""
         is_kind = _is_shard(path) or _is_weight(path)
-        return is_kind or super().may_end(path) or path in self._names
+        return is_kind or super().may_end(path) or path in self._names | self._left
 
     def publish(self, made: Made) -> None:
         """Put the file that shows all others, or take the index away that hid them."""
@@ -249,7 +260,7 @@ def trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | N
     try:
         found = read_if_there(store, path)
         return None if found is None else decode(found.data, path)
-    except (IntegrityError, FormatError, ValueError) as error:
+    except (IntegrityError, FormatError, TypeError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None
 

@@ -164,25 +164,33 @@ class RegionWriter:
             deadline=site.deadline,
             limit=lambda: min(count, site.source_pace.limit(), site.target_pace.limit()),
         ) as workers:
-            for region in regions:
-                job = _Job(self, region, begin, end)
-                # A store may join the views of a part, so a part counts twice.
-                each = (2 if self.able.is_remote else 1) * job.window_bytes + job.read_bytes
-                if each > options.memory_limit_bytes:
-                    raise InvalidInputError(
-                        f"Parts of {job.window_bytes} bytes need {each} bytes of memory; "
-                        f"memory_limit_bytes is {options.memory_limit_bytes}.",
-                        next_step=f"Raise memory_limit_bytes to {each} or more.",
-                    )
-                one_by_one = [[part] for part in job.parts]
-                for parts in one_by_one if self.able.parallel_parts else [job.parts]:
-                    # First a place: a failure is heard there, and our own parts leave memory.
-                    workers.wait_for_place()
-                    BUDGET.acquire(
-                        each, limit_bytes=options.memory_limit_bytes, deadline=site.deadline
-                    )
-                    workers.submit(partial(job.do, parts), ended=partial(BUDGET.release, each))
-            workers.drain()
+            try:
+                self._submit(workers, regions, begin, end)
+            except BaseException:
+                # Threads with parts in order look at this between two of them.
+                self.has_failed = True
+                raise
+
+    def _submit(self, workers: Workers, regions: Iterable[Region], begin: Begin, end: End) -> None:
+        """Hand all parts over, and wait until they are written."""
+        site, options = self.site, self.site.options
+        for region in regions:
+            job = _Job(self, region, begin, end)
+            # A store may join the views of a part, so a part counts twice.
+            each = (2 if self.able.is_remote else 1) * job.window_bytes + job.read_bytes
+            if each > options.memory_limit_bytes:
+                raise InvalidInputError(
+                    f"Parts of {job.window_bytes} bytes need {each} bytes of memory; "
+                    f"memory_limit_bytes is {options.memory_limit_bytes}.",
+                    next_step=f"Raise memory_limit_bytes to {each} or more.",
+                )
+            one_by_one = [[part] for part in job.parts]
+            for parts in one_by_one if self.able.parallel_parts else [job.parts]:
+                # First a place: a failure is heard there, and our own parts leave memory.
+                workers.wait_for_place()
+                BUDGET.acquire(each, limit_bytes=options.memory_limit_bytes, deadline=site.deadline)
+                workers.submit(partial(job.do, parts), ended=partial(BUDGET.release, each))
+        workers.drain()
 
     @contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:

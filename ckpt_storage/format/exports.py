@@ -197,13 +197,13 @@ class Sealed:
         return seal({"format": format_of("weight_file"), **body})
 
     @classmethod
-    def decode(cls, data: bytes, path: str, *, fingerprint: str) -> Self:
-        """Return what a document says of a file of that output.
+    def decode(cls, data: bytes, path: str, *, fingerprint: str | None) -> Self:
+        """Return what a document says of a file of that output; None: of any.
 
         Raises `IntegrityError`, `FormatError`.
         """
         get = Fields.of(unseal(data, path=path), "weight_file", path)
-        if _fingerprint(get, "fingerprint") != fingerprint:
+        if _fingerprint(get, "fingerprint") != fingerprint is not None:
             get.fail("is of another output")
         parts = get.items("parts") if "parts" in get else []
         if not all(isinstance(part, list) for part in parts):

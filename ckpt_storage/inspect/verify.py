@@ -161,13 +161,16 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
     return check.save_id
 
 
-def part_bytes(store: Store, part: Part, deadline: Deadline) -> int:
-    """Return how many bytes a deep check of this part reads; 0 for what another tool wrote."""
+def part_bytes(store: Store, part: Part, deadline: Deadline) -> tuple[int, int]:
+    """Return how many bytes a deep check of this part reads, and of the largest part.
+
+    0 for what another tool wrote.
+    """
     with deadline.governs(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
-        if head is None:
-            return 0
-        return sum(part.of(_lengths(read_manifest(store, head))).values())
+        lengths = [] if head is None else _lengths(read_manifest(store, head))
+    largest = max(sum(Part(at, part.count).of(lengths).values()) for at in range(part.count))
+    return sum(part.of(lengths).values()), largest
 
 
 def _lengths(manifest: Manifest) -> list[tuple[str, int]]:

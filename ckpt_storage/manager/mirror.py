@@ -7,6 +7,7 @@ next process goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Mapping
 
@@ -117,7 +118,8 @@ class Mirror:
         except IntegrityError:
             # If it is damaged, and not its copy, it is waited for no more.
             deadline = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
-            is_sound(self._root, info, deadline, deep=True)
+            with contextlib.suppress(CheckpointError):
+                is_sound(self._root, info, deadline, deep=True)
             raise
         finally:
             release()

@@ -238,8 +238,9 @@ class Resumer:
         part = Part(self._ranks.rank, self._ranks.world_size)
         with self._together(f"the check of {info.url}", info) as operation:
             deadline = operation.phase("load")
-            byte_count = part_bytes(root.open(deadline, info.name), part, deadline)
-            limit_s = max(self._timeouts.load, byte_count / _SLOWEST_BYTES_PER_S)
+            byte_count, most = part_bytes(root.open(deadline, info.name), part, deadline)
+            # Alike on all ranks: who has little to read waits for who has most.
+            limit_s = max(self._timeouts.load, most / _SLOWEST_BYTES_PER_S)
             deadline = operation.phase("load", limit_s, total_bytes=byte_count)
             check_part(root.open(deadline, info.name), part, deep=True, deadline=deadline)
             operation.all_gather(b"")

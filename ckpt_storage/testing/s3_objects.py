@@ -1,4 +1,4 @@
-"""What the S3 server keeps, and S3's rules for it; what it does not implement it refuses with 501.
+"""What the S3 server keeps, and S3's rules for it; what it does not know it refuses with 501.
 
 Bodies are lists of views, which are never copied and, once stored, never changed.
 """

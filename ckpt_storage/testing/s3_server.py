@@ -1,7 +1,8 @@
 """A small S3 in memory that fails as told, for tests and examples: path style, any credentials.
 
 It is strict where checkpoints depend on it: conditions hold atomically, an upload is invisible
-until it is complete, checksums are verified, and what is not implemented is refused with 501.
+until it is complete, checksums are verified, and requests, parameters and conditions that it does
+not know are refused with 501.
 """
 
 from __future__ import annotations

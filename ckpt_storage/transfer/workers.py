@@ -150,11 +150,15 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
-    return some_at_once(calls, len(calls))
+    return _at_once(calls, len(calls))
 
 
 def some_at_once(calls: Sequence[Callable[[], T]], thread_count: int) -> list[T]:
     """Do as `side_by_side` with any storage, with so many calls under way at a time."""
+    return _at_once(calls, min(thread_count, len(calls)))
+
+
+def _at_once(calls: Sequence[Callable[[], T]], thread_count: int) -> list[T]:
     results: dict[int, T] = {}
 
     def run(number: int) -> None:

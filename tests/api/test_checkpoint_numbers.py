@@ -264,3 +264,23 @@ def test_what_has_no_order_is_refused(tmp_path: Path) -> None:
     for name in ("step", "none"):
         with pytest.raises(KeyError):
             opened.stats(name)
+
+
+def test_not_a_number_inside_an_object_equals_itself(tmp_path: Path) -> None:
+    """In tensors and arrays inside objects as in tensors, however they are pickled."""
+    nan = float("nan")
+    shared = torch.tensor([nan, 1.0])
+    narrow = torch.tensor([nan, 2.0]).to(torch.float8_e5m2)
+    values: dict[str, tuple[Any, Any, bool]] = {
+        "tensors": ((shared, shared), (shared, shared.clone()), True),
+        "narrow": ((narrow, narrow), (narrow, narrow.clone()), True),
+        "scalars": ((nan, shared, shared), (nan, shared, shared.clone()), True),
+        "other": ((shared, shared), (shared, shared + 1), False),
+        "types": ((1, 0.9), (1.0, 0.9), False),
+        "bools": (({"a": True},), ({"a": 1},), False),
+    }
+    for side in (0, 1):
+        state = {name: value[side] for name, value in values.items()}
+        dcp_cases.save_alone(state, tmp_path / str(side))
+    found = diff(tmp_path / "0", tmp_path / "1").changed
+    assert {one.fqn for one in found} == {name for name, value in values.items() if not value[2]}

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -563,3 +564,14 @@ def test_what_cannot_be_pickled_costs_no_old_file(
     assert target.read_bytes() == before
     convert(tmp_path / "good", target, to="torch_save", overwrite=True)
     assert torch.load(target)["x"].sum() == 2
+
+
+def test_a_file_that_takes_long_is_converted_while_bytes_move(tmp_path: Path) -> None:
+    """However long the whole takes: the limit is of standing still."""
+    torch.save({f"t{number}": torch.rand(100) for number in range(12)}, tmp_path / "m.pt")
+
+    def wait(_event: object) -> None:
+        time.sleep(0.3)
+
+    report = convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", timeout=1.5, progress=wait)
+    assert report.format == "dcp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.cleaning import delete, delete_attempt
 from ckpt_storage.errors import (
     CheckpointExistsError,
+    CheckpointGoneError,
     IntegrityError,
     InvalidInputError,
 )
@@ -434,3 +436,26 @@ def test_a_note_that_was_left_behind_gives_no_leave_to_overwrite(tmp_path: Path,
     assert files_below(tmp_path / "2") == before
     copy(tmp_path / "1", tmp_path / "2", overwrite=True)
     assert files_below(tmp_path / "2") == files_below(tmp_path / "1")
+
+
+def test_what_a_dead_copy_sealed_does_not_stay_beside_another(tmp_path: Path, target: Path) -> None:
+    """Files in folders, too, of names that the other one lacks."""
+    for name, files in (("a", ["big.bin", "original/x.pth", "model.safetensors"]), ("b", ["m"])):
+        for file in files:
+            path = (
+                tmp_path / name / f"{file}.safetensors" if name == "b" else tmp_path / name / file
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".safetensors":
+                save_file({"w": torch.rand(1000)}, path)
+            else:
+                path.write_bytes(bytes(5000))
+
+    def touch(_event: object) -> None:
+        os.utime(tmp_path / "a" / "model.safetensors")
+
+    with pytest.raises(CheckpointGoneError):
+        copy(tmp_path / "a", target, copies="never", progress=touch)
+    assert list(target.rglob("*.tmp-*"))
+    copy(tmp_path / "b", target, copies="never", overwrite=True)
+    assert list(target.rglob("*.tmp-*")) == []

@@ -23,7 +23,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
 KEEP = KeepLatest(2) | KeepBest("loss", "min")
-FAR = Deadline("commit", 600)
+FAR = Deadline("commit", 86_400)
 KEPT = {4, 5, 6}
 GONE = {1, 2, 3}
 

@@ -15,7 +15,7 @@ from manager_cases import restore, saved, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
-from ckpt_storage.inspect.verify import Part, check_part
+from ckpt_storage.inspect.verify import Part, check_part, part_bytes
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.retention import KeepLatest
@@ -139,3 +139,13 @@ def test_what_one_rank_finds_ends_the_check_of_all(ranks: RankPool, tmp_path: Pa
     file.write_bytes(data)
     found = ranks.run(cases.resume_watched, str(tmp_path), 0, world_size=2)
     assert [(step, skipped) for step, skipped, _ in found] == [(1, ["step-00000002"])] * 2
+
+
+def test_all_ranks_know_the_largest_part(tmp_path: Path) -> None:
+    """Who has nothing to read waits as long as who has all of it."""
+    ckpt_storage.save({"w": torch.rand(5000)}, tmp_path)
+    (file,) = (tmp_path / "saves").rglob("*.distcp")
+    deadline, store = Deadline("load", 60), open_store(Location.of(tmp_path))
+    found = [part_bytes(store, Part(number, 3), deadline) for number in range(3)]
+    size_bytes = file.stat().st_size
+    assert found == [(size_bytes, size_bytes), (0, size_bytes), (0, size_bytes)]

@@ -1,0 +1,102 @@
+"""What a trainer does with the words of its worker, and without them."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from ckpt_storage.background import link
+from ckpt_storage.background.worker import Step
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import LostStoreError
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.options import Timeouts
+
+
+class Child:
+    """A worker that asks for one step, and is gone before that has ended."""
+
+    has_spoken = True
+    process = types.SimpleNamespace(pid=1)
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.told = threading.Event()
+
+    def send_job(self, job: object) -> None:
+        """Take it."""
+
+    def send(self, message: object) -> None:
+        """Take what the pipe holds, though nobody reads it."""
+
+    def messages(self, limit_s: float) -> Iterator[Step]:
+        """Ask, and be gone."""
+        del limit_s
+        yield Step(name="gather", args=(b"part",), facts={})
+        self.gone.wait()
+        raise link.GoneError("gave no sign of life")
+
+
+def served(child: Child, operation: Operation) -> object:
+    """Return what the trainer's thread ends with, within 10 seconds."""
+    options = types.SimpleNamespace(timeouts=Timeouts(), progress=None)
+    job = types.SimpleNamespace(options=options, url="/x", number=1)
+    run = link._Run(cast("Any", child), operation, cast("Any", job))  # noqa: SLF001  # the unit
+    ends: list[object] = []
+
+    def serve() -> None:
+        try:
+            ends.append(run.serve())
+        except link.GoneError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(10)
+    return ends[0] if ends else None
+
+
+def test_a_worker_that_is_gone_is_noticed_though_others_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store that ranks share may not answer just then."""
+    child, operation = Child(), Operation(RankGroup.alone(1, 2), "the save", Timeouts())
+    operation.id = "1"
+
+    def gather(part: bytes) -> list[bytes]:
+        child.gone.set()
+        assert child.told.wait(10)
+        return [part]
+
+    def tell(error: CheckpointError) -> None:
+        child.told.set()
+        raise LostStoreError("no answer in 3 s") from error
+
+    monkeypatch.setattr(operation, "gather", gather)
+    monkeypatch.setattr(operation, "_tell", tell)
+    assert isinstance(served(child, operation), link.GoneError)
+
+
+def test_a_worker_that_dies_once_its_part_is_told_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rank's part is written, and the others commit without it."""
+    child, operation = Child(), Operation(RankGroup.alone(1, 2), "the save", Timeouts())
+    operation.id = "1"
+    operation.phase("write")
+    told: list[CheckpointError] = []
+
+    def gather(part: bytes) -> None:
+        del part
+        child.gone.set()
+        child.told.wait(0.5)
+
+    monkeypatch.setattr(operation, "gather", gather)
+    monkeypatch.setattr(operation, "_tell", told.append)
+    assert isinstance(served(child, operation), link.GoneError)
+    assert told == []
