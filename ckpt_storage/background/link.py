@@ -277,7 +277,7 @@ class _Run:
         """Carry out the steps of the worker until the save has ended. Raises `GoneError`."""
         child, operation = self._child, self._operation
         child.send_job(self._job)
-        threading.Thread(target=self._read, name="ckpt-storage worker's words", daemon=True).start()
+        threading.Thread(target=self._read, name="ckpt-storage save: worker", daemon=True).start()
         failed_s: float | None = None
         while True:
             halted()
