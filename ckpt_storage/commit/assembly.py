@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError
 from ckpt_storage.format import names
-from ckpt_storage.format.boxes import Box, GridBoxes, find_flaw, grid_of_rows
+from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
-from ckpt_storage.format.rank_manifest import BoxKey
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -208,12 +207,8 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         if record is None:
             if layout_key not in layouts:
                 owners, rows = table.chunks(number)
-                grid = grid_of_rows(shape, rows, owners)
-                layouts[layout_key] = (
-                    (GridBoxes(grid, shape), grid.owners)
-                    if grid
-                    else _boxes(fqn, shape, owners, rows)
-                )
+                found = grid_of_rows(shape, rows, owners) or _boxes(fqn, shape, owners, rows)
+                layouts[layout_key] = found
             boxes, ranks = layouts[layout_key]
             record = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=ranks)
             records[dtype, *layout_key] = record
@@ -266,7 +261,7 @@ def _agreed_ties(
 ) -> dict[str, str]:
     """Return alias -> target of what is the same memory on all ranks; no target is an alias."""
     joined: dict[str, list[str]] = {}  # each name's group, in the order in which names came
-    chunks: dict[str, dict[BoxKey, int]] = {}
+    chunks: dict[str, dict[Box, int]] = {}
     for report in reports:
         for alias, target in report.ties.items():
             kept, gone = (joined.setdefault(name, [name]) for name in (target, alias))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import Counts, FileRef
-from ckpt_storage.format.rank_manifest import BoxKey, RankManifest, box_columns
+from ckpt_storage.format.rank_manifest import RankManifest
 
 Words = NDArray[np.int32]
 
@@ -62,7 +62,7 @@ class RankReport:
     boxes: bytes
     places: bytes | None
     ties: Mapping[str, str]
-    tied: Sequence[tuple[str, BoxKey, int]]
+    tied: Sequence[tuple[str, Box, int]]
 
     @classmethod
     def of(
@@ -74,13 +74,11 @@ class RankReport:
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says."""
-        tables = [file.items for file in manifest.files]
-        keys, columns = box_columns(tables)
-        pattern = [[t.fqn, t.dtype, column] for t, column in zip(tables, columns, strict=True)]
-        places = [[[n] * len(t), t.item_start, t.item_bytes] for n, t in enumerate(tables)]
-        boxes = [len(keys), *(len(offsets) for offsets, _ in keys)]
-        for offsets, sizes in keys:
-            boxes += (*offsets, *sizes)
+        files = manifest.files
+        places = [[[n] * len(f.fqn), f.item_start, f.item_bytes] for n, f in enumerate(files)]
+        boxes = [len(manifest.boxes), *(len(box.offsets) for box in manifest.boxes)]
+        for box in manifest.boxes:
+            boxes += (*box.offsets, *box.sizes)
         names = json.dumps([list(manifest.fqns), list(manifest.dtypes)])
         return cls(
             save_id=manifest.save_id,
@@ -88,10 +86,10 @@ class RankReport:
             world_size=manifest.world_size,
             host=manifest.host,
             ref=ref,
-            files=[file.ref() for file in manifest.files],
-            item_count=sum(map(len, tables)),
+            files=[file.ref() for file in files],
+            item_count=sum(len(file.fqn) for file in files),
             vocabulary=zlib.compress(names.encode("ascii"), _LEVEL),
-            pattern=_packed(np.int32, pattern),
+            pattern=_packed(np.int32, [[file.fqn, file.dtype, file.box] for file in files]),
             boxes=_packed(np.int64, [[boxes]]),
             places=_packed(np.int64, places) if with_places else None,
             ties=dict(ties),
@@ -128,15 +126,15 @@ def _unpacked(kind: type, data: bytes) -> NDArray:  # type: ignore[type-arg]  # 
     return np.frombuffer(zlib.decompress(data), dtype=kind)
 
 
-def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, BoxKey, int]]:
-    found: list[tuple[str, BoxKey, int]] = []
+def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, Box, int]]:
+    found: list[tuple[str, Box, int]] = []
     for file in manifest.files:
-        items, fqns = file.items, manifest.fqns
-        places = [item for item, number in enumerate(items.fqn) if fqns[number] in wanted]
+        names = [manifest.fqns[number] for number in file.fqn]
+        places = [item for item, name in enumerate(names) if name in wanted]
         for item, crc in zip(places, file.payload_crcs(places), strict=True):
-            offsets, sizes = items.offsets[item], items.sizes[item]
-            if offsets is not None and sizes is not None and all(sizes):
-                found.append((fqns[items.fqn[item]], (tuple(offsets), tuple(sizes)), crc))
+            box = manifest.box_of(file, item)
+            if box is not None and not box.is_empty:
+                found.append((names[item], box, crc))
     return found
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckpt_storage.format.boxes import Box, GridBoxes, find_grid, interval_boxes
+from ckpt_storage.format.boxes import Box, Grid, box_selection, find_grid, interval_boxes, run_of
 from ckpt_storage.format.crc import combine_blocks
-from ckpt_storage.format.selections import box_selection, run_of
 from ckpt_storage.source.model import Key, TensorInfo
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
@@ -107,11 +106,10 @@ class PieceFinder:
 
 def _findable(info: TensorInfo) -> TensorInfo:
     """Return a tensor whose chunks are each one once, and found by place if they form a grid."""
-    if isinstance(info.boxes, GridBoxes):
+    if isinstance(info.boxes, Grid):
         return info
     boxes = boxes_of(info)
-    grid = find_grid(info.shape, boxes)
-    return replace(info, boxes=boxes if grid is None else GridBoxes(grid, info.shape))
+    return replace(info, boxes=find_grid(info.shape, boxes) or boxes)
 
 
 def _pieces(

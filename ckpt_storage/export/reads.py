@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.boxes import Box, box_selection
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.selections import box_selection
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Explains, Key, TensorInfo, explained

@@ -11,11 +11,11 @@ import socket
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.source.model import TensorInfo
 
@@ -31,15 +31,11 @@ Paths = Mapping[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Shard files, and the items of each in their order, whose checksums are not known yet.
-
-    `fqns` and `dtypes` are what the tables refer to.
-    """
+    """Shard files, and the columns of the items of each, whose checksums are not known yet."""
 
     layout: Layout
-    tables: Sequence[ItemTable]
-    fqns: Sequence[str]
-    dtypes: Sequence[str]
+    tables: Sequence[Mapping[str, Sequence[int]]]
+    known: Vocabulary
 
 
 def lay_out_shards(
@@ -55,50 +51,40 @@ def lay_out_shards(
     A new file is begun when one is full. `path_of` gives the path of file number n (from 0). With
     `block_bytes` the files are cut into the frames and blocks of our format.
     """
-    fqns: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
+    known = Vocabulary()
     files, tables = [], []
     chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
     values: list[tuple[str, Segment]] = [*chunks, *sorted(blobs.items())]
     for number, group in enumerate(split_by_size(values, max_file_bytes, _filling_bytes)):
         segments: list[Segment] = []
         edges: list[int] = []
-        rows: list[tuple[Any, ...]] = []
+        rows: list[tuple[int, ...]] = []
         at = 0
         for fqn, part in group:
-            head, tail, dtype, offsets, sizes = b"", b"", -1, None, None
+            head, tail, dtype, box = b"", b"", None, None
             if isinstance(part, Elements):
-                offsets, sizes = part.box
-                envelope = tensor_envelope(part.dtype, sizes)
+                dtype, box = part.dtype, part.box
+                envelope = tensor_envelope(dtype, box.sizes)
                 head, tail = envelope.head, envelope.tail
-                dtype = dtypes.setdefault(part.dtype, len(dtypes))
             start = at + -at % PAYLOAD_ALIGN_BYTES
             begin = start + len(head)
             end = begin + part.size_bytes
             segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
             at = end + len(tail)
-            fqn_number = fqns.setdefault(fqn, len(fqns))
-            rows.append((fqn_number, dtype, offsets, sizes, start, at - start, begin, end - begin))
+            lies = (start, at - start, begin, end - begin)
+            rows.append((*known.numbers(fqn, dtype, box), *lies))
             if block_bytes is not None:
                 edges += [*range(begin, end, block_bytes), end]
         if block_bytes is not None:
             edges.append(at)
         files.append(out_file(number + 1, path_of(number), segments, edges=edges))
-        columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
-        tables.append(ItemTable(**columns, block_crcs=(), frame_crcs=()))
-    layout = Layout(files=tuple(files))
-    return Shards(layout=layout, tables=tables, fqns=list(fqns), dtypes=list(dtypes))
+        tables.append(dict(zip(COLUMNS, zip(*rows, strict=True), strict=True)))
+    return Shards(layout=Layout(files=tuple(files)), tables=tables, known=known)
 
 
 def _filling_bytes(value: tuple[str, Segment]) -> int:
     # Objects never fill a file.
     return value[1].size_bytes if isinstance(value[1], Elements) else 0
-
-
-_COLUMNS = (
-    *("fqn", "dtype", "offsets", "sizes"),
-    *("item_start", "item_bytes", "payload_start", "payload_bytes"),
-)
 
 
 def rank_manifest(
@@ -111,14 +97,14 @@ def rank_manifest(
 ) -> RankManifest:
     """Return what describes files of ours, of which these spans were written, as of one rank."""
     files = []
-    for file, items, crcs in zip(shards.layout.files, shards.tables, spans, strict=True):
+    for file, columns, crcs in zip(shards.layout.files, shards.tables, spans, strict=True):
         parts: dict[int, list[Span]] = {}
         for span in crcs:
             parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
         # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
         found = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
         block_crcs, frame_crcs = array("I"), array("I")
-        for length in items.payload_bytes:
+        for length in columns["payload_bytes"]:
             frame_crcs.append(next(found))
             block_crcs.extend(islice(found, -(-length // block_bytes)))
         frame_crcs.append(next(found))
@@ -128,15 +114,18 @@ def rank_manifest(
                 size_bytes=file.size_bytes,
                 crc32c=joined(crcs)[2],
                 block_bytes=block_bytes,
-                items=replace(items, block_crcs=block_crcs, frame_crcs=frame_crcs),
+                **columns,
+                block_crcs=block_crcs,
+                frame_crcs=frame_crcs,
             )
         )
     return RankManifest(
         save_id=save_id,
         rank=0,
         world_size=1,
-        fqns=shards.fqns,
-        dtypes=shards.dtypes,
+        fqns=list(shards.known.fqns),
+        dtypes=list(shards.known.dtypes),
+        boxes=list(shards.known.boxes),
         files=files,
         ties=dict(ties),
         host=socket.gethostname(),
@@ -183,14 +172,14 @@ def stock_pickle(metadata: Metadata, shards: Shards, url: str) -> bytes:
 
     from ckpt_storage.commit.stock import STOCK_VERSION  # noqa: PLC0415  # as above
 
+    fqns = list(shards.known.fqns)
+    # -1, which is a blob's, is the last.
+    offsets = [*(torch.Size(box.offsets) for box in shards.known.boxes), None]
+    keys = ("fqn", "box", "item_start", "item_bytes")
     metadata.storage_data = {
-        MetadataIndex(
-            shards.fqns[fqn], None if offsets is None else torch.Size(offsets)
-        ): _StorageInfo(file.name, start, length)
-        for file, items in zip(shards.layout.files, shards.tables, strict=True)
-        for fqn, offsets, start, length in zip(
-            items.fqn, items.offsets, items.item_start, items.item_bytes, strict=True
-        )
+        MetadataIndex(fqns[fqn], offsets[box]): _StorageInfo(file.name, start, length)
+        for file, table in zip(shards.layout.files, shards.tables, strict=True)
+        for fqn, box, start, length in zip(*(table[key] for key in keys), strict=True)
     }
     metadata.storage_meta = StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION

@@ -1,18 +1,19 @@
-"""Boxes in index space: what they share, the intervals they are, the grids they form.
+"""Which elements and bytes are meant: boxes, the grids they form, selections in a payload.
 
-Offsets and sizes are in elements. A 0-dimensional box holds one element. All intervals are half
-open.
+Offsets and sizes are in elements; a 0-dimensional box holds one. Positions in a payload, which has
+the elements of one chunk in C order, are in bytes. All intervals are half open.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import add, sub
+from operator import add, mul, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -61,73 +62,55 @@ class Box(NamedTuple):
         return Box(tuple(map(sub, self.offsets, other.offsets)), self.sizes)
 
 
-def interval_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Return boxes that hold elements [start, stop) of the C-order linearisation of `shape`.
 
     They follow one another in that order, each of them contiguous in it: at most
-    max(1, 2 ndim - 1). Raises `InvalidInputError` if the interval is not within the shape.
+    max(1, 2 ndim - 1). Raises `ValueError` if the interval is not within the shape.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise InvalidInputError(
-            f"Elements [{start}, {stop}) are not within the shape {list(shape)}.",
-            next_step="This is a bug in the caller or a checkpoint that contradicts itself.",
-        )
-    return list(_interval_boxes((), tuple(shape), start, stop))
-
-
-def _interval_boxes(
-    prefix: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int
-) -> Iterator[Box]:
-    """Yield boxes for elements [start, stop) of the slab of shape `inner` at index `prefix`."""
+        raise ValueError(f"elements [{start}, {stop}) of the shape {list(shape)}")
     if start == stop:
-        return
-    ones = (1,) * len(prefix)
-    if not inner:
-        yield Box(prefix, ones)
-        return
-    row, inner = math.prod(inner[1:]), inner[1:]
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = shape[1:]
+    row = math.prod(inner)
     first, before = divmod(start, row)
     last, behind = divmod(stop, row)
     if first == last:
-        yield from _interval_boxes((*prefix, first), inner, before, behind)
-        return
-    if before:
-        yield from _interval_boxes((*prefix, first), inner, before, row)
-        first += 1
+        return _in_row(first, interval_boxes(inner, before, behind))
+    found = _in_row(first, interval_boxes(inner, before, row)) if before else []
+    first += bool(before)
     if first < last:
-        yield Box((*prefix, first, *(0 for _ in inner)), (*ones, last - first, *inner))
-    yield from _interval_boxes((*prefix, last), inner, 0, behind)
+        found.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
+    return found + _in_row(last, interval_boxes(inner, 0, behind))
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Chunks that tile a tensor as a cartesian grid.
+def _in_row(index: int, boxes: Iterable[Box]) -> list[Box]:
+    """Return boxes of one row of an array as boxes of the array."""
+    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes]
 
-    `cuts` has for each dimension the start offsets, ascending from 0; cell i, in C order, belongs
-    to `owners[i]`. The shape stands beside a grid, not in it, as in the manifest. What is regular
-    may be a `range`, which takes no memory however many cells there are.
+
+class Grid(LazyList[Box]):
+    """Chunks that tile a tensor of `shape` as a cartesian grid: its cells in C order.
+
+    `cuts` has for each dimension the start offsets, ascending from 0. What is regular may be a
+    `range`. A cell is made when it is asked for.
     """
 
-    cuts: tuple[Sequence[int], ...]
-    owners: Sequence[int]
+    def __init__(self, cuts: tuple[Sequence[int], ...], shape: tuple[int, ...]) -> None:
+        self.cuts = cuts
+        self.shape = shape
+        super().__init__(math.prod(map(len, cuts)), functools.partial(_cell, cuts, shape))
 
-    def box(self, cell: int, shape: Sequence[int]) -> Box:
-        """Return one cell of a tensor of `shape`, without making the others."""
-        if not 0 <= cell < len(self.owners):
-            raise IndexError(f"cell {cell} of {len(self.owners)}")
-        offsets: list[int] = []
-        sizes: list[int] = []
-        for cuts, size in zip(reversed(self.cuts), reversed(shape), strict=True):
-            cell, at = divmod(cell, len(cuts))
-            stop = cuts[at + 1] if at + 1 < len(cuts) else size
-            offsets.append(cuts[at])
-            sizes.append(stop - cuts[at])
-        return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
+    def __iter__(self) -> Iterator[Box]:
+        pairs = zip(self.cuts, self.shape, strict=True)
+        sizes = [map(sub, (*cuts[1:], size), cuts) for cuts, size in pairs]
+        return map(Box, itertools.product(*self.cuts), itertools.product(*sizes))
 
-    def boxes(self, shape: Sequence[int]) -> list[Box]:
-        """Return all cells of a tensor of `shape`, in C order."""
-        sizes = map(_cell_sizes, self.cuts, shape)
-        return list(map(Box, itertools.product(*self.cuts), itertools.product(*sizes)))
+    def __reduce__(self) -> tuple[type[Grid], tuple[tuple[Sequence[int], ...], tuple[int, ...]]]:
+        return Grid, (self.cuts, self.shape)
 
     def cell_at(self, offsets: Sequence[int]) -> int | None:
         """Return the cell that begins at `offsets`, None if none does."""
@@ -152,24 +135,34 @@ class Grid:
         return cells
 
 
-def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(map(sub, (*cuts[1:], size), cuts))
+def _cell(all_cuts: tuple[Sequence[int], ...], shape: tuple[int, ...], cell: int) -> Box:
+    offsets: list[int] = []
+    sizes: list[int] = []
+    for cuts, size in zip(reversed(all_cuts), reversed(shape), strict=True):
+        cell, at = divmod(cell, len(cuts))
+        stop = cuts[at + 1] if at + 1 < len(cuts) else size
+        offsets.append(cuts[at])
+        sizes.append(stop - cuts[at])
+    return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
 
 
-def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
-    """Return the grid that `boxes` make, as `grid_of_rows` does; owners are positions in them."""
+def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid | None:
+    """Return the grid whose cells are exactly `boxes`, as `grid_of_rows` does."""
     ndim = len(shape)
     if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
         return None
     rows = np.array([(*box.offsets, *box.sizes) for box in boxes], dtype=np.int64)
-    return grid_of_rows(shape, rows.reshape(len(boxes), 2 * ndim), np.arange(len(boxes)))
+    found = grid_of_rows(shape, rows.reshape(len(boxes), 2 * ndim), np.arange(len(boxes)))
+    return found and found[0]
 
 
-def grid_of_rows(shape: Sequence[int], rows: Counts, owners: Counts) -> Grid | None:
-    """Return the grid whose cells are exactly some boxes, in any order; None if they make none.
+def grid_of_rows(
+    shape: tuple[int, ...], rows: Counts, owners: Counts
+) -> tuple[Grid, Sequence[int]] | None:
+    """Return the grid whose cells are exactly some boxes, in any order, and the owner of each cell.
 
     A row has the offsets, then the sizes of a box. A grid covers the shape exactly. Boxes without
-    elements are left out; of equal ones the first counts.
+    elements are left out; of equal ones the first counts. None if they make no grid.
     """
     if 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
         return None
@@ -190,22 +183,7 @@ def grid_of_rows(shape: Sequence[int], rows: Counts, owners: Counts) -> Grid | N
         cuts.append(compact(starts))
     # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
     found, kept = np.unique(places, return_index=True)
-    return Grid(tuple(cuts), compact(owners[kept])) if len(found) == cell_count else None
-
-
-class GridBoxes(LazyList[Box]):
-    """The cells of a grid in C order, each made when it is asked for."""
-
-    def __init__(self, grid: Grid, shape: tuple[int, ...]) -> None:
-        self.grid = grid
-        self.shape = shape
-        super().__init__(len(grid.owners), lambda cell: grid.box(cell, shape))
-
-    def __iter__(self) -> Iterator[Box]:
-        return iter(self.grid.boxes(self.shape))
-
-    def __reduce__(self) -> tuple[type[GridBoxes], tuple[Grid, tuple[int, ...]]]:
-        return GridBoxes, (self.grid, self.shape)
+    return (Grid(tuple(cuts), shape), compact(owners[kept])) if len(found) == cell_count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,3 +288,180 @@ def compact(numbers: Counts) -> Sequence[int]:
     elif count:
         return range(int(numbers[0]), int(numbers[0]) + 1)
     return array("q", numbers.tobytes())
+
+
+Selection = tuple[range, ...]
+"""Which elements of a chunk are meant: positions in each dimension, from its first element on."""
+
+
+def box_selection(box: Box) -> Selection:
+    """Return the selection of all elements of a box."""
+    return tuple(map(range, box.offsets, box.stops))
+
+
+def clip(ranges: Sequence[range], box: Box) -> tuple[Selection, tuple[slice, ...]] | None:
+    """Return which of the selected positions lie in `box`, and where they are in the selection.
+
+    The positions count from the first element of the box. None if there are none.
+    """
+    inside: list[range] = []
+    where: list[slice] = []
+    for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True):
+        low, high = _between(positions, offset, offset + size)
+        if low >= high:
+            return None
+        found = positions[low:high]
+        inside.append(range(found.start - offset, found.stop - offset, found.step))
+        where.append(slice(low, high))
+    return tuple(inside), tuple(where)
+
+
+def _between(positions: range, start: int, stop: int) -> tuple[int, int]:
+    """Return the interval of indices of `positions`, which ascend, that fall in [start, stop)."""
+    low = -((positions.start - start) // positions.step)
+    high = -((positions.start - stop) // positions.step)
+    return max(low, 0), min(high, len(positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Intervals of `length` bytes of a payload, ascending; `steps` lead from the first to each."""
+
+    first: int
+    length: int
+    steps: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.steps))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for step in itertools.product(*self.steps):
+            start = self.first + sum(step)
+            yield start, start + self.length
+
+    @property
+    def hull(self) -> range:
+        """The shortest interval that holds them all."""
+        stop = self.first + sum(step[-1] for step in self.steps) + self.length if len(self) else 0
+        return range(self.first if stop else 0, stop)
+
+
+def touched_spans(
+    chunk_sizes: Sequence[int], ranges: Sequence[range], item_bytes: int, grain_bytes: int = 1
+) -> Spans:
+    """Return byte intervals of a payload that hold all selected elements.
+
+    Between two selected elements of one interval lie fewer than `grain_bytes` bytes: with the
+    size of a block for grain, each block that an interval reaches holds a selected element. Raises
+    `InvalidInputError` for a selection that leaves the chunk.
+    """
+    if len(ranges) != len(chunk_sizes) or any(
+        positions.step < 1 or positions.start < 0 or (positions and positions[-1] >= size)
+        for positions, size in zip(ranges, chunk_sizes, strict=False)
+    ):
+        raise InvalidInputError(
+            f"The selection {list(ranges)} leaves a chunk of sizes {list(chunk_sizes)}.",
+            next_step="This is a bug in the caller or a checkpoint that contradicts itself.",
+        )
+    if not all(ranges):
+        return Spans(0, 0, (range(0),))
+    strides = [stride * item_bytes for stride in _strides(chunk_sizes)]
+    first = sum(map(mul, (r.start for r in ranges), strides))
+    steps = [
+        range(0, len(r) * r.step * stride, r.step * stride)
+        for r, stride in zip(ranges, strides, strict=True)
+    ]
+    length = item_bytes
+    while steps and (len(steps[-1]) == 1 or steps[-1].step - length < grain_bytes):
+        length += steps.pop()[-1]
+    return Spans(first, length, tuple(steps))
+
+
+@functools.lru_cache(maxsize=256)
+def run_of(chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int) -> range | None:
+    """Return the bytes of a selection if it has some and they are adjacent, else None.
+
+    Remembered: many chunks that are cut alike follow one another. Raises as `touched_spans`.
+    """
+    spans = touched_spans(chunk_sizes, where, item_bytes)
+    return spans.hull if len(spans) == 1 else None
+
+
+class WindowCopy(NamedTuple):
+    """One strided copy out of a window of a payload; everything in elements.
+
+    The source is the array of shape `sizes` that begins `source_offset_elements` behind the
+    window's start and has `source_strides`; it does not reach out of the window. The destination
+    is the box of the same `sizes` at `dest_offsets` in the array of the selection's shape.
+    """
+
+    source_offset_elements: int
+    source_strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dest_offsets: tuple[int, ...]
+
+
+def selected_copies(
+    chunk_sizes: tuple[int, ...], ranges: Sequence[range], start_element: int, stop_element: int
+) -> list[WindowCopy]:
+    """Return what to copy from elements [start, stop) of a payload into the array of a selection.
+
+    At most max(1, 2 ndim - 1) copies. Raises `InvalidInputError` for a window that leaves the
+    chunk.
+    """
+    strides = _strides(chunk_sizes)
+    copies = []
+    for box in interval_boxes(chunk_sizes, start_element, stop_element):
+        part = [
+            _between(positions, offset, offset + size)
+            for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True)
+        ]
+        if any(low >= high for low, high in part):
+            continue
+        firsts = [r.start + low * r.step for r, (low, _) in zip(ranges, part, strict=True)]
+        copies.append(
+            WindowCopy(
+                source_offset_elements=sum(map(mul, firsts, strides)) - start_element,
+                source_strides=tuple(
+                    r.step * stride for r, stride in zip(ranges, strides, strict=True)
+                ),
+                sizes=tuple(high - low for low, high in part),
+                dest_offsets=tuple(low for low, _ in part),
+            )
+        )
+    return copies
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the C-order strides of an array, in elements."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def coalesce(
+    intervals: Sequence[tuple[int, int]], gap: int, max_bytes: int
+) -> Iterator[tuple[int, int, range]]:
+    """Yield few intervals that hold all `intervals`, which are sorted, with the positions of those.
+
+    Neighbours at most `gap` bytes apart are joined while the whole stays within `max_bytes`. It is
+    longer only if its first member is, and then it is as long as that member.
+    """
+    first = begin = end = 0
+    for index, (start, stop) in enumerate(intervals):
+        reach = max(stop, end)
+        if index and start - end <= gap and reach - begin <= max(max_bytes, end - begin):
+            end = reach
+            continue
+        if index:
+            yield begin, end, range(first, index)
+        first, begin, end = index, start, stop
+    if intervals:
+        yield begin, end, range(first, len(intervals))
+
+
+def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
+    """Return the shortest interval of whole blocks that holds [start, stop).
+
+    The last block ends at `total`. An empty interval stays empty.
+    """
+    first = start - start % block
+    return (first, min(stop + -stop % block, total)) if start < stop else (first, first)

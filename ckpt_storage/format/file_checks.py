@@ -41,8 +41,7 @@ class FileChecks:
     @classmethod
     def of_shard(cls, document: RankManifest, file: ShardFile) -> FileChecks:
         """Return the checksums of the frames and blocks of a shard file."""
-        items = file.items
-        payloads, lengths = np.array([items.payload_start, items.payload_bytes], dtype=np.int64)
+        payloads, lengths = np.array([file.payload_start, file.payload_bytes], dtype=np.int64)
         counts = -(-lengths // file.block_bytes)
         firsts = np.cumsum(counts) - counts
         in_item = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
@@ -50,7 +49,7 @@ class FileChecks:
         frames = np.concatenate(([0], payloads + lengths))
         solid = frames < np.concatenate((payloads, [file.size_bytes]))
         starts = np.concatenate((frames[solid], blocks))
-        crcs = np.array([*items.frame_crcs, *items.block_crcs], dtype=np.uint32)
+        crcs = np.array([*file.frame_crcs, *file.block_crcs], dtype=np.uint32)
         crcs = crcs[np.concatenate((solid, np.ones(len(blocks), dtype=np.bool_)))]
         numbers = np.arange(len(counts))
         # The frame behind the last item is told by that item.
@@ -58,7 +57,7 @@ class FileChecks:
             (np.append(numbers, len(counts) - 1)[solid], numbers.repeat(counts))
         )
         order = np.argsort(starts)
-        names: list[str | None] = [document.fqns[name] for name in items.fqn]
+        names: list[str | None] = [document.fqns[name] for name in file.fqn]
         return cls(
             path=file.path,
             size_bytes=file.size_bytes,

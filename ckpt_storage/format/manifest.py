@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .boxes import Box, Grid, GridBoxes, compact, find_flaw
+from .boxes import Box, Grid, compact, find_flaw
 from .documents import (
     MOST_RANKS,
     Fields,
@@ -37,7 +37,7 @@ PlannerData = dict[str, tuple[str | int, ...]]
 class TensorRecord:
     """What tensors that are alike have in common; `owners` are the ranks that wrote the chunks.
 
-    `boxes` are the chunks, `GridBoxes` of a regular cut.
+    `boxes` are the chunks, a `Grid` of a regular cut.
     """
 
     dtype: str
@@ -220,15 +220,15 @@ def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
 
 def _layout_key(tensor: TensorRecord) -> object:
     """Return what tells a layout from others, hashable."""
-    if isinstance(tensor.boxes, GridBoxes):
-        columns = (*tensor.boxes.grid.cuts, tensor.owners)
+    if isinstance(tensor.boxes, Grid):
+        columns = (*tensor.boxes.cuts, tensor.owners)
         return tuple(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
     return tuple(zip(tensor.boxes, tensor.owners, strict=True))
 
 
 def _layout_to_json(tensor: TensorRecord) -> dict[str, Any]:
-    if isinstance(tensor.boxes, GridBoxes):
-        body: dict[str, Any] = {"cuts": list(map(pack_column, tensor.boxes.grid.cuts))}
+    if isinstance(tensor.boxes, Grid):
+        body: dict[str, Any] = {"cuts": list(map(pack_column, tensor.boxes.cuts))}
     else:
         body = boxes_to_json(tensor.boxes)
     return body | {"ranks": pack_column(tensor.owners)}
@@ -247,27 +247,31 @@ def _tensors_of(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
     keys = list(zip(kinds, forms, cuts, strict=True))
     records: dict[tuple[int, int, int], TensorRecord] = {}
     for key in set(keys):
-        shape, (cut, owners) = sizes[key[1]], layouts[key[2]]
-        if isinstance(cut, Grid):
+        dtype, shape, (cut, owners) = dtypes[key[0]], sizes[key[1]], layouts[key[2]]
+        boxes: Sequence[Box]
+        if isinstance(cut, tuple):
             # All that can be wrong with a grid; its cuts ascend from 0.
-            is_whole = len(cut.cuts) == len(shape) and all(
-                starts[-1] < max(size, 1) for starts, size in zip(cut.cuts, shape, strict=True)
+            is_whole = len(cut) == len(shape) and all(
+                starts[-1] < max(size, 1) for starts, size in zip(cut, shape, strict=True)
             )
+            boxes = Grid(cut, shape)
         else:
             is_whole = find_flaw(shape, cut) is None
+            boxes = cut
         if not is_whole:
             fqn = fqns[keys.index(key)]
             get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
-        boxes = GridBoxes(cut, shape) if isinstance(cut, Grid) else cut
-        dtype = dtypes[key[0]]
         records[key] = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=owners)
     return list(zip(fqns, map(records.__getitem__, keys), strict=True))
 
 
-def _layout_of(get: Fields, world_size: int) -> tuple[Grid | list[Box], Sequence[int]]:
+def _layout_of(
+    get: Fields, world_size: int
+) -> tuple[tuple[Sequence[int], ...] | list[Box], Sequence[int]]:
+    """Return the cuts of a grid, or a list of chunks; and the rank of each chunk."""
     ranks = get.column("ranks", below=world_size)
     if "cuts" not in get:
-        boxes = [Box(*box) for box in boxes_from_json(get)]
+        boxes = boxes_from_json(get)
         if len(boxes) != len(ranks):
             get.fail("has a layout with more or fewer ranks than chunks")
         return boxes, ranks.tolist()
@@ -279,8 +283,7 @@ def _layout_of(get: Fields, world_size: int) -> tuple[Grid | list[Box], Sequence
         cuts.append(compact(starts))
     if math.prod(map(len, cuts)) != len(ranks):
         get.fail("has a grid with more or fewer ranks than cells")
-    grid = Grid(tuple(cuts), compact(ranks))
-    return grid, grid.owners
+    return tuple(cuts), compact(ranks)
 
 
 # One for all: an encoder or a decoder that is made for each entry takes thrice as long.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
+from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.selections import Selection
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys

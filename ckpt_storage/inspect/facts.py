@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt_storage.format.boxes import Box, GridBoxes, find_grid
+from ckpt_storage.format.boxes import Box, Grid, find_grid
 from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
@@ -75,7 +75,7 @@ class Sharding:
     def counts(self) -> tuple[int, ...] | None:
         """Into how many parts each dimension is cut; None if the chunks make no grid."""
         boxes = self.boxes
-        grid = boxes.grid if isinstance(boxes, GridBoxes) else find_grid(self.shape, boxes)
+        grid = boxes if isinstance(boxes, Grid) else find_grid(self.shape, boxes)
         return None if grid is None else tuple(map(len, grid.cuts))
 
     @property

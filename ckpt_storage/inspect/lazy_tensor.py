@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
+from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.selections import Selection
 
 from .facts import Sharding, shape_text, shown
 from .reading import Handle, elements_of, read_tensors

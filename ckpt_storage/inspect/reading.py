@@ -22,10 +22,9 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.selections import Selection, WindowCopy, clip
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     Progress,

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, GridBoxes
+from ckpt_storage.format.boxes import Box, Grid, box_selection
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.selections import box_selection
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
 from ckpt_storage.source.model import Source, TensorInfo, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
@@ -41,7 +40,7 @@ class LoadItems:
         self._rings = rings
         self._resolve = target_resolver(planner)
         self._allow_lossy = allow_lossy
-        self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+        self._sizes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         # In columns: thousands of rows are as many objects for the collector to look at.
         self._items: list[ReadItem] = []
         self._targets: list[torch.Tensor] = []
@@ -131,9 +130,9 @@ class LoadItems:
         info = self._source.tensors[item.storage_index.fqn]
         offsets = _offsets_of(item) or ()
         key = None
-        if isinstance(info.boxes, GridBoxes):
+        if isinstance(info.boxes, Grid):
             # Tensors that are cut alike share a grid, which lives as long as the source.
-            key = (id(info.boxes.grid), info.shape, offsets)
+            key = (id(info.boxes), offsets)
             known = self._sizes.get(key)
             if known is not None:
                 return known

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
-from ckpt_storage.format.boxes import Box, GridBoxes
+from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.source.model import Source, TensorInfo
 
 from .resolving import Placements, parts_of, placements_key
@@ -191,7 +191,7 @@ class _Cuts:
     def __init__(self) -> None:
         self._own: dict[_Cut, list[ChunkStorageMetadata]] = {}
         self._wholes: dict[torch.Size, list[_Part]] = {}
-        self._parts: dict[tuple[int, tuple[int, ...], int], list[_Part]] = {}
+        self._parts: dict[tuple[int, int], list[_Part]] = {}
 
     def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
         """Return what this rank holds, and whether tensors that are cut alike share the list."""
@@ -215,10 +215,10 @@ class _Cuts:
             return self._wholes[shape]
         own, is_shared = self.own(value)
         boxes = chunks.info.boxes
-        if not is_shared or not isinstance(boxes, GridBoxes):
+        if not is_shared or not isinstance(boxes, Grid):
             return list(_parts(chunks, own))
         # Grids and lists live as long as the metadata and this object.
-        key = (id(boxes.grid), boxes.shape, id(own))
+        key = (id(boxes), id(own))
         found = self._parts.get(key)
         if found is None:
             found = self._parts[key] = list(_parts(chunks, own))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.selections import box_selection, touched_spans
+from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
 
 log = logging.getLogger("ckpt_storage")

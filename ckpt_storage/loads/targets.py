@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ckpt_storage.format.selections import WindowCopy
+from ckpt_storage.format.boxes import WindowCopy
 from ckpt_storage.transfer.chunks import ChunkRead
 
 log = logging.getLogger("ckpt_storage")

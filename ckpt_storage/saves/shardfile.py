@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
-from ckpt_storage.format.rank_manifest import ItemTable, ShardFile
+from ckpt_storage.format.rank_manifest import COLUMNS, ShardFile, Vocabulary
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import UnsafeValues
 from ckpt_storage.store.deadline import Deadline
@@ -19,12 +20,6 @@ _SMALL_BYTES = 64 << 10
 
 _GATHER_BYTES = 1 << 20
 """What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
-
-_LIES = ("item_start", "item_bytes", "payload_start", "payload_bytes")
-
-_Box = tuple[int, ...] | None
-
-_Row = tuple[int, int, _Box, _Box, int, int, int, int]
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
@@ -138,26 +133,21 @@ class ShardFileWriter:
 
 
 class ShardContents:
-    """What is in a shard file so far, as columns; strings and equal boxes are one object each."""
+    """What is in a shard file so far, as columns; strings and boxes by number."""
 
     def __init__(self, unsafe_values: UnsafeValues) -> None:
         self._unsafe_values = unsafe_values
-        self.fqns: dict[str, int] = {}
-        self.dtypes: dict[str, int] = {}
+        self.known = Vocabulary()
         self.unsafe: dict[str, str] = {}
-        self._boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._rows: list[_Row] = []
+        self._rows: list[tuple[int, ...]] = []
 
     def write(self, file: ShardFileWriter, item: Item) -> None:
         """Append one item."""
         file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-        start, dtype, length = file.position, item.dtype, item.payload_bytes
-        kind, offsets, sizes, tail = -1, None, None, b""
-        if dtype is not None:
-            box = self._boxes.setdefault
-            kind = self.dtypes.setdefault(dtype, len(self.dtypes))
-            offsets, sizes = box(item.offsets, item.offsets), box(item.sizes, item.sizes)
-            envelope = tensor_envelope(dtype, sizes)
+        start, length, box, tail = file.position, item.payload_bytes, None, b""
+        if item.dtype is not None:
+            box = Box(item.offsets, item.sizes)
+            envelope = tensor_envelope(item.dtype, item.sizes)
             file.frame(envelope.head)
             tail = envelope.tail
         payload_start = file.position
@@ -180,22 +170,12 @@ class ShardContents:
                     phase="write",
                     next_step="Save plain values in its place, or save with unsafe_values='warn'.",
                 )
-        fqn = self.fqns.setdefault(item.fqn, len(self.fqns))
         lies = (start, file.position - start, payload_start, length)
-        self._rows.append((fqn, kind, offsets, sizes, *lies))
+        self._rows.append((*self.known.numbers(item.fqn, item.dtype, box), *lies))
 
-    def table(self, file: ShardFileWriter) -> ItemTable:
-        """Return the items of the finished file; there is one at least."""
-        fqn, dtype, offsets, sizes, *lies = map(list, zip(*self._rows, strict=True))
-        return ItemTable(
-            fqn=fqn,
-            dtype=dtype,
-            offsets=offsets,
-            sizes=sizes,
-            **dict(zip(_LIES, lies, strict=True)),
-            block_crcs=file.block_crcs,
-            frame_crcs=file.frame_crcs,
-        )
+    def columns(self) -> dict[str, list[int]]:
+        """Return the columns of the items; there is one at least."""
+        return dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True))
 
 
 def write_shard(
@@ -225,5 +205,7 @@ def write_shard(
         size_bytes=size_bytes,
         crc32c=crc32c,
         block_bytes=block_bytes,
-        items=contents.table(file),
+        **contents.columns(),
+        block_crcs=file.block_crcs,
+        frame_crcs=file.frame_crcs,
     )

@@ -16,7 +16,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.boxes import Box, GridBoxes
+from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
@@ -51,15 +51,15 @@ class TensorInfo:
 
     def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
         """Return the chunk that begins at `offsets`, None if none does."""
-        if isinstance(self.boxes, GridBoxes):
-            cell = self.boxes.grid.cell_at(offsets)
+        if isinstance(self.boxes, Grid):
+            cell = self.boxes.cell_at(offsets)
             return None if cell is None else self.boxes[cell]
         return next((box for box in self.boxes if box.offsets == offsets), None)
 
     def overlapping(self, box: Box) -> list[int]:
         """Return the positions, ascending, of the chunks that share elements with `box`."""
-        if isinstance(self.boxes, GridBoxes):
-            return self.boxes.grid.intersecting(box)
+        if isinstance(self.boxes, Grid):
+            return self.boxes.intersecting(box)
         return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
 
 
@@ -134,16 +134,17 @@ class _RankIndex:
     @classmethod
     def of(cls, manifest: RankManifest) -> _RankIndex:
         """Return the index; of chunks at one place the first counts that has elements."""
-        fqns = manifest.fqns
+        # -1, which is a blob's, is the last.
+        fqns, boxes = manifest.fqns, [*manifest.boxes, (None, None)]
         items: dict[Key, int] = {}
         sizes: list[Sequence[int] | None] = []
         item_starts = []
         for file in manifest.files:
             item_starts.append(len(sizes))
-            columns = zip(file.items.fqn, file.items.offsets, file.items.sizes, strict=True)
-            for number, (name, at, size) in enumerate(columns, len(sizes)):
+            for number, (name, at) in enumerate(zip(file.fqn, file.box, strict=True), len(sizes)):
+                offsets, size = boxes[at]
                 sizes.append(size)
-                key = (fqns[name], None if at is None else tuple(at))
+                key = (fqns[name], offsets)
                 known = items.setdefault(key, number)
                 if known != number and _is_first_solid(sizes[known], size):
                     items[key] = number
@@ -151,7 +152,7 @@ class _RankIndex:
             manifest,
             items,
             item_starts,
-            [memoryview(array("I", file.items.block_crcs)) for file in manifest.files],
+            [memoryview(array("I", file.block_crcs)) for file in manifest.files],
             [file.block_starts() for file in manifest.files],
         )
 
@@ -244,11 +245,11 @@ class CommittedSource:
 
     def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> None:
         boxes, owners = tensor.boxes, tensor.owners
-        if not isinstance(boxes, GridBoxes):
+        if not isinstance(boxes, Grid):
             # Of equal offsets the first counts; so ascending would overwrite it.
             for box, rank in zip(reversed(boxes), reversed(owners), strict=True):
                 self._found[id(tensor), box.offsets] = box, rank
-        elif (cell := boxes.grid.cell_at(offsets)) is not None:
+        elif (cell := boxes.cell_at(offsets)) is not None:
             self._found[id(tensor), offsets] = boxes[cell], owners[cell]
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
@@ -270,23 +271,22 @@ class CommittedSource:
         number = bisect_right(index.item_starts, at) - 1
         item = at - index.item_starts[number]
         file = index.manifest.files[number]
-        items = file.items
         if box is not None:
-            dtype, sizes = items.dtype[item], items.sizes[item]
+            dtype, listed = file.dtype[item], index.manifest.box_of(file, item)
             found = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
             wanted = self.manifest.tensors[key[0]].dtype
-            if found != wanted or sizes != box.sizes:
+            if found != wanted or listed != box:
                 raise self._disagree(
                     f"{key[0]} has a {wanted} chunk of {list(box.sizes)} at {list(box.offsets)}",
                     rank,
-                    f"lists {found} of {list(sizes or ())}",
+                    f"lists {found} of {list(listed.sizes if listed else ())}",
                 )
         starts = index.block_starts[number]
         return ChunkPlace(
             path=file.path,
             fqn=key[0],
-            start=items.payload_start[item],
-            size_bytes=items.payload_bytes[item],
+            start=file.payload_start[item],
+            size_bytes=file.payload_bytes[item],
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,

@@ -17,8 +17,7 @@ from operator import itemgetter
 from typing import Literal
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
-from ckpt_storage.format.crc import first_wrong_block
-from ckpt_storage.format.selections import (
+from ckpt_storage.format.boxes import (
     Selection,
     WindowCopy,
     coalesce,
@@ -27,6 +26,7 @@ from ckpt_storage.format.selections import (
     selected_copies,
     touched_spans,
 )
+from ckpt_storage.format.crc import first_wrong_block
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
 from .costs import ReadCosts, costs_for
@@ -312,15 +312,15 @@ class _Plan:
             found, windows = self._direct.get(path, []), self._windows.get(path, [])
             windows.sort(key=_INTERVAL)
             intervals = list(map(_INTERVAL, windows))
-            for extent in coalesce(intervals, self._gap_bytes, self._window_bytes):
-                members = windows[extent.members.start : extent.members.stop]
+            for start, stop, which in coalesce(intervals, self._gap_bytes, self._window_bytes):
+                members = windows[which.start : which.stop]
                 found.append(
                     RangeRead(
                         path=path,
-                        start=extent.start,
-                        stop=extent.stop,
+                        start=start,
+                        stop=stop,
                         file_bytes=self._reads[members[0][3]].place.file_bytes,
-                        done=partial(_put_windows, self._reads, members, extent.start),
+                        done=partial(_put_windows, self._reads, members, start),
                     )
                 )
             found.sort(key=lambda read: read.start)

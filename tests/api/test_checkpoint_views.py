@@ -12,7 +12,7 @@ import torch
 
 import ckpt_storage
 from ckpt_storage import Checkpoint, diff, open_checkpoint
-from ckpt_storage.format.boxes import Grid, GridBoxes
+from ckpt_storage.format.boxes import Grid
 from ckpt_storage.inspect.facts import Sharding
 from ckpt_storage.inspect.views import sharding_svg
 
@@ -110,8 +110,8 @@ def test_pictures_are_tiled_by_chunks() -> None:
         ((100, 10), ((0, 25, 50, 75), (0,)), 4),
         ((4, 6, 8), ((0, 2), (0,), (0, 2, 4)), 6),
     ):
-        boxes = GridBoxes(Grid(cuts, tuple(range(count))), shape)
-        svg = sharding_svg(Sharding(shape=shape, boxes=boxes, owners=boxes.grid.owners))
+        boxes = Grid(cuts, shape)
+        svg = sharding_svg(Sharding(shape=shape, boxes=boxes, owners=range(count)))
         found = [
             [float(item.get(name, 0)) for name in ("width", "height")]
             for item in ET.fromstring(svg).iter("rect")  # noqa: S314  # our own

@@ -43,7 +43,7 @@ from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
@@ -89,17 +89,14 @@ class World:
 
     def manifest(self, rank: int, save_id: str) -> RankManifest:
         """Return what a rank would have written."""
-        fqns, offsets, sizes, lengths = [], [], [], []
-        for fqn, box in self.chunks(rank):
-            fqns.append(fqn)
-            offsets.append(box.offsets)
-            sizes.append(box.sizes)
-            lengths.append(2 * box.volume)
+        chunks = dict(self.chunks(rank))
+        boxes = {box: at for at, box in enumerate(dict.fromkeys(chunks.values()))}
+        lengths = [2 * box.volume for box in chunks.values()]
         starts, at = [], 0
         for length in lengths:
             starts.append(at)
             at += -(-(length + 1600) // 64) * 64
-        count = len(fqns)
+        count = len(chunks)
         blocks = sum(-(-length // _BLOCK_BYTES) for length in lengths)
         # As those of real bytes, which do not shrink when a document is deflated.
         random = np.random.default_rng(rank)
@@ -107,11 +104,14 @@ class World:
         def crcs(count: int) -> array[int]:
             return array("I", random.integers(1 << 32, size=count, dtype=np.uint32).tobytes())
 
-        table = ItemTable(
+        file = ShardFile(
+            path=shard_path(save_id, rank, 0),
+            size_bytes=at,
+            crc32c=rank,
+            block_bytes=_BLOCK_BYTES,
             fqn=range(count),
             dtype=[0] * count,
-            offsets=offsets,
-            sizes=sizes,
+            box=[boxes[box] for box in chunks.values()],
             item_start=starts,
             item_bytes=[length + 1536 for length in lengths],
             payload_start=[start + 704 for start in starts],
@@ -119,19 +119,13 @@ class World:
             block_crcs=crcs(blocks),
             frame_crcs=crcs(count + 1),
         )
-        file = ShardFile(
-            path=shard_path(save_id, rank, 0),
-            size_bytes=at,
-            crc32c=rank,
-            block_bytes=_BLOCK_BYTES,
-            items=table,
-        )
         return RankManifest(
             save_id=save_id,
             rank=rank,
             world_size=self.rank_count,
-            fqns=fqns,
+            fqns=list(chunks),
             dtypes=["bfloat16"],
+            boxes=list(boxes),
             files=[file],
         )
 

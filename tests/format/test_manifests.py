@@ -29,7 +29,7 @@ from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, seal, unseal
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.rank_manifest import RankManifest
+from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store import Location, open_store
@@ -114,20 +114,20 @@ def packed(column: list[int]) -> dict[str, object]:
 def assert_sound(manifest: RankManifest) -> None:
     """Assert what readers of a rank manifest rely on."""
     for file in manifest.files:
-        table, before = file.items, 0
-        for item in range(len(table)):
-            assert 0 <= table.fqn[item] < len(manifest.fqns)
-            offsets, sizes = table.offsets[item], table.sizes[item]
-            assert (offsets is None) == (sizes is None) == (table.dtype[item] == -1)
-            if sizes is not None and offsets is not None:
-                assert len(offsets) == len(sizes)
-                dtype = DTYPES[manifest.dtypes[table.dtype[item]]]
-                assert table.payload_bytes[item] == math.prod(sizes) * dtype.item_bytes
-            start, payload = table.item_start[item], table.payload_start[item]
+        before = 0
+        for item in range(len(file.fqn)):
+            assert 0 <= file.fqn[item] < len(manifest.fqns)
+            box = manifest.box_of(file, item)
+            assert (box is None) == (file.box[item] == -1) == (file.dtype[item] == -1)
+            if box is not None:
+                assert len(box.offsets) == len(box.sizes)
+                dtype = DTYPES[manifest.dtypes[file.dtype[item]]]
+                assert file.payload_bytes[item] == math.prod(box.sizes) * dtype.item_bytes
+            start, payload = file.item_start[item], file.payload_start[item]
             assert before <= start <= payload
-            before = start + table.item_bytes[item]
-            assert payload + table.payload_bytes[item] <= before <= file.size_bytes
-        assert file.block_starts()[-1] == len(table.block_crcs)
+            before = start + file.item_bytes[item]
+            assert payload + file.payload_bytes[item] <= before <= file.size_bytes
+        assert file.block_starts()[-1] == len(file.block_crcs)
 
 
 @settings(deadline=None, max_examples=400)
@@ -193,11 +193,12 @@ def test_a_rank_manifest_comes_back(drawn: list[tuple[str, list[tuple[int, int]]
     manifest = manifest_of(1, 3, items)
     found = RankManifest.from_body(unseal(seal(manifest.to_body()), path="here"), where="here")
     assert (found.fqns, found.dtypes) == (manifest.fqns, manifest.dtypes)
+    assert found.boxes == manifest.boxes
     assert (found.rank, found.world_size, found.host) == (1, 3, "here")
     for a, b in zip(found.files, manifest.files, strict=True):
         assert a.ref() == b.ref()
-        for column in b.items.__slots__:
-            assert list(getattr(a.items, column)) == list(getattr(b.items, column)), column
+        for column in (*COLUMNS, "block_crcs", "frame_crcs"):
+            assert list(getattr(a, column)) == list(getattr(b, column)), column
 
 
 @settings(deadline=None)

@@ -20,8 +20,7 @@ from local_stores import local_store
 
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.selections import WindowCopy, box_selection
+from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
 from ckpt_storage.loads.exchange import SharedReads
 from ckpt_storage.loads.sharing import Key, SharePolicy, plan_shares
 from ckpt_storage.loads.targets import TensorRead

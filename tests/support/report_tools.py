@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.commit.report import RankReport
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabulary
 
 SAVE_ID = "20260101T000000Z-0123456789abcdef"
 BLOCK_BYTES = 1024
@@ -24,23 +25,32 @@ class Written:
     dtype: str = "float32"
     crc: int = 0
 
+    @property
+    def kind(self) -> tuple[str, Box] | tuple[None, None]:
+        """Dtype and box; none of a blob."""
+        if self.offsets is None or self.sizes is None:
+            return None, None
+        return self.dtype, Box(tuple(self.offsets), tuple(self.sizes))
+
 
 def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankManifest:
     """Return the manifest of a rank that wrote these items, one after another."""
-    fqns = list(dict.fromkeys(item.fqn for item in items))
-    place_of = {fqn: at for at, fqn in enumerate(fqns)}
-    dtypes = list(dict.fromkeys(item.dtype for item in items if item.offsets is not None))
+    known = Vocabulary()
+    numbers = [known.numbers(item.fqn, *item.kind) for item in items]
     lengths = [4 * math.prod(item.sizes) if item.sizes is not None else 5 for item in items]
     starts, at = [], 0
     for length in lengths:
         starts.append(at)
         at += -(-length // 64) * 64 + 64
     blocks = sum(-(-length // BLOCK_BYTES) for length in lengths)
-    table = ItemTable(
-        fqn=[place_of[item.fqn] for item in items],
-        dtype=[-1 if item.offsets is None else dtypes.index(item.dtype) for item in items],
-        offsets=[item.offsets for item in items],
-        sizes=[item.sizes for item in items],
+    file = ShardFile(
+        path=f"saves/{SAVE_ID}/__{rank}_0.distcp",
+        size_bytes=at + 64,
+        crc32c=rank + 1,
+        block_bytes=BLOCK_BYTES,
+        fqn=[fqn for fqn, _, _ in numbers],
+        dtype=[dtype for _, dtype, _ in numbers],
+        box=[box for _, _, box in numbers],
         item_start=starts,
         item_bytes=[length + 64 for length in lengths],
         payload_start=[start + 64 for start in starts],
@@ -48,19 +58,13 @@ def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankMan
         block_crcs=[7] * blocks,
         frame_crcs=[9] * (len(items) + 1),
     )
-    file = ShardFile(
-        path=f"saves/{SAVE_ID}/__{rank}_0.distcp",
-        size_bytes=at + 64,
-        crc32c=rank + 1,
-        block_bytes=BLOCK_BYTES,
-        items=table,
-    )
     return RankManifest(
         save_id=SAVE_ID,
         rank=rank,
         world_size=world_size,
-        fqns=fqns,
-        dtypes=dtypes,
+        fqns=list(known.fqns),
+        dtypes=list(known.dtypes),
+        boxes=list(known.boxes),
         files=[file] if items else [],
         host="here",
         pid=1,

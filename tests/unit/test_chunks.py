@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, InvalidInputError
-from ckpt_storage.format.selections import WindowCopy
+from ckpt_storage.format.boxes import WindowCopy
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.boxes import Box, interval_boxes
-from ckpt_storage.format.selections import box_selection, coalesce, run_of, touched_spans
+from ckpt_storage.format.boxes import (
+    Box,
+    box_selection,
+    coalesce,
+    interval_boxes,
+    run_of,
+    touched_spans,
+)
 
 QUICK = settings(max_examples=200, deadline=None)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -121,22 +127,20 @@ def test_extents_hold_all_intervals_and_respect_the_limits(
     intervals: list[tuple[int, int]], gap: int, max_bytes: int
 ) -> None:
     """Every interval is in one extent, none is too long or bridges too much, none could join."""
-    extents = coalesce(intervals, gap, max_bytes)
-    assert [member for extent in extents for member in extent.members] == list(
-        range(len(intervals))
-    )
-    for extent in extents:
-        members = [intervals[member] for member in extent.members]
-        assert extent.start == members[0][0]
-        assert extent.stop == max(stop for _, stop in members)
+    extents = list(coalesce(intervals, gap, max_bytes))
+    assert [at for *_, which in extents for at in which] == list(range(len(intervals)))
+    for begin, end, which in extents:
+        members = [intervals[at] for at in which]
+        assert begin == members[0][0]
+        assert end == max(stop for _, stop in members)
         longest = max(stop - start for start, stop in members)
-        assert extent.stop - extent.start <= max(max_bytes, longest)
+        assert end - begin <= max(max_bytes, longest)
         wanted = np.zeros(200, dtype=int)
         for start, stop in members:
             wanted[start:stop] = 1
-        read = "".join(map(str, wanted[extent.start : extent.stop]))
+        read = "".join(map(str, wanted[begin:end]))
         assert all(len(bridged) <= gap for bridged in read.split("1"))
-    for left, right in itertools.pairwise(extents):
-        begins, ends = intervals[right.members[0]]
-        longer = max(left.stop, ends) - left.start
-        assert begins - left.stop > gap or longer > max(max_bytes, left.stop - left.start)
+    for (begin, end, _), (_, _, which) in itertools.pairwise(extents):
+        first, last = intervals[which[0]]
+        longer = max(end, last) - begin
+        assert first - end > gap or longer > max(max_bytes, end - begin)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from late_mover import LateMover
 from local_stores import local_store
 
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.selections import box_selection
+from ckpt_storage.format.boxes import Box, box_selection
 from ckpt_storage.loads.targets import CudaMover, Rings, TensorRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
