@@ -53,7 +53,7 @@ _GRACE_S = 5.0
 _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
 
-_EXCHANGES = frozenset({"gather", "scatter", "broadcast", "all_gather"})
+_EXCHANGES = frozenset({"gather_bytes", "scatter_bytes", "broadcast_bytes"})
 
 
 class GoneError(Exception):
@@ -305,7 +305,7 @@ class _Run:
             setattr(operation, name, fact)
         # Elsewhere a death is told to none: before all have met, its rank meets them first; and
         # the coordinator's last word counts, whoever asked for it.
-        if step.name == "gather" and operation.deadline.phase == "write":
+        if step.name == "gather_bytes" and operation.deadline.phase == "write":
             self._is_part_told = not operation.is_coordinator
         self._is_exchanging = step.name in _EXCHANGES and not self._is_part_told
         try:
@@ -318,7 +318,7 @@ class _Run:
             return Reply(error=travelling(error))
         finally:
             self._is_exchanging = False
-        if step.name == "outcome":
+        if step.name == "outcome_bytes":
             self._word = value
         return Reply(value=None if step.name == "phase" else value)
 
@@ -407,7 +407,7 @@ class _Run:
         session = SaveSession.on(operation, self._job.url, options)
         if is_committing:
             found = look_up_outcome(operation, session, error)
-            operation.announce(pickle.dumps(found))
+            operation.announce(found)
             if isinstance(found, CheckpointError):
                 raise found
         else:

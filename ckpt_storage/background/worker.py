@@ -122,12 +122,11 @@ class PipedOperation(Operation):
         self._send = send
 
     meet = _step("meet")
-    gather = _step("gather")
-    scatter = _step("scatter")
-    broadcast = _step("broadcast")
-    all_gather = _step("all_gather")
-    announce = _step("announce")
-    outcome = _step("outcome")
+    gather_bytes = _step("gather_bytes")
+    scatter_bytes = _step("scatter_bytes")
+    broadcast_bytes = _step("broadcast_bytes")
+    announce_bytes = _step("announce_bytes")
+    outcome_bytes = _step("outcome_bytes")
     is_last_word = _step("is_last_word")
 
     def step(self, name: str, *args: object) -> Any:  # noqa: ANN401  # as the step's own

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt_storage")
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _COORDINATOR_GRACE_S = 1.0
 _MEMBER_GRACE_S = 3.0
@@ -72,8 +73,9 @@ class Operation:
     """One save, load or export of all ranks, as one rank sees it.
 
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
-    `all_gather`, `outcome`) in the same order, in one thread. What transfers call is safe in any
-    thread: `failure`, `failed`, `advanced`, `expect`, `ended_file`.
+    `all_gather`, `exchange`, `outcome`) in the same order, in one thread; values travel pickled.
+    What transfers call is safe in any thread: `failure`, `failed`, `advanced`, `expect`,
+    `ended_file`.
 
     `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
     `deadline` is that of this rank's phase. `committed` is what was committed, while the operation
@@ -274,53 +276,83 @@ class Operation:
             self.own_keys += [self.key("life", self.rank), self.key("failed")]
             self._detector = FailureDetector(self)
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Send `payload` to the coordinator; it gets all in order of rank, others an empty list.
+    def gather(self, value: _T) -> list[_T]:
+        """Send `value` to the coordinator; it gets all in order of rank, others an empty list.
 
         Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
         """
+        return [pickle.loads(one) for one in self.gather_bytes(pickle.dumps(value))]  # noqa: S301  # our own ranks
+
+    def scatter(self, values: Sequence[_T]) -> _T:
+        """Give each rank its own of the coordinator's `values` (others pass none)."""
+        found: _T = pickle.loads(self.scatter_bytes([pickle.dumps(value) for value in values]))  # noqa: S301  # as above
+        return found
+
+    def broadcast(self, value: _T) -> _T:
+        """Return the coordinator's `value` on every rank (others pass anything)."""
+        found: _T = pickle.loads(self.broadcast_bytes(pickle.dumps(value)))  # noqa: S301  # as above
+        return found
+
+    def all_gather(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, in order of rank, on every rank."""
+        packed = self.broadcast(self.gather_bytes(pickle.dumps(value)))
+        return [pickle.loads(one) for one in packed]  # noqa: S301  # as above
+
+    def exchange(self, value: _T, decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
+        """Let the coordinator `decide` on the values of all ranks; return what is for this one."""
+        if self.world_size == 1:
+            return decide([value])[0]
+        values = self.gather(value)
+        return self.scatter(decide(values) if self.is_coordinator else [])
+
+    def announce(self, outcome: object) -> None:
+        """Tell all ranks how it ended; the coordinator's last word, also after errors."""
+        self.announce_bytes(pickle.dumps(outcome))
+
+    def outcome(self) -> Any:  # noqa: ANN401  # what was announced
+        """Return what the coordinator announces; on the other ranks. Raises as `gather`."""
+        return pickle.loads(self.outcome_bytes())  # noqa: S301  # as above
+
+    # The same steps of what is packed: a worker has its trainer carry them out.
+
+    def gather_bytes(self, packed: bytes) -> list[bytes]:
+        """Carry out `gather`."""
         self._is_given = False
         step = self._next_step("gather")
         self._is_given = True
         if not self.is_coordinator:
-            self.put(f"{step}/{self.rank}", payload)
+            self.put(f"{step}/{self.rank}", packed)
             return []
         keys = {rank: f"{step}/{rank}" for rank in self.others}
         self._await(keys)
         got = {rank: self._take(key) for rank, key in keys.items()}
-        return [got.get(rank, payload) for rank in range(self.world_size)]
+        return [got.get(rank, packed) for rank in range(self.world_size)]
 
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Give each rank its own of the coordinator's `payloads` (others pass none)."""
+    def scatter_bytes(self, packed: Sequence[bytes]) -> bytes:
+        """Carry out `scatter`."""
         step = self._next_step("scatter")
         if self.is_coordinator:
             for rank in self.others:
-                self.put(f"{step}/{rank}", payloads[rank])
-            return payloads[self.rank]
+                self.put(f"{step}/{rank}", packed[rank])
+            return packed[self.rank]
         self._await({COORDINATOR: f"{step}/{self.rank}"})
         return self._take(f"{step}/{self.rank}")
 
-    def broadcast(self, payload: bytes) -> bytes:
-        """Return the coordinator's `payload` on every rank (others pass anything)."""
+    def broadcast_bytes(self, packed: bytes) -> bytes:
+        """Carry out `broadcast`."""
         step = self._next_step("broadcast")
         if self.is_coordinator:
-            self.put(step, payload)
-            return payload
+            self.put(step, packed)
+            return packed
         self._await({COORDINATOR: step})
         return self._read(step)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, in order of rank, on every rank."""
-        packed = self.broadcast(pickle.dumps(self.gather(payload)))
-        together: list[bytes] = pickle.loads(packed)  # noqa: S301  # our own ranks
-        return together
+    def announce_bytes(self, packed: bytes) -> None:
+        """Carry out `announce`."""
+        self.put(self.key("outcome"), packed)
 
-    def announce(self, outcome: bytes) -> None:
-        """Tell all ranks how it ended; the coordinator's last word, also after errors."""
-        self.put(self.key("outcome"), outcome)
-
-    def outcome(self) -> bytes:
-        """Return what the coordinator announces; on the other ranks. Raises as `gather`."""
+    def outcome_bytes(self) -> bytes:
+        """Carry out `outcome`."""
         key = self.key("outcome")
         try:
             self._await({COORDINATOR: key})

@@ -62,10 +62,9 @@ class Peers:
         """
         if self._world_size == 1:
             return
-        keys = set(operation.gather(self.key.encode()))
-        fresh = os.urandom(8).hex().encode()
-        same = len(keys) == 1 and keys != {b""}
-        key = operation.broadcast(keys.pop() if same else fresh).decode()
+        keys = set(operation.gather(self.key))
+        same = len(keys) == 1 and keys != {""}
+        key = operation.broadcast(keys.pop() if same else os.urandom(8).hex())
         if key != self.key:
             self.drop()
             timeout = timedelta(seconds=max(1.0, min(limit_s, deadline.remaining_s())))

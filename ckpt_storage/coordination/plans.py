@@ -8,19 +8,14 @@ the planner drops the plan, as `DefaultSavePlanner` does with `enable_plan_cachi
 from __future__ import annotations
 
 import inspect
-import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-
-from .operation import Operation
-
-_Plan = TypeVar("_Plan")
 
 # Of most values the type alone tells; asking the protocol takes 10 us.
 _NEVER_STATEFUL = frozenset(
@@ -43,25 +38,6 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def takes(function: object, name: str) -> bool:
     """Return whether a planner's method takes the parameter `name`, which DCP added later."""
     return name in inspect.signature(function).parameters  # type: ignore[arg-type]  # a method
-
-
-def exchange_plans(
-    operation: Operation,
-    local: Any,  # noqa: ANN401  # plans are torch's
-    decide: Callable[[list[Any]], Sequence[_Plan]],
-) -> _Plan:
-    """Send local plans to the coordinator, let it `decide(plans)`, return what is for this rank."""
-    if operation.world_size == 1:
-        return decide([local])[0]
-    packed = operation.gather(pickle.dumps(local))
-    answers: list[bytes] = []
-    if operation.is_coordinator:
-        answers = [
-            pickle.dumps(plan)
-            for plan in decide([pickle.loads(plan) for plan in packed])  # noqa: S301  # our ranks
-        ]
-    plan: _Plan = pickle.loads(operation.scatter(answers))  # noqa: S301  # as above
-    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from .output import Made, Output, Setting, Site, Taken
 from .places import check_seen, put_probe
 from .plan import Plan, plan
 from .reads import Readable
-from .work import Work, collect, share
+from .work import Work
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -157,7 +157,7 @@ def run(
             if operation.is_coordinator:
                 report = task.report(output, made, time.monotonic() - start_s)
             # On others it is None until the coordinator's has come.
-            return cast("R", share(operation, report))
+            return cast("R", operation.broadcast(report))
     finally:
         site.close()
 
@@ -199,7 +199,7 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
             found = task.find()
             if operation.world_size > 1:
                 probe = put_probe(site.target)
-        found, probe = share(operation, (found, probe))
+        found, probe = operation.broadcast((found, probe))
         sees = not probe or is_there(site.target, probe)
         if sees:
             if not is_first:
@@ -212,8 +212,8 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
                 source=task.content(),
             )
             output = task.output(first)
-        came = collect(
-            operation, ((socket.gethostname(), sees), output.plan.digest if output else "")
+        came = operation.gather(
+            ((socket.gethostname(), sees), output.plan.digest if output else "")
         )
     finally:
         if is_first and probe:
@@ -236,7 +236,7 @@ def _agree(operation: Operation, task: Task[R]) -> tuple[Output, Taken]:
             )
         task.check_layout(output.plan.layout)
         taken = output.take()
-    taken = share(operation, taken)
+    taken = operation.broadcast(taken)
     assert output is not None  # noqa: S101  # else the coordinator has raised for all
     return output, taken
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,18 +31,6 @@ T = TypeVar("T")
 
 _WORD_S = 3.0
 """How long the reason may take to arrive for which a shared upload was discarded."""
-
-
-def share(operation: Operation, value: T) -> T:
-    """Return the coordinator's value on every rank."""
-    found: T = pickle.loads(operation.broadcast(pickle.dumps(value)))  # noqa: S301  # our ranks
-    return found
-
-
-def collect(operation: Operation, value: T) -> list[T]:
-    """Return the values of all ranks on the coordinator, nothing elsewhere."""
-    packed = operation.gather(pickle.dumps(value))
-    return [pickle.loads(one) for one in packed]  # noqa: S301  # our own ranks
 
 
 @dataclass(slots=True)
@@ -93,7 +80,7 @@ class Work:
         files: Mapping[int, FileRef] = {}
         try:
             self._write()
-            results = collect(self._operation, self._result)
+            results = self._operation.gather(self._result)
             if self._operation.is_coordinator:
                 files = self._finish(results)
         except BaseException as error:
@@ -121,7 +108,7 @@ class Work:
             if self._operation.is_coordinator:
                 site.at_once("begin uploads", [partial(self._share, at) for at in shared])
             tokens = {at: upload.token() for at, upload in self._shared.items()}
-            self._tokens = share(self._operation, tokens)
+            self._tokens = self._operation.broadcast(tokens)
         regions = plan.regions_of(rank)
         checks = [
             partial(self._check, r, taken.done[r.file], regions) for r in plan.checks_of(rank)

@@ -191,7 +191,7 @@ class Links:
                 self.peers.drop()
 
     def _all(self, *, is_met: bool) -> bool:
-        return set(self.operation.all_gather(b"yes" if is_met else b"no")) == {b"yes"}
+        return all(self.operation.all_gather(is_met))
 
     def _has_reached(self, deadline: Deadline) -> bool:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors, check_terms
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
-from ckpt_storage.coordination.plans import exchange_plans, is_stateful, plain_state
+from ckpt_storage.coordination.plans import is_stateful, plain_state
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
@@ -108,7 +107,7 @@ def load(  # the public surface, all keyword-only
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items())))
                 _run(operation, peers_of(ranks), session, planner, plain)
-                operation.all_gather(pickle.dumps(None))
+                operation.all_gather(None)
                 has_read = True
                 for key, value in plain.items():
                     target = state[key]
@@ -156,7 +155,7 @@ def _run(
             for final, order in zip(plans, orders, strict=True)
         ]
 
-    final, order = exchange_plans(operation, (told, session.found()), decide)
+    final, order = operation.exchange((told, session.found()), decide)
     if final is not None:
         plan = planner.finish_plan(final)
     links = None if order is None else Links(order=order, operation=operation, peers=peers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,8 +171,8 @@ class Resumer:
             if self._step is not None:
                 names.name_of(self._step)  # what is no step is refused on each rank
             deadline = operation.phase("load")
-            packed = pickle.dumps(choose(deadline)) if operation.is_coordinator else b""
-            found: _T = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
+            chosen = choose(deadline) if operation.is_coordinator else None
+            found: _T = operation.broadcast(chosen)  # type: ignore[assignment]  # the coordinator's
         return found
 
     def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
@@ -243,7 +242,7 @@ class Resumer:
             limit_s = max(self._timeouts.load, most / _SLOWEST_BYTES_PER_S)
             deadline = operation.phase("load", limit_s, total_bytes=byte_count)
             check_part(root.open(deadline, info.name), part, deep=True, deadline=deadline)
-            operation.all_gather(b"")
+            operation.all_gather(None)
 
     def _try(
         self, load: Load, root: Root, info: CheckpointInfo
@@ -258,17 +257,16 @@ class Resumer:
             error = failure
         # One rank may have failed in what others ended well: all say how it went.
         with self._together(f"the outcome of loading {info.url}", info) as operation:
-            packed = pickle.dumps(None if error is None else travelling(error))
-            told = operation.all_gather(packed)
-            errors = [pickle.loads(one) for one in told]  # noqa: S301  # our own ranks
+            errors = operation.all_gather(None if error is None else travelling(error))
             found: list[CheckpointError] = [one for one in errors if one is not None]
             # A rank that was told of another's failure while it read says only that.
             causes = [one for one in found if not _is_echo(one)] or found
             grave = next((one for one in causes if not isinstance(one, USELESS)), None)
+            now_id: str | None = None
             if operation.is_coordinator and grave is None:
                 now = root.look_at(info.name, operation.phase("load")).info
-                packed = pickle.dumps("gone" if now is None else now.save_id)
-            now_id: str | None = pickle.loads(operation.broadcast(packed))  # noqa: S301  # the same
+                now_id = "gone" if now is None else now.save_id
+            now_id = operation.broadcast(now_id)
         if grave is not None:
             is_own = error is not None and not isinstance(error, USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave

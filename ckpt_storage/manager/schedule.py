@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -202,11 +201,11 @@ class Schedule:
         notice = self._notices.given(asks_hook=False) or ""
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet({"the step": str(step), **({} if self._has_met else self._terms)})
-            notices = [text.decode() for text in operation.gather(notice.encode())]
+            notices = operation.gather(notice)
             if operation.is_coordinator:
                 self._decide(notices)
-            word = json.dumps([self._answer, self.preempted]).encode()
-            self._answer, self.preempted = json.loads(operation.broadcast(word))
+            word = (self._answer, self.preempted)
+            self._answer, self.preempted = operation.broadcast(word)
             meeting_id = operation.id
         self._has_met = True
         self._call.anew(meeting_id)

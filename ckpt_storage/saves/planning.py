@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.plans import exchange_plans, takes
+from ckpt_storage.coordination.plans import takes
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
@@ -225,10 +225,10 @@ def exchange(
         ]
 
     own = (checked(local.plan()), None) if kept is None else (SavePlan([]), kept.plan_id)
-    answer = exchange_plans(operation, own, decide)
+    answer = operation.exchange(own, decide)
     if answer.plan is None:
         kept = None
-        answer = exchange_plans(operation, (checked(local.plan()), None), decide)
+        answer = operation.exchange((checked(local.plan()), None), decide)
     if kept is not None and kept.plan_id == answer.plan_id:
         plan = kept.plan
     else:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, place_of, told_by
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import COORDINATOR
@@ -230,18 +231,17 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[Any]:
+    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[RankReport]:
         """Write this rank's part; return the reports of all ranks."""
         try:
-            packed = self._operation.gather(self._write_part(state))
+            return self._operation.gather(self._write_part(state))
         except CheckpointError as error:
             # A storage or a rank that hangs would keep this one waiting once more.
             hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
             self._operation.is_void = self._granted is not None and not hangs
             raise
-        return [pickle.loads(report) for report in packed]  # noqa: S301  # our own ranks
 
-    def _write_part(self, state: dict[str, Any] | LocalPlan) -> bytes:
+    def _write_part(self, state: dict[str, Any] | LocalPlan) -> RankReport:
         """Plan and write; return this rank's report."""
         operation, session = self._operation, self._session
         operation.phase("plan")
@@ -261,11 +261,11 @@ class _Save:
         self._granted = granted
         # Before the phase is told to anyone who watches.
         operation.save_id = granted.grant.save_id
-        return pickle.dumps(session.write(granted, plan, local.source, local.ties))
+        return session.write(granted, plan, local.source, local.ties)
 
     def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
         try:
-            self._operation.announce(pickle.dumps(outcome))
+            self._operation.announce(outcome)
         except CheckpointError as error:
             # The outcome stands; ranks that do not hear of it look for themselves.
             log.warning("Telling the ranks what became of the save failed: %s", error)
@@ -288,7 +288,7 @@ def hear_outcome(
 ) -> CheckpointInfo:
     """Return what the coordinator committed, once this part is told. Raises why it did not."""
     try:
-        outcome = pickle.loads(word or operation.outcome())  # noqa: S301  # our own ranks
+        outcome = operation.outcome() if word is None else pickle.loads(word)  # noqa: S301  # the same
     except CheckpointError as error:
         if operation.is_last_word(error):
             raise

@@ -143,7 +143,7 @@ def _patch() -> None:
     _hold_before(saving, "exchange", "local plan")
     _hold_before(session, "write_shard", "write")
     for kind in (Operation, PipedOperation):
-        _hold_before(kind, "outcome", "outcome")
+        _hold_before(kind, "outcome_bytes", "outcome")
 
     @functools.wraps(inner_commit)
     def held_commit(*args: Any, **kwargs: Any) -> Any:

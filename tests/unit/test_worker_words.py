@@ -37,7 +37,7 @@ class Child:
     def messages(self, limit_s: float) -> Iterator[Step]:
         """Ask, and be gone."""
         del limit_s
-        yield Step(name="gather", args=(b"part",), facts={})
+        yield Step(name="gather_bytes", args=(b"part",), facts={})
         self.gone.wait()
         raise link.GoneError("gave no sign of life")
 
@@ -77,7 +77,7 @@ def test_a_worker_that_is_gone_is_noticed_though_others_cannot_be_told(
         child.told.set()
         raise LostStoreError("no answer in 3 s") from error
 
-    monkeypatch.setattr(operation, "gather", gather)
+    monkeypatch.setattr(operation, "gather_bytes", gather)
     monkeypatch.setattr(operation, "_tell", tell)
     assert isinstance(served(child, operation), link.GoneError)
 
@@ -96,7 +96,7 @@ def test_a_worker_that_dies_once_its_part_is_told_fails_nothing(
         child.gone.set()
         child.told.wait(0.5)
 
-    monkeypatch.setattr(operation, "gather", gather)
+    monkeypatch.setattr(operation, "gather_bytes", gather)
     monkeypatch.setattr(operation, "_tell", told.append)
     assert isinstance(served(child, operation), link.GoneError)
     assert told == []
