@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
@@ -36,6 +36,7 @@ from .publishing import publish_head, read_footer
 from .slotlog import (
     CommitLog,
     history,
+    if_there,
     is_there,
     listed_slots,
     read_if_there,
@@ -93,14 +94,15 @@ def attempts_there(store: Store) -> dict[str, float | None]:
 
     None where the storage does not tell. What others keep in a folder of that name is left out.
     """
-    times_s: dict[str, float | None] = {}
+    times_s: dict[str, list[float | None]] = {}
     for entry in store.list(SAVES):
-        save_id, time_s = entry.path.split("/")[1], entry.modified_s
+        save_id = entry.path.split("/")[1]
         if is_save_id(save_id):
-            known_s = times_s.get(save_id, 0.0)
-            is_untold = known_s is None or time_s is None
-            times_s[save_id] = None if is_untold else max(known_s or 0.0, time_s or 0.0)
-    return times_s
+            times_s.setdefault(save_id, []).append(entry.modified_s)
+    return {
+        save_id: None if None in times else max(filter(None, times), default=0.0)
+        for save_id, times in times_s.items()
+    }
 
 
 def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
@@ -191,7 +193,7 @@ def free_leftovers(
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish_head(store)
-    return freed + _delete_all(store, (save_id for save_id in dead if save_id not in commits))
+    return freed + _delete_all(store, dead, commits)
 
 
 def free_dead(store: Store, *, besides: str) -> list[str]:
@@ -202,10 +204,7 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     """
     others = attempts_there(store).keys() - {besides} - _commits(store, read_log(store)).keys()
     dead = [save_id for save_id in sorted(others) if _has_ended(store, save_id)]
-    if not dead:
-        return []
-    commits = _commits(store, fence(store, dead))
-    return _delete_all(store, (save_id for save_id in dead if save_id not in commits))
+    return _delete_all(store, dead, _commits(store, fence(store, dead))) if dead else []
 
 
 def _has_ended(store: Store, save_id: str) -> bool:
@@ -225,12 +224,11 @@ def _has_ended(store: Store, save_id: str) -> bool:
     return pid == os.getpid()
 
 
-def _delete_all(store: Store, save_ids: Iterable[str]) -> list[str]:
-    freed = []
-    for save_id in save_ids:
+def _delete_all(store: Store, dead: Iterable[str], commits: Collection[str]) -> list[str]:
+    freed = [save_id for save_id in dead if save_id not in commits]
+    for save_id in freed:
         log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
         delete_attempt(store, save_id)
-        freed.append(save_id)
     return freed
 
 
@@ -374,12 +372,12 @@ def _removed(store: Store, found: CommitLog) -> bool | None:
 
 def _age_s(store: Store, found: CommitLog) -> float | None:
     """Return the age of the last record by the storage's clock, None where it tells no times."""
-    try:
+
+    def age_s() -> float | None:
         modified_s = store.stat(slot_path(found.last_slot)).modified_s
         return None if modified_s is None else store.server_time(probe_path()) - modified_s
+
+    try:
+        return if_there(age_s)  # it may have been removed since
     except UnsupportedByStoreError:
         return None
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return None  # it was removed since

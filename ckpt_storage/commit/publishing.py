@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_storage.errors import (
@@ -28,7 +28,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
 from .info import CheckpointInfo
-from .slotlog import CommitLog, is_there, read_log, read_referenced, read_stock
+from .slotlog import CommitLog, if_there, is_there, read_log, read_referenced, read_stock
 
 log = logging.getLogger("ckpt_storage")
 
@@ -44,17 +44,17 @@ def read_footer(store: Store) -> HeadRef | None:
 
 
 def _tail(store: Store) -> bytes:
-    try:
+
+    def read() -> bytes:
         size_bytes = store.stat(STOCK_METADATA).size_bytes
         tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
         store.read(STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
+        return bytes(tail)
+
+    try:
+        return if_there(read) or b""
     except IntegrityError:
         return b""  # replaced by a shorter one between the two requests
-    except StorageError as error:
-        if error.kind == "not-found":
-            return b""
-        raise
-    return bytes(tail)
 
 
 def is_foreign(store: Store, found: CommitLog) -> bool:
@@ -257,14 +257,24 @@ def roll_forward(store: Store, save_id: str) -> bool:
         return False
 
 
-def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
-    """Return the error that `record` is committed, but `error` kept it from being published."""
-    return NotPublishedError(
-        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
-        f"own readers may not find it, because replacing .metadata failed: {error}",
-        info=CheckpointInfo.of(store.url, record),
-        path=STOCK_METADATA,
-        phase="commit",
-        next_step="Do not save it again. Once the cause is gone, call "
-        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
-    )
+def publish_commit(
+    store: Store, record: SlotRecord, publish: Callable[[], object], *, is_needed: bool
+) -> bool:
+    """Publish a commit; return whether that worked, or raise `NotPublishedError` if needed."""
+    try:
+        publish()
+    except Exception as error:
+        failure = NotPublishedError(
+            f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but "
+            f"torch's own readers may not find it, because replacing .metadata failed: {error}",
+            info=CheckpointInfo.of(store.url, record),
+            path=STOCK_METADATA,
+            phase="commit",
+            next_step="Do not save it again. Once the cause is gone, call "
+            f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
+        )
+        if is_needed:
+            raise failure from error
+        log.warning("%s", failure)
+        return False
+    return True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -31,6 +31,8 @@ from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +123,21 @@ def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
         head = read_slot(store, head.previous.slot) if head.previous else None
 
 
-def read_if_there(
-    store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
-) -> Content | None:
-    """Return a document of at most `most_bytes` and its version token, None if it is absent."""
+def if_there(ask: Callable[[], T]) -> T | None:
+    """Return what a storage answers, None where what it is asked for is absent."""
     try:
-        return store.get(path, max_bytes=most_bytes)
+        return ask()
     except StorageError as error:
         if error.kind == "not-found":
             return None
         raise
+
+
+def read_if_there(
+    store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
+) -> Content | None:
+    """Return a document of at most `most_bytes` and its version token, None if it is absent."""
+    return if_there(partial(store.get, path, max_bytes=most_bytes))
 
 
 def read_stock(store: Store) -> Content | None:
@@ -145,12 +152,7 @@ def is_there(store: Store, path: str) -> bool:
 
 def stat_if_there(store: Store, path: str) -> ObjectInfo | None:
     """Return what the storage tells of an object, None if it is absent."""
-    try:
-        return store.stat(path)
-    except StorageError as error:
-        if error.kind == "not-found":
-            return None
-        raise
+    return if_there(partial(store.stat, path))
 
 
 def read_referenced(

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
+from ckpt_storage.errors import CheckpointError, RankFailedError
 from ckpt_storage.store.calls import AbandonedError, TimedPool
 from ckpt_storage.store.deadline import Deadline
 
@@ -49,7 +49,6 @@ class Peers:
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._keys = ranks.keys
         self._group: dist.ProcessGroupGloo | None = None
-        self._was_lost = False
         self._word_s = _WORD_S
         self._pool = TimedPool("ckpt-storage peers")
 
@@ -92,11 +91,9 @@ class Peers:
         self, name: str, what: str, rank: int, data: memoryview, tag: int, deadline: Deadline
     ) -> None:
         group, tensor = self._group, torch.frombuffer(data, dtype=torch.uint8)
-        if group is None and self._was_lost:
+        if group is None:
             # Another thread found the group broken; what broke it is what is to be told.
             raise self._broken(deadline, "Reaching the other ranks")
-        if group is None:
-            raise InvalidInputError("The ranks have not joined.", next_step="Call join first.")
         # One that times out in gloo itself breaks the group; the margin lets ours be first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
         # The beginning fails, too, once the peer is known to be gone.
@@ -106,7 +103,7 @@ class Peers:
 
     def drop(self) -> None:
         """Forget the group; called after a failed operation, idempotent, never waits."""
-        self._group, self.key, self._was_lost = None, "", False
+        self._group, self.key = None, ""
 
     def _broken(
         self, deadline: Deadline, what: str, rank: int | None = None, error: object = "it broke"
@@ -126,11 +123,6 @@ class Peers:
             next_step="See what became of that rank.",
         )
 
-    def _lose(self) -> None:
-        # In this order: other threads ask for the group, and then why it is gone.
-        self._was_lost = True
-        self._group, self.key = None, ""
-
     def _run(
         self, call: Callable[[], _T], deadline: Deadline, what: str, rank: int | None = None
     ) -> _T:
@@ -145,12 +137,12 @@ class Peers:
         except CheckpointError as error:
             if not isinstance(error, AbandonedError):
                 raise
-            self._lose()
+            self.drop()
             deadline.check(what)
             raise deadline.error(what) from None
         except Exception as error:
             # Torch raises RuntimeErrors of several kinds when a peer is gone.
-            self._lose()
+            self.drop()
             raise self._broken(deadline, what, rank, error) from error
 
 

@@ -178,16 +178,12 @@ class CopiedCheckpoint(Output):
                 user=self.head.user,
             )
         record = self.record
-        try:
-            if self.was_there:
-                publishing.roll_forward(self.store, self.save_id)
-            elif record.stock is not None:
-                publishing.publish_head(self.store, own=record, own_stock=stock_bytes)
-        except CheckpointError as error:
-            unpublished = publishing.not_published(self.store, record, error)
-            if record.stock_entries != 0:
-                raise unpublished from error
-            log.warning("%s", unpublished)
+        publish = partial(publishing.publish_head, self.store, own=record, own_stock=stock_bytes)
+        if self.was_there:
+            publish = partial(publishing.roll_forward, self.store, self.save_id)
+        if record.stock is not None and not publishing.publish_commit(
+            self.store, record, publish, is_needed=record.stock_entries != 0
+        ):
             return
         try:
             if self._grant is not None and self._grant.previous is not None:

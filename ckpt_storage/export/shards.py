@@ -170,7 +170,7 @@ def stock_pickle(metadata: Metadata, shards: Shards, url: str) -> bytes:
         StorageMeta,
     )
 
-    from ckpt_storage.commit.stock import STOCK_VERSION  # noqa: PLC0415  # as above
+    from ckpt_storage.commit.assembly import STOCK_VERSION  # noqa: PLC0415  # as above
 
     fqns = list(shards.known.fqns)
     # -1, which is a blob's, is the last.

@@ -109,12 +109,7 @@ def find_source(
 
 def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
     """Return what lies in a folder; nothing if that is not there."""
-    try:
-        return store.list(folder, recursive=recursive)
-    except StorageError as error:
-        if error.kind == "not-found":
-            return ()
-        raise
+    return slotlog.if_there(partial(store.list, folder, recursive=recursive)) or ()
 
 
 def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:

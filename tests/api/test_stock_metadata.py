@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageWriter, InvalidInputError
-from ckpt_storage.commit.stock import entries_of
+from ckpt_storage.commit.assembly import entries_of
 
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3),

@@ -36,9 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit.assembly import assemble, commit_save
+from ckpt_storage.commit.assembly import assemble, commit_save, planned_of
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.commit.stock import planned_of
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
