@@ -93,11 +93,9 @@ def test_the_head_is_found_in_logarithmic_reads(
 
 def test_no_slot_costs_a_read_and_a_listing(store: DictStore) -> None:
     """Where slot 1 is absent, it may have been removed before the others."""
-    calls: list[tuple[str, str]] = []
-    store.gate = lambda operation, path: calls.append((operation, path))
     found = slotlog.read_log(store)
     assert (found.last_slot, found.last, found.head) == (0, None, None)
-    assert calls == [("get", SLOT_1), ("list", "commits")]
+    assert store.asked() == [("get", SLOT_1), ("list", "commits")]
 
 
 @pytest.mark.parametrize("named", ["a fence", "a commit of another save", "nothing"])

@@ -22,7 +22,6 @@ from commit_tools import (
     fenced,
     files_of,
     is_whole,
-    just_committed,
     published,
     saved,
     seen,
@@ -53,11 +52,9 @@ def test_a_rebased_commit_is_published_under_the_slot_it_got(store: DictStore) -
 @BOTH
 def test_rolling_forward_costs_two_requests_when_there_is_nothing_to_do(store: DictStore) -> None:
     """However large `.metadata` is, its length and its last bytes are all that is asked for."""
-    save_id = saved(store)
-    calls: list[tuple[str, str]] = []
-    store.gate = lambda operation, path: calls.append((operation, path))
-    assert publishing.roll_forward(store, save_id)
-    assert calls == [("stat", ".metadata"), ("read", ".metadata")]
+    save_id, again = saved(store), store.failing()
+    assert publishing.roll_forward(again, save_id)
+    assert again.asked() == [("stat", ".metadata"), ("read", ".metadata")]
 
 
 @BOTH
@@ -86,7 +83,8 @@ def test_rolling_forward_repairs_what_is_not_ours(store: DictStore, harm: str) -
 def test_a_damaged_copy_is_not_published(store: DictStore, harm: str) -> None:
     """Rolling forward refuses a bad `stock.metadata`, and leaves the older view in place."""
     older = saved(store)
-    attempt, _ = just_committed(store)
+    attempt = attempted(store)
+    committed(store, attempt)
     path = f"saves/{attempt.save_id}/stock.metadata"
     data = store.disk.files[path]
     store.disk.drop(path)
@@ -151,9 +149,8 @@ def test_a_sweep_keeps_head_and_previous_however_old(store: DictStore) -> None:
 def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
     """So that an attempt that is half deleted can still be recognised."""
     attempt = attempted(store)
-    gone: list[str] = []
-    store.gate = lambda operation, path: gone.append(path) if operation == "delete" else None
     cleaning.delete_attempt(store, attempt.save_id)
+    gone = [path for operation, path in store.asked() if operation == "delete"]
     named = [path for path in gone if path in files_of(attempt.save_id)]
     assert named[0].endswith(".distcp")
     assert gone[-1].endswith("manifest.json")
@@ -189,11 +186,10 @@ def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: DictStore
     for _ in range(20):
         saved(store)
         cleaning.free_superseded(store)
-    calls: list[tuple[str, str]] = []
-    store.gate = lambda operation, path: calls.append((operation, path))
-    assert cleaned(store) == []
-    assert len(calls) < 14
-    assert calls[0] == ("list", "saves")
+    again = store.failing()
+    assert cleaned(again) == []
+    assert len(again.asked()) < 14
+    assert again.asked()[0] == ("list", "saves")
 
 
 @pytest.mark.parametrize("wrong_by_s", [-DAY_S, DAY_S])

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
 from commit_tools import (
@@ -61,17 +60,11 @@ def open_it(store: DictStore) -> None:
         publishing.roll_forward(store, head.save_id)
 
 
-def nothing(store: DictStore) -> None:
-    """Leave the storage empty."""
-    del store
-
-
 class Watch:
     """The invariants, checked against what was there one operation before."""
 
     def __init__(self, disk: Disk, capabilities: Capabilities, ends: Ends = "") -> None:
         self._conditional = capabilities.if_match
-        self._ordered = capabilities.if_match and not ends
         self._ends = ends
         self._before = seen(disk.files)
         self._changes = disk.changes
@@ -97,8 +90,8 @@ class Watch:
         if not self._ends:
             assert before.head is None or now.head is not None, "the checkpoint vanished"
             assert before.stock is None or now.stock is not None, ".metadata vanished"
-        if self._ordered and before.footer is not None and now.footer is not None:
-            assert now.footer >= before.footer, ".metadata went back"
+            if self._conditional and before.footer and now.footer:
+                assert now.footer >= before.footer, ".metadata went back"
         self._before = now
 
 
@@ -133,27 +126,6 @@ def check_end(disk: Disk, capabilities: Capabilities, actors: Sequence[Actor]) -
     assert is_whole(disk.files, latest)
 
 
-def explore(
-    capabilities: Capabilities,
-    before: Callable[[DictStore], object],
-    jobs: Sequence[tuple[str, Job]],
-    choosers: Iterable[Chooser],
-    ends: Ends = "",
-) -> tuple[int, int]:
-    """Play every schedule; return how many there were, and how many operations were checked."""
-    origin = Disk()
-    before(DictStore(origin, capabilities))
-    count = steps = 0
-    for choose in choosers:
-        disk = origin.copy()
-        watch = Watch(disk, capabilities, ends)
-        actors = play(disk, capabilities, jobs, choose, watch)
-        check_end(disk, capabilities, actors)
-        count += 1
-        steps += watch.steps
-    return count, steps
-
-
 def gone(store: DictStore, age_s: float = WEEK_S) -> None:
     """Save twice, delete, and let time pass."""
     saved(store)
@@ -162,14 +134,17 @@ def gone(store: DictStore, age_s: float = WEEK_S) -> None:
     store.disk.clock_s += age_s
 
 
+def nothing(_store: DictStore) -> None:
+    """Leave the storage empty."""
+
+
 def unpublished(store: DictStore) -> None:
     """Save twice; the second saver died before it published."""
     saved(store)
     committed(store, attempted(store))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(NamedTuple):
     """What was there before, who comes at the same time, and how the schedules are chosen.
 
     `bound` is that of `Preempting`, `seeds` how many `Wandering` schedules there are besides.
@@ -184,64 +159,25 @@ class Scenario:
     ends: Ends = ""
 
 
-SAVE, PRUNE, OPEN, DELETE = ("save", save), ("prune", prune), ("open", open_it), ("delete", deleted)
+SAVE, PRUNE, OPEN = ("save", save), ("prune", prune), ("open", open_it)
+DELETE: tuple[str, Job] = ("delete", deleted)
 REMOVE: tuple[str, Job] = ("remove", remove_tombstone)
+EARLY = partial(gone, age_s=WEEK_S / 2)
+CROWD = [OPEN, SAVE, SAVE, SAVE, PRUNE]
+DELETERS = [DELETE, DELETE, SAVE, SAVE, PRUNE]
+REMOVERS = [REMOVE, REMOVE, SAVE, SAVE]
 
 SCENARIOS = (
-    Scenario(name="two fresh savers", before=nothing, jobs=[SAVE, SAVE], bound=2, seeds=100),
-    Scenario(name="two savers overwrite", before=saved, jobs=[SAVE, SAVE], bound=2, seeds=100),
-    Scenario(
-        name="two savers and a pruner", before=saved, jobs=[SAVE, SAVE, PRUNE], bound=1, seeds=300
-    ),
-    Scenario(
-        name="a saver and an opener", before=unpublished, jobs=[SAVE, OPEN], bound=2, seeds=100
-    ),
-    Scenario(
-        name="a saver, an opener and two pruners",
-        before=saved,
-        jobs=[SAVE, OPEN, PRUNE, PRUNE],
-        bound=0,
-        seeds=300,
-    ),
-    Scenario(
-        name="three savers, an opener and a pruner",
-        before=unpublished,
-        jobs=[OPEN, SAVE, SAVE, SAVE, PRUNE],
-        bound=0,
-        seeds=200,
-    ),
-    Scenario(
-        name="savers and a deleter",
-        before=saved,
-        jobs=[SAVE, DELETE, SAVE],
-        bound=1,
-        seeds=200,
-        ends="deletes",
-    ),
-    Scenario(
-        name="savers, deleters and a pruner",
-        before=saved,
-        jobs=[DELETE, DELETE, SAVE, SAVE, PRUNE],
-        bound=0,
-        seeds=200,
-        ends="deletes",
-    ),
-    Scenario(
-        name="savers and removers",
-        before=gone,
-        jobs=[REMOVE, REMOVE, SAVE, SAVE],
-        bound=1,
-        seeds=100,
-        ends="removes",
-    ),
-    Scenario(
-        name="savers and removers who come too early",
-        before=partial(gone, age_s=WEEK_S / 2),
-        jobs=[REMOVE, REMOVE, SAVE, SAVE],
-        bound=0,
-        seeds=100,
-        ends="removes",
-    ),
+    Scenario("two fresh savers", nothing, [SAVE, SAVE], 2, 100),
+    Scenario("two savers overwrite", saved, [SAVE, SAVE], 2, 100),
+    Scenario("two savers and a pruner", saved, [SAVE, SAVE, PRUNE], 1, 300),
+    Scenario("a saver and an opener", unpublished, [SAVE, OPEN], 2, 100),
+    Scenario("a saver, an opener and two pruners", saved, [SAVE, OPEN, PRUNE, PRUNE], 0, 300),
+    Scenario("three savers, an opener and a pruner", unpublished, CROWD, 0, 200),
+    Scenario("savers and a deleter", saved, [SAVE, DELETE, SAVE], 1, 200, "deletes"),
+    Scenario("savers, deleters and a pruner", saved, DELETERS, 0, 200, "deletes"),
+    Scenario("savers and removers", gone, REMOVERS, 1, 100, "removes"),
+    Scenario("savers and removers who come too early", EARLY, REMOVERS, 0, 100, "removes"),
 )
 
 
@@ -249,16 +185,19 @@ def check_schedules(
     capabilities: Capabilities, scenario: Scenario, seeds: range, *, systematic: bool
 ) -> str:
     """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
+    ends, count, steps = scenario.ends, 0, 0
     # Removers have the most schedules, and are told of changes by conditions alone.
-    bound = scenario.bound if capabilities.if_match or scenario.ends != "removes" else 0
-    in_order = Preempting(bound).schedules() if systematic else ()
-    at_random = (Wandering(seed) for seed in seeds)
-    count, steps = explore(
-        capabilities,
-        scenario.before,
-        scenario.jobs,
-        itertools.chain(in_order, at_random),
-        scenario.ends,
-    )
+    bound = scenario.bound if capabilities.if_match or ends != "removes" else 0
+    in_order: Iterable[Chooser] = Preempting(bound).schedules() if systematic else ()
+    origin = Disk()
+    scenario.before(DictStore(origin, capabilities))
+    at_random: Iterable[Chooser] = map(Wandering, seeds)
+    for choose in itertools.chain(in_order, at_random):
+        disk = origin.copy()
+        watch = Watch(disk, capabilities, ends)
+        actors = play(disk, capabilities, scenario.jobs, choose, watch)
+        check_end(disk, capabilities, actors)
+        count += 1
+        steps += watch.steps
     assert count >= len(seeds)
     return f"{scenario.name}: {count} schedules, {steps} operations checked"

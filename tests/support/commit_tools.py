@@ -19,7 +19,6 @@ import pytest
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import RetryPolicy
@@ -28,7 +27,6 @@ from ckpt_storage.store.backend import Backend, Buffers, Capabilities
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.backends.refusals import changed
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.store import Store as Facade
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer import workers
 
@@ -50,7 +48,6 @@ QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
 
 Gate = Callable[[str, str], None]
 T = TypeVar("T")
-
 
 IN_TURN = ("as listed", "backwards")
 """Orders of requests that go side by side; with one cut off in between, all that can be left."""
@@ -176,7 +173,7 @@ class DictBackend(MemoryBackend):
         return self.disk.clock_s
 
 
-class DictStore(Facade):
+class DictStore(Store):
     """A store on a `Disk` whose operations play rules, each once and in the caller's thread."""
 
     def __init__(
@@ -189,8 +186,7 @@ class DictStore(Facade):
         backend: type[DictBackend] = DictBackend,
     ) -> None:
         self.disk = disk
-        self.inner = backend(disk, capabilities, gate)
-        self._faults = FaultBackend(self.inner, rules)
+        self._faults = FaultBackend(backend(disk, capabilities, gate), rules)
         self.script = self._faults.script
         super().__init__(self._faults, url="dict://root", policy=QUICK)
         for ask in (probe.try_exclusive_create, probe._try_conditional_delete):  # noqa: SLF001
@@ -205,15 +201,12 @@ class DictStore(Facade):
             raise self.explain(error, operation, path) from None
 
     def failing(self, *rules: Rule) -> DictStore:
+        """Return another client of the same disk."""
         return DictStore(self.disk, self.capabilities, rules=rules)
 
-    @property
-    def gate(self) -> Gate:
-        return self.inner.gate
-
-    @gate.setter
-    def gate(self, gate: Gate) -> None:
-        self.inner.gate = gate
+    def asked(self) -> list[tuple[str, str]]:
+        """Return operation and path of every call so far."""
+        return [(call.operation, call.path) for call in self.script.calls]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +274,6 @@ def saved(store: Store) -> str:
     return attempt.save_id
 
 
-def just_committed(store: Store) -> tuple[Attempt, SlotRecord]:
-    """Save up to the commit; the saver has not published."""
-    attempt = attempted(store)
-    return attempt, committed(store, attempt)
-
-
 def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:
     """Fence attempts."""
     return cleaning.fence(store, save_ids)
@@ -297,9 +284,7 @@ def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> 
     return cleaning.free_leftovers(store, min_age_s=min_age_s, keep_previous=keep_previous)
 
 
-def deleted(store: Store) -> None:
-    """Delete the checkpoint."""
-    delete(store)
+deleted = cleaning.delete
 
 
 def body_of(data: bytes) -> dict[str, object]:
@@ -365,3 +350,15 @@ def sealed(body: Mapping[str, object]) -> bytes:
     """Return a sealed document, made without the package."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return b'{"crc32c":"%08x","body":%s}\n' % (crc32c.crc32c(text), text)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """Nothing yet."""
+    return Disk()
+
+
+@pytest.fixture
+def store(disk: Disk, capabilities: Capabilities) -> DictStore:
+    """A store on `disk`."""
+    return DictStore(disk, capabilities)
