@@ -76,9 +76,9 @@ def test_bytes_reach_the_rank_they_are_for_also_after_a_failure(
     ranks.run(fail_then_ring, world_size=world_size)
 
 
-def lose_a_peer(rank: int) -> str:
-    """Lose rank 1 while rank 0 waits for its message; return what rank 0 raised."""
-    pids = [0, 0]
+def lose_a_peer(rank: int, how: signal.Signals) -> str:
+    """Lose rank 1 while each other rank waits for a message; return what this one raised."""
+    pids = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     coordinator = RankGroup.of(None)
     peers = Peers(coordinator)
@@ -89,8 +89,9 @@ def lose_a_peer(rank: int) -> str:
             deadline = operation.phase("load")
             peers.join(operation, deadline)
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            peers.receive(1, memoryview(bytearray(10)), 3, deadline)
+                os.kill(os.getpid(), how)
+            # Of two ranks the other waits for the lost one, of three they wait for each other.
+            peers.receive(len(pids) - 1 - rank, memoryview(bytearray(10)), 3, deadline)
     except CheckpointError as error:
         # Else a stopped rank would be waited for until the time for all is up.
         with contextlib.suppress(ProcessLookupError):
@@ -99,35 +100,10 @@ def lose_a_peer(rank: int) -> str:
     return "nothing"
 
 
-def test_a_stopped_peer_is_named() -> None:
-    """A rank that waits for one that was stopped raises, naming it."""
-    outcomes: list[Any] = run_ranks(2, lose_a_peer, timeout_s=60)
-    assert outcomes[0].value is not None, outcomes[0].failure
-    assert outcomes[0].value.startswith("1 ")
-
-
-def lose_a_peer_among_three(rank: int) -> str:
-    """Lose rank 1 while the two others wait for one another."""
-    coordinator = RankGroup.of(None)
-    peers = Peers(coordinator)
-    exchanged(peers, coordinator)
-    timeouts = Timeouts(plan=20, load=40, silence=4)
-    try:
-        with coordinator.operation("the test", timeouts=timeouts) as operation:
-            operation.meet({})
-            deadline = operation.phase("load")
-            peers.join(operation, deadline)
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            peers.receive(2 - rank, memoryview(bytearray(10)), 3, deadline)
-    except CheckpointError as error:
-        return f"{error.rank} {error}"
-    return "nothing"
-
-
-def test_a_broken_group_is_not_told_before_the_dead_rank_could_be_named() -> None:
+@pytest.mark.parametrize(("world_size", "how"), [(2, signal.SIGSTOP), (3, signal.SIGKILL)])
+def test_a_lost_peer_is_named_however_it_was_noticed(world_size: int, how: signal.Signals) -> None:
     """Silence takes its time to be noticed; until then nobody raises that the group broke."""
-    outcomes: list[Any] = run_ranks(3, lose_a_peer_among_three, timeout_s=60)
-    for rank in (0, 2):
+    outcomes: list[Any] = run_ranks(world_size, lose_a_peer, how, timeout_s=60)
+    for rank in {0, world_size - 1} - {1}:
         assert outcomes[rank].value is not None, outcomes[rank].failure
         assert outcomes[rank].value.startswith("1 ")

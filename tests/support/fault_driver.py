@@ -88,15 +88,15 @@ class Hub:
                 raise TimeoutError(f"Not heard in {SETTLE_S:g} s: {missing}")
         return [found[one] for one in wanted]
 
-    def wait_dead(self, pids: Iterable[int], timeout_s: float) -> dict[int, tuple[int, float]]:
-        """Return exit code and time of death of those `pids` that ended in time."""
+    def wait_dead(self, pids: Iterable[int], timeout_s: float) -> dict[int, int]:
+        """Return the exit codes of those `pids` that ended in time."""
         wanted = set(pids)
-        found: dict[int, tuple[int, float]] = {}
+        found: dict[int, int] = {}
 
         def are_dead() -> bool:
             for event in self.events:
                 if event.what == "died" and event.details["pid"] in wanted:
-                    found[event.details["pid"]] = event.details["code"], event.at_s
+                    found[event.details["pid"]] = event.details["code"]
             return wanted == set(found)
 
         with self._changed:

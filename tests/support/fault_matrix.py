@@ -62,27 +62,19 @@ class Row:
     cell: Cell
     raised: dict[int, str] = field(default_factory=dict)
     last_s: float = 0.0
-    exit_s: float = 0.0
-    named: str = ""
     committed: bool = False
-    previous: str = ""
-    next_save: str = ""
     problems: list[str] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
 
     HEAD = (
         "| operation | phase | fault | victim | store host | ranks | live ranks ended with | "
-        "last after | processes gone after | named (rank, phase) | committed | loads then | "
-        "next save | verdict |\n" + "| --- " * 14 + "|"
+        "last after | committed | verdict |\n" + "| --- " * 10 + "|"
     )
 
     def __str__(self) -> str:
         raised = ", ".join(f"{rank}: {kind}" for rank, kind in sorted(self.raised.items()))
-        verdict = "ok" if not self.problems else "**FAILED**"
-        return (
-            f"| {self.cell} | {raised} | {self.last_s:.2f} s | {self.exit_s:.2f} s | {self.named} |"
-            f" {self.committed} | {self.previous} | {self.next_save} | {verdict} |"
-        )
+        verdict = "**FAILED**" if self.problems else "ok"
+        return f"| {self.cell} | {raised} | {self.last_s:.2f} s | {self.committed} | {verdict} |"
 
     def expect(self, holds: object, problem: str) -> None:
         """Note a problem unless something holds."""
@@ -208,9 +200,7 @@ class _Run:
             ended += self._go_on(ranks)
         for event in ended:
             self._judge(event)
-        row.named = "; ".join(sorted({_named(event) for event in ended}))
-        alive = [pid for rank, pid in ranks.pids.items() if rank in {e.rank for e in ended}]
-        self._judge_exits(ranks, alive, max(event.at_s for event in ended))
+        self._judge_exits(ranks, [ranks.pids[event.rank] for event in ended])
 
     def _rules(self) -> list[FaultRule]:
         cell, hold = self._cell, self._cell.hold
@@ -280,14 +270,13 @@ class _Run:
         says = re.search(rf"[Rr]ank {cell.rank}\b", told["text"])
         row.expect(is_victim or (names and says), f"{text} does not name rank {cell.rank}")
 
-    def _judge_exits(self, ranks: Ranks, pids: Sequence[int], last_s: float) -> None:
+    def _judge_exits(self, ranks: Ranks, pids: Sequence[int]) -> None:
         row, cell = self.row, self._cell
         dead = self._hub.wait_dead(pids, EXIT_S)
         late = set(pids) - set(dead)
         row.expect(not late, f"processes {late} did not end in {EXIT_S:g} s")
-        bad = {pid: code for pid, (code, _) in dead.items() if code != 0}
+        bad = {pid: code for pid, code in dead.items() if code != 0}
         row.expect(not bad, f"processes ended with exit codes {bad}")
-        row.exit_s = max((at_s - last_s for _, at_s in dead.values()), default=0.0)
         if cell.fault == "oversleep":
             return
         if cell.fault == "stop":
@@ -323,11 +312,7 @@ class _Run:
         is_behind = row.committed and stock == FIRST
         row.expect(stock == expected or is_behind, f"stock torch loads {stock}, not {expected}")
         ended = self._matrix.together(cell, server, "check and save", THIRD)
-        texts = {event.details["text"] for event in ended}
-        good = texts == {f"version {expected}"}
-        row.previous = f"ours: {', '.join(sorted(texts))[:60]}; torch: {stock}"
-        row.next_save = "ok" if good else "failed"
-        if not good:
+        if {event.details["text"] for event in ended} != {f"version {expected}"}:
             row.problems += [event.details.get("trace", event.details["text"]) for event in ended]
         stock = stock_version(server, cell.world_size)
         row.expect(stock == THIRD, f"after the next save stock torch loads version {stock}")
@@ -339,7 +324,6 @@ class _Run:
         row.committed = found == SECOND
         row.expect(found in {FIRST, SECOND}, f"what the index names is version {found}")
         self._judge_outcome()
-        row.previous = f"safetensors: {found}"
         # As many ranks as before, or fewer: what is complete already is not theirs to write.
         again = replace(cell, world_size=2 if cell.victim == "coordinator" else 3)
         server.reset_counters()
@@ -347,7 +331,6 @@ class _Run:
         bad = [event for event in ended if event.details["kind"] != "returned"]
         row.problems += [f"again: {event.details.get('trace')}" for event in bad]
         self._check_whole_export("the next consolidation left")
-        row.next_save = "failed" if bad else f"ok, {again.world_size} ranks"
 
     def _check_whole_export(self, who: str) -> None:
         server = self._server
@@ -375,12 +358,6 @@ class _Run:
         else:
             known = says_yes or "CommitUnknownError" in said
             row.expect(known, "it is committed, and all ranks say that it failed")
-
-
-def _named(event: Event) -> str:
-    if event.details["kind"] == "returned":
-        return "returned"
-    return f"{event.details.get('rank')}, {event.details.get('phase')}"
 
 
 def main() -> int:
