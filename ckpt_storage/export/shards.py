@@ -64,8 +64,7 @@ def lay_out_shards(
             head, tail, dtype, box = b"", b"", None, None
             if isinstance(part, Elements):
                 dtype, box = part.dtype, part.box
-                envelope = tensor_envelope(dtype, box.sizes)
-                head, tail = envelope.head, envelope.tail
+                head, tail = tensor_envelope(dtype, box.sizes)
             start = at + -at % PAYLOAD_ALIGN_BYTES
             begin = start + len(head)
             end = begin + part.size_bytes

@@ -25,6 +25,12 @@ class HeadRef:
         return {"slot": self.slot, "save_id": self.save_id}
 
 
+_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "user")
+
+_LEFT_OUT = {"stock_entries", "user"}
+"""Where there is nothing to say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
     """One slot under `commits/` (`docs/format.md`, "Commit slots").
@@ -53,25 +59,12 @@ class SlotRecord:
 
         Raises `InvalidInputError` for one that is longer than readers take.
         """
-        body: dict[str, Any] = {
-            "format": format_of("commit"),
-            "type": self.type,
-            "slot": self.slot,
-            "write_id": self.write_id,
-            "head": self.head.as_json() if self.head else None,
-        }
-        if self.type == "commit":
-            body["save_id"] = self.save_id
-            body["manifest"] = self.manifest.as_json() if self.manifest else None
-            body["stock"] = self.stock.as_json() if self.stock else None
-            if self.stock_entries is not None:
-                body["stock_entries"] = self.stock_entries
-            body["previous"] = self.previous.as_json() if self.previous else None
-            if self.user:
-                body["user"] = dict(self.user)
-        if self.type != "commit":
-            body["fenced"] = list(self.fenced)
-        body.update(created_at=self.created_at, host=self.host, pid=self.pid)
+        keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
+        body = {"format": format_of("commit")}
+        for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
+            value = getattr(self, key)
+            if key not in _LEFT_OUT or value not in (None, {}):
+                body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
         if len(sealed) > MOST_SLOT_BYTES:
             raise InvalidInputError(

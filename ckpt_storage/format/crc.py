@@ -31,13 +31,6 @@ def crc32c_of(data: Buffer, crc: int = 0) -> int:
     return _crc32c(data, crc, memoryview(data).nbytes > _KEEP_LOCK_BYTES)
 
 
-def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
-    """Return the CRC-32C of each block of `view`, which is of bytes; the last may be shorter."""
-    mode = block_bytes > _KEEP_LOCK_BYTES
-    starts = range(0, len(view), block_bytes)
-    return [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
-
-
 def first_wrong_block(
     view: memoryview, block_bytes: int, crcs: Sequence[int], first_block: int
 ) -> int | None:
@@ -45,7 +38,8 @@ def first_wrong_block(
 
     `view` is of bytes and begins with block `first_block`; its last block may be shorter.
     """
-    found = crcs_of_blocks(view, block_bytes)
+    mode, starts = block_bytes > _KEEP_LOCK_BYTES, range(0, len(view), block_bytes)
+    found = [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
     wanted = list(crcs[first_block : first_block + len(found)])
     if found == wanted:
         return None

@@ -290,9 +290,16 @@ def build_ordered_dict(args: tuple[object, ...]) -> object:
 
 _NUMBER = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)")
 _DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in "<>|=")
-_DTYPE = "numpy.dtype"
-_ARRAY = "numpy.ndarray"
-_BUFFER = "_io.BytesIO"
+
+# Numpy 2 calls a module `numpy._core`, numpy 1 `numpy.core`.
+_NUMPY = (
+    *("numpy.dtype", "numpy.ndarray", "_io.BytesIO", "_codecs.encode", "__builtin__.bytes"),
+    *(
+        f"numpy.{c}.multiarray.{name}"
+        for c in ("_core", "core")
+        for name in ("_reconstruct", "scalar")
+    ),
+)
 
 
 def is_inert_with_numpy(pickled: bytes) -> bool:
@@ -305,38 +312,23 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
             made.append(found)
         return found
 
+    allowed = {name: partial(build, name.rpartition(".")[2]) for name in _NUMPY}
     try:
-        interpret(pickled, allowed={name: partial(build, kind) for name, kind in _NUMPY.items()})
+        interpret(pickled, allowed=allowed)
     except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
         return False
     return all(map(_is_finished, made))
-
-
-# The first spelling of a module is numpy 2's, the second numpy 1's.
-_NUMPY: Mapping[str, str] = {
-    _DTYPE: "dtype",
-    _ARRAY: "nothing",
-    _BUFFER: "buffer",
-    "_codecs.encode": "encode",
-    "__builtin__.bytes": "bytes",
-    "numpy._core.multiarray._reconstruct": "array",
-    "numpy.core.multiarray._reconstruct": "array",
-    "numpy._core.multiarray.scalar": "scalar",
-    "numpy.core.multiarray.scalar": "scalar",
-}
 
 
 def _called(kind: str, args: tuple[object, ...]) -> object:
     """Accept the calls by which numbers and buffers are pickled."""
     match kind, args:
         case ("dtype", (str(name), False, True)) if _NUMBER.fullmatch(name):
-            return Record(_DTYPE, args)
-        case ("array", (Global(name="numpy.ndarray"), (0,), b"b")):
-            return Record(_ARRAY, args)
-        case ("scalar", (Record(name="numpy.dtype"), bytes())):
+            return Record(kind, args)
+        case ("_reconstruct", (Global(name="numpy.ndarray"), (0,), b"b")) | ("BytesIO", _):
+            return Record(kind, args)
+        case ("scalar", (Record(name="dtype"), bytes())):
             return args
-        case ("buffer", _):
-            return Record(_BUFFER, args)
         case ("encode", (str(text), "latin1")):
             # Protocol 2 writes bytes as text of as many characters below 256. Others make the
             # real call fail, which runs nothing either.
@@ -348,11 +340,11 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
 
 def _is_finished(record: Record) -> bool:
     """Return whether an object was given the state that is written for its kind."""
-    if record.name == _DTYPE:
-        return record.state in _DTYPE_STATES
-    match record.state:
-        case (bytes(), int(), None | []):
-            return record.name == _BUFFER and not record.args
-        case (1, tuple(shape), Record(name="numpy.dtype"), bool(), bytes()):
-            return record.name == _ARRAY and all(type(size) is int and size >= 0 for size in shape)
+    match record.name, record.state:
+        case ("dtype", state):
+            return state in _DTYPE_STATES
+        case ("BytesIO", (bytes(), int(), None | [])):
+            return not record.args
+        case ("_reconstruct", (1, tuple(shape), Record(name="dtype"), bool(), bytes())):
+            return all(type(size) is int and size >= 0 for size in shape)
     return False

@@ -15,7 +15,7 @@ from ckpt_storage.errors import FormatError, InvalidInputError
 
 from .documents import strict_json
 from .dtypes import DTYPES
-from .item_header import NeedMoreBytes
+from .shard_item import NeedMoreBytes
 
 # The reference implementation refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000

@@ -1,51 +1,46 @@
-"""The zip around the raw bytes of one tensor, as `torch.save` writes it: made and parsed.
+"""An item of a shard file, the zip that `torch.save` makes of one tensor: written and parsed.
 
 It moves no tensor bytes.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 
 from .dtypes import DTYPES, DType
+from .inert_pickle import (
+    Allowed,
+    ForbiddenGlobalError,
+    Global,
+    Pairs,
+    PersistentId,
+    PickleMalformedError,
+    PickleTruncatedError,
+    Record,
+    build_ordered_dict,
+    interpret,
+)
 
 PAYLOAD_ALIGN_BYTES = 64
-"""Raw bytes in an envelope begin at a multiple of this, as in torch's own files."""
+"""Raw bytes in an item begin at a multiple of this, as in torch's own files."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """What stands before and after the `payload_bytes` raw bytes of one tensor.
-
-    The length of `head` is a multiple of `PAYLOAD_ALIGN_BYTES`.
-    """
-
-    head: bytes
-    tail: bytes
-    payload_bytes: int
-
-    @property
-    def item_bytes(self) -> int:
-        """The length of the whole item."""
-        return len(self.head) + self.payload_bytes + len(self.tail)
-
-
-LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL_MAGIC = b"PK\x03\x04"
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _EXTRA = struct.Struct("<2H")
 _EXTRA64 = struct.Struct("<2H2Q")
-LOCAL_MAGIC = b"PK\x03\x04"
-UTF8_FLAG = 0x0800
+_UTF8_FLAG = 0x0800
 _MAX32 = 0xFFFFFFFF
 
 # A date outside 1980 to 2107 makes tools stumble; this is the first day of that span.
@@ -69,13 +64,14 @@ _RECORDS = (
 
 
 @lru_cache(maxsize=2048)
-def tensor_envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
-    """Return the bytes that turn a tensor's raw bytes into an item `torch.load` reads.
+def tensor_envelope(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return head and tail, which turn a tensor's raw bytes into an item that `torch.load` reads.
 
-    `head` + raw bytes (little-endian, C order) + `tail` is a zip, beyond 4 GiB a zip64, with the
-    records that torch 2.13's `torch.save` writes for a plain contiguous CPU tensor. The CRC-32 of
-    the raw bytes in it is 0, because the head is written before they are known. Torch checks none;
-    `unzip -t` reports it. Raises `InvalidInputError` for an unknown dtype or a negative size.
+    Head + raw bytes (little-endian, C order) + tail is a zip, beyond 4 GiB a zip64, with the
+    records that torch 2.13's `torch.save` writes for a plain contiguous CPU tensor. The head ends
+    at a multiple of `PAYLOAD_ALIGN_BYTES`. The CRC-32 of the raw bytes in it is 0, because it is
+    written before they are known. Torch checks none; `unzip -t` reports it. Raises
+    `InvalidInputError` for an unknown dtype or a negative size.
     """
     kind = DTYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0:
@@ -87,40 +83,36 @@ def tensor_envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
     payload_bytes = element_count * kind.item_bytes
     head = central = b""
     for name, content in ((_PICKLE_NAME, _tensor_pickle(kind, shape, element_count)), *_RECORDS):
-        crc = zlib.crc32(content)
-        central += _central_header(name, crc, len(content), len(head))
-        head += _local_header(name, crc, len(content)) + content
-    start, wide = len(head), payload_bytes >= _MAX32
-    extra = _EXTRA64.pack(1, 16, payload_bytes, payload_bytes) if wide else b""
-    version = _VERSION64 if wide else _VERSION
-    stored_bytes = _MAX32 if wide else payload_bytes
-    unpadded = start + LOCAL_HEADER.size + len(_PAYLOAD_NAME) + len(extra) + _EXTRA.size
-    padding = -unpadded % PAYLOAD_ALIGN_BYTES
-    head += _local_header(_PAYLOAD_NAME, 0, stored_bytes, len(extra) + 4 + padding, version)
-    head += extra + _EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
-    central += _central_header(_PAYLOAD_NAME, 0, stored_bytes, start, extra, version)
-    tail = central + _end_of_zip(len(head) + payload_bytes, len(central))
-    return Envelope(head=head, tail=tail, payload_bytes=payload_bytes)
+        local, entry = _headers(name, zlib.crc32(content), len(content), len(head))
+        head += local + content
+        central += entry
+    extra, version, stored_bytes = b"", _VERSION, payload_bytes
+    if payload_bytes >= _MAX32:
+        extra = _EXTRA64.pack(1, 16, payload_bytes, payload_bytes)
+        version, stored_bytes = _VERSION64, _MAX32
+    unpadded = len(head) + _LOCAL.size + len(_PAYLOAD_NAME) + len(extra) + _EXTRA.size
+    padding = bytes(-unpadded % PAYLOAD_ALIGN_BYTES).replace(b"\0", b"Z")
+    padding = _EXTRA.pack(_PADDING_ID, len(padding)) + padding
+    local, entry = _headers(_PAYLOAD_NAME, 0, stored_bytes, len(head), version, extra, padding)
+    head += local
+    central += entry
+    return head, central + _end_of_zip(len(head) + payload_bytes, len(central))
 
 
-def _local_header(
-    name: bytes, crc: int, stored_bytes: int, extra_bytes: int = 0, version: int = _VERSION
-) -> bytes:
-    fields = (version, UTF8_FLAG, 0, 0, _DOS_DATE, crc, stored_bytes, stored_bytes)
-    return LOCAL_HEADER.pack(LOCAL_MAGIC, *fields, len(name), extra_bytes) + name
-
-
-def _central_header(
+def _headers(
     name: bytes,
     crc: int,
     stored_bytes: int,
     offset: int,
-    extra: bytes = b"",
     version: int = _VERSION,
-) -> bytes:
-    fields = (version, version, UTF8_FLAG, 0, 0, _DOS_DATE, crc, stored_bytes, stored_bytes)
-    rest = (len(name), len(extra), 0, 0, 0, 0, offset)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + name + extra
+    extra: bytes = b"",
+    padding: bytes = b"",
+) -> tuple[bytes, bytes]:
+    """Return what stands before a record, and its entry in the central directory."""
+    fields = (version, _UTF8_FLAG, 0, 0, _DOS_DATE, crc, stored_bytes, stored_bytes, len(name))
+    local = _LOCAL.pack(_LOCAL_MAGIC, *fields, len(extra + padding))
+    entry = _CENTRAL.pack(b"PK\x01\x02", version, *fields, len(extra), 0, 0, 0, 0, offset)
+    return local + name + extra + padding, entry + name + extra
 
 
 def _end_of_zip(central_start: int, central_bytes: int) -> bytes:
@@ -151,35 +143,222 @@ def _tensor_pickle(kind: DType, shape: tuple[int, ...], element_count: int) -> b
     return b"".join(
         (
             b"\x80\x02ctorch._utils\n" + rebuild + b"\n((",
-            _pickle_text(b"storage") + b"c" + storage + b"\n",
-            _pickle_text(b"0") + _pickle_text(b"cpu") + _pickle_int(element_count) + b"tQK\x00",
-            _pickle_tuple(shape) + _pickle_tuple(stride[::-1]),
+            _pickled("storage") + b"c" + storage + b"\n",
+            _pickled("0") + _pickled("cpu") + _pickled(element_count) + b"tQK\x00",
+            _pickled(tuple(shape)) + _pickled(tuple(stride[::-1])),
             b"\x89ccollections\nOrderedDict\n)R" + last + b"tR.",
         )
     )
 
 
-# The opcodes for tuples of so many values; longer ones take a MARK.
-_TUPLE_OF = (b")", b"\x85", b"\x86", b"\x87")
+def _pickled(value: object) -> bytes:
+    """Return the opcodes that make a plain value."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, 2)
+    pickler.fast = True
+    pickler.dump(value)
+    return out.getvalue()[2:-1]
 
 
-def _pickle_text(text: bytes) -> bytes:
-    return b"X" + len(text).to_bytes(4, "little") + text
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedMoreBytes:
+    """The header does not end in the bytes given; read again at least `total_bytes` from its start.
+
+    That may be a guess, and the same answer may come again with a larger one.
+    """
+
+    total_bytes: int
 
 
-def _pickle_int(value: int) -> bytes:
-    if value < 1 << 8:
-        return b"K" + value.to_bytes(1, "little")
-    if value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
-    length_bytes = value.bit_length() // 8 + 1
-    return b"\x8a" + length_bytes.to_bytes(1, "little") + value.to_bytes(length_bytes, "little")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemHeader:
+    """Where the raw bytes of a plain tensor, C-ordered and little-endian, lie in its item."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    payload_offset: int
+    payload_bytes: int
 
 
-def _pickle_tuple(values: Sequence[int]) -> bytes:
-    body = b"".join(map(_pickle_int, values))
-    if len(values) < len(_TUPLE_OF):
-        return body + _TUPLE_OF[len(values)]
-    return b"(" + body + b"t"
+# Torch's own heads are about 1 KiB; whatever needs more than this is not plain.
+_MAX_HEAD_BYTES = 1 << 20
+_GUESS_BYTES = 4096
+
+# Magic, CRC-32 and two lengths of 32 bits: only records behind 4 GiB have longer ones.
+_DESCRIPTOR_BYTES = 16
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_DESCRIPTOR_FLAG = 0x0008
+_TYPED_REBUILD = "torch._utils._rebuild_tensor_v2"
+_UNTYPED_REBUILD = "torch._utils._rebuild_tensor_v3"
+_PARAMETER_REBUILD = "torch._utils._rebuild_parameter"
+_UNTYPED_STORAGE = "torch.storage.UntypedStorage"
+_DTYPE_OF_STORAGE = {f"torch.{d.storage_class}": d for d in DTYPES.values() if d.storage_class}
+_DTYPE_OF_GLOBAL = {f"torch.{name}": kind for name, kind in DTYPES.items()}
+
+_ALLOWED: Allowed = {
+    **dict.fromkeys((_TYPED_REBUILD, _UNTYPED_REBUILD, _PARAMETER_REBUILD, _UNTYPED_STORAGE)),
+    **dict.fromkeys((*_DTYPE_OF_STORAGE, *_DTYPE_OF_GLOBAL)),
+    "collections.OrderedDict": build_ordered_dict,
+}
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+
+class _NotPlainError(Exception):
+    """The item is one for `torch.load` to read."""
+
+
+class _TooShortError(Exception):
+    """At least as many bytes of the item are needed as its argument says."""
+
+
+def parse_tensor_item(
+    head: bytes, *, item_bytes: int, path: str | None = None
+) -> ItemHeader | NeedMoreBytes | None:
+    """Find dtype, shape and raw bytes of a tensor in the first bytes of its item.
+
+    Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope` returns,
+    without running the pickle inside; 4 KiB of `head` are nearly always enough. None if the item is
+    no plain contiguous tensor or parameter that fills its storage: the whole item, of `item_bytes`,
+    is one for `torch.load(weights_only=True)`. Raises `FormatError` for bytes that are no zip, and
+    for an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
+    """
+    if not head.startswith(_LOCAL_MAGIC[: len(head)]):
+        raise FormatError(
+            f"The item of {path or 'a shard file'} does not begin as one of torch.save does.",
+            path=path,
+            next_step="Check that its offset comes from the metadata beside it.",
+        )
+    try:
+        found = _parse_item(head, path)
+    except _TooShortError as short:
+        wanted: int = short.args[0]
+        if wanted <= item_bytes or len(head) < item_bytes:
+            wanted = min(wanted, item_bytes)
+            return NeedMoreBytes(total_bytes=wanted) if wanted <= _MAX_HEAD_BYTES else None
+    except (_NotPlainError, PickleMalformedError, PickleTruncatedError, ForbiddenGlobalError):
+        return None
+    else:
+        if found.payload_offset + found.payload_bytes <= item_bytes:
+            return found
+    raise FormatError(
+        f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
+        "before the tensor that it announces.",
+        path=path,
+        next_step=_RESTORE,
+    )
+
+
+def _parse_item(head: bytes, path: str | None) -> ItemHeader:
+    """Walk the local headers up to the payload's; what lies behind it is not looked at."""
+    plain: tuple[DType, tuple[int, ...], bytes] | None = None
+    at = 0
+    while True:
+        name_start = at + _LOCAL.size
+        _need(head, name_start)
+        magic, _, flags, method, _, _, crc, stored_bytes, _, name_bytes, extra_bytes = (
+            _LOCAL.unpack_from(head, at)
+        )
+        if magic != _LOCAL_MAGIC or method or flags & ~(_UTF8_FLAG | _DESCRIPTOR_FLAG):
+            raise _NotPlainError
+        start = name_start + name_bytes + extra_bytes
+        _need(head, start)
+        # The first part is the archive's own name, which torch takes from the file's.
+        name = head[name_start : name_start + name_bytes].partition(b"/")[2]
+        if name.startswith(b"data/"):
+            if plain is None or name != plain[2]:
+                raise _NotPlainError
+            dtype, shape, _ = plain
+            size = prod(shape) * dtype.item_bytes
+            return ItemHeader(
+                dtype=dtype.name, shape=shape, payload_offset=start, payload_bytes=size
+            )
+        end = at = start + stored_bytes
+        if flags & _DESCRIPTOR_FLAG:
+            # Length and CRC stand behind the content instead.
+            end = _described_end(head, start)
+            crc = int.from_bytes(head[end + 4 : end + 8], "little")
+            at = end + _DESCRIPTOR_BYTES
+        _need(head, at)
+        content = head[start:end]
+        # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
+        if crc and crc != zlib.crc32(content):
+            raise IntegrityError(
+                f"The record {name.decode(errors='replace')!r} of an item of "
+                f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start.",
+                path=path,
+                next_step=_RESTORE,
+            )
+        if name == b"data.pkl":
+            plain = _plain_tensor(interpret(content, allowed=_ALLOWED)[0])
+        elif name == b"byteorder" and content != b"little":
+            raise _NotPlainError
+
+
+def _need(head: bytes, total_bytes: int) -> None:
+    if len(head) < total_bytes:
+        raise _TooShortError(max(_GUESS_BYTES, total_bytes))
+
+
+def _described_end(head: bytes, start: int) -> int:
+    """Return where the content at `start` ends, whose length stands only behind it."""
+    end = head.find(_DESCRIPTOR_MAGIC, start)
+    while 0 <= end <= len(head) - _DESCRIPTOR_BYTES:
+        if int.from_bytes(head[end + 8 : end + 12], "little") == end - start:
+            return end
+        end = head.find(_DESCRIPTOR_MAGIC, end + 1)
+    raise _TooShortError(max(_GUESS_BYTES, 2 * len(head)))
+
+
+def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
+    """Return dtype, shape and record of a tensor that is contiguous and fills its storage."""
+    match value:
+        case Record(name=name, args=(inner, bool(), Pairs() as hooks), state=None) if (
+            name == _PARAMETER_REBUILD and not hooks
+        ):
+            return _plain_tensor(inner)
+        case Record(
+            name=name,
+            args=(
+                PersistentId(pid=("storage", Global(name=storage), str(key), str(), int(count))),
+                0,
+                tuple(shape),
+                tuple(stride),
+                bool(),
+                Pairs() as hooks,
+                *more,
+            ),
+            state=None,
+        ) if not hooks:
+            dtype, unit_bytes = _storage_type(name, storage, more)
+        case _:
+            raise _NotPlainError
+    if not _is_contiguous(shape, stride) or prod(shape) * dtype.item_bytes != count * unit_bytes:
+        raise _NotPlainError
+    return dtype, shape, b"data/" + key.encode()
+
+
+def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType, int]:
+    """Return the element type and the size in bytes of the unit the storage is counted in."""
+    match more:
+        case [] if rebuild == _TYPED_REBUILD and storage in _DTYPE_OF_STORAGE:
+            dtype = _DTYPE_OF_STORAGE[storage]
+            return dtype, dtype.item_bytes
+        case [Global(name=name)] if (
+            rebuild == _UNTYPED_REBUILD and storage == _UNTYPED_STORAGE and name in _DTYPE_OF_GLOBAL
+        ):
+            return _DTYPE_OF_GLOBAL[name], 1
+    raise _NotPlainError
+
+
+def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> bool:
+    """Return whether the elements lie in C order without gaps; False for what are no sizes."""
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    if len(sizes) != len(shape) or len(stride) != len(shape):
+        return False
+    step = 1
+    for size, given in zip(reversed(sizes), reversed(stride), strict=True):
+        # Nothing is ever stepped over along a dimension of one element.
+        if size != 1 and given != step and 0 not in sizes:
+            return False
+        step *= size
+    return True

@@ -147,9 +147,8 @@ class ShardContents:
         start, length, box, tail = file.position, item.payload_bytes, None, b""
         if item.dtype is not None:
             box = Box(item.offsets, item.sizes)
-            envelope = tensor_envelope(item.dtype, item.sizes)
-            file.frame(envelope.head)
-            tail = envelope.tail
+            head, tail = tensor_envelope(item.dtype, item.sizes)
+            file.frame(head)
         payload_start = file.position
         views = item.views(file.part_bytes)
         if length <= file.small_bytes:

@@ -21,9 +21,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.boxes import Box, find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.item_header import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
+from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import ObjectInfo

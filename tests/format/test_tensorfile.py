@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.item_header import ItemHeader, NeedMoreBytes, parse_tensor_item
-from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
+from ckpt_storage.format.shard_item import (
+    PAYLOAD_ALIGN_BYTES,
+    ItemHeader,
+    NeedMoreBytes,
+    parse_tensor_item,
+    tensor_envelope,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -39,8 +44,8 @@ def torch_saved(value: object) -> bytes:
 
 def enveloped(tensor: torch.Tensor) -> bytes:
     """Return the tensor's bytes in our envelope."""
-    envelope = tensor_envelope(str(tensor.dtype).removeprefix("torch."), tensor.shape)
-    return envelope.head + raw_bytes(tensor) + envelope.tail
+    head, tail = tensor_envelope(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+    return head + raw_bytes(tensor) + tail
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -87,18 +92,17 @@ class TestEnvelope:
             mapped = torch.load(path, mmap=True)
             assert_same(mapped, tensor)
             assert mapped.data_ptr() % PAYLOAD_ALIGN_BYTES == 0
-            assert len(tensor_envelope(dtype, shape).head) % PAYLOAD_ALIGN_BYTES == 0
+            assert len(tensor_envelope(dtype, shape)[0]) % PAYLOAD_ALIGN_BYTES == 0
 
     @pytest.mark.parametrize("payload_bytes", [(1 << 32) - 2000, (1 << 32) - 1, (9 << 32) // 8])
     def test_it_works_around_and_beyond_4_gib(self, payload_bytes: int, tmp_path: Path) -> None:
         """A sparse file loads by mmap with its first and last bytes in place."""
-        envelope = tensor_envelope("uint8", (payload_bytes,))
-        assert envelope.payload_bytes == payload_bytes
+        head, tail = tensor_envelope("uint8", (payload_bytes,))
         path = tmp_path / "big.pt"
         with path.open("wb") as file:
-            file.write(envelope.head + b"\x07")
-            file.seek(len(envelope.head) + payload_bytes - 1)
-            file.write(b"\x09" + envelope.tail)
+            file.write(head + b"\x07")
+            file.seek(len(head) + payload_bytes - 1)
+            file.write(b"\x09" + tail)
         tensor = torch.load(path, mmap=True)
         assert tensor.shape == (payload_bytes,)
         assert (tensor[0].item(), tensor[-1].item()) == (7, 9)
