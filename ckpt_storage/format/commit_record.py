@@ -60,7 +60,7 @@ class SlotRecord:
         Raises `InvalidInputError` for one that is longer than readers take.
         """
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
-        body = {"format": format_of("commit")}
+        body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
             value = getattr(self, key)
             if key not in _LEFT_OUT or value not in (None, {}):

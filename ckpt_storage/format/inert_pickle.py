@@ -79,33 +79,31 @@ class Pairs(list[tuple[object, object]]):
         return found
 
 
-def interpret(data: bytes, *, start: int = 0, allowed: Allowed) -> tuple[object, int]:
-    """Return the value of the pickle at `start` and the offset just behind its STOP.
+def interpret(data: bytes, allowed: Allowed) -> object:
+    """Return the value of a pickle; what lies behind its STOP is not looked at.
 
     `allowed` maps dotted names to None, or to a builder that gets the arguments of a
     call and returns an inert value; a builder may raise `PickleMalformedError`.
 
     Raises `PickleTruncatedError`, `PickleMalformedError`, `ForbiddenGlobalError`.
     """
-    machine = _Machine(data, start, allowed)
+    machine = _Machine(data, allowed)
     try:
-        value = machine.run()
+        return machine.run()
     except IndexError:
         raise PickleMalformedError(f"the stack is empty at byte {machine.pos}") from None
     except KeyError:
         raise PickleMalformedError(f"the memo has no such entry at byte {machine.pos}") from None
     except UnicodeDecodeError:
         raise PickleMalformedError(f"a string before byte {machine.pos} is not UTF-8") from None
-    return value, machine.pos
 
 
 class _Machine:
     __slots__ = ("allowed", "data", "marks", "memo", "pos", "stack")
 
-    def __init__(self, data: bytes, start: int, allowed: Allowed) -> None:
-        self.data = data
-        self.pos = start
-        self.allowed = allowed
+    def __init__(self, data: bytes, allowed: Allowed) -> None:
+        self.data, self.allowed = data, allowed
+        self.pos = 0
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
         # A dict, not a list: a memo index of four billion then costs one entry.
@@ -133,7 +131,6 @@ class _Machine:
                 found = operation(self)
             if is_value:
                 self.stack.append(found)
-        self.pos = pos + 1
         if self.marks or len(self.stack) != 1:
             raise PickleMalformedError(f"values are left over at byte {pos}")
         return self.stack[0]
@@ -314,7 +311,7 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
 
     allowed = {name: partial(build, name.rpartition(".")[2]) for name in _NUMPY}
     try:
-        interpret(pickled, allowed=allowed)
+        interpret(pickled, allowed)
     except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
         return False
     return all(map(_is_finished, made))

@@ -289,7 +289,7 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
                 next_step=_RESTORE,
             )
         if name == b"data.pkl":
-            plain = _plain_tensor(interpret(content, allowed=_ALLOWED)[0])
+            plain = _plain_tensor(interpret(content, _ALLOWED))
         elif name == b"byteorder" and content != b"little":
             raise _NotPlainError
 

@@ -82,8 +82,7 @@ def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMe
     if len(data) > MOST_STOCK_BYTES:
         raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
     try:
-        value, pickle_bytes = interpret(data, allowed=_ALLOWED)
-        return _Decoder(path, pickle_bytes).metadata(value)
+        return _Decoder(path, len(data)).metadata(interpret(data, _ALLOWED))
     except ForbiddenGlobalError as error:
         raise UnsafeContentError(
             f"{path} names '{error}', which stock torch does not write there; "

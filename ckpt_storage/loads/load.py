@@ -139,7 +139,7 @@ def _run(
     session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     told = plan
-    if given is None and session.share_policy(operation.world_size) is None:
+    if given is None and session.share_unit(operation.world_size) is None:
         told = replace(plan, items=[])
 
     def decide(

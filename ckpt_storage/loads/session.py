@@ -46,7 +46,7 @@ from ckpt_storage.transfer.ranges import RangeReader
 from .exchange import Links, SharedReads
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
-from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares
+from .sharing import Key, ShareOrder, can_plan, plan_shares, unit_for
 from .targets import Rings
 
 log = logging.getLogger("ckpt_storage")
@@ -209,8 +209,8 @@ class LoadSession:
         save = f"{source.format} {source.save_id}"
         return {"the checkpoint's URL": self._location.url, "the save to read": save}
 
-    def share_policy(self, world_size: int) -> SharePolicy | None:
-        """Return when sharing pays among so many ranks; None: never, and plans need not travel."""
+    def share_unit(self, world_size: int) -> int | None:
+        """Return the longest unit that ranks share; None: nothing, and plans need not travel."""
         source = self.open()
         if (
             self._settings.shared_reads == "never"
@@ -220,18 +220,18 @@ class LoadSession:
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
-        return SharePolicy.for_parts(self._settings.transfer_options(is_remote=True).part_bytes)
+        return unit_for(self._settings.transfer_options(is_remote=True).part_bytes)
 
     def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
         """Return who reads what several ranks need; None: each for itself. Coordinator only."""
-        source, policy = self.open(), self.share_policy(len(plans))
+        source, unit_bytes = self.open(), self.share_unit(len(plans))
         orders = None
-        if policy is not None and can_plan(sum(len(plan.items) for plan in plans)):
+        if unit_bytes is not None and can_plan(sum(len(plan.items) for plan in plans)):
             orders = plan_shares(
                 wanted_regions(plans),
                 partial(_shape_of, source),
                 world_size=len(plans),
-                policy=policy,
+                unit_bytes=unit_bytes,
             )
         return orders or [None] * len(plans)
 

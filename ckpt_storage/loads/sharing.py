@@ -24,7 +24,14 @@ The coordinator plans them alone while all others wait: about a second for so ma
 _WORTH = 1.5
 """Sharing must spare a third of what ranks would read of a chunk."""
 
+_MOST_UNIT_BYTES = 8 * MIB
 _LEAST_UNIT_BYTES = MIB
+
+_LEAST_SAVED_BYTES = 64 * MIB
+"""Sharing pays if it spares so many."""
+
+_MOST_GAP_BYTES = 512 * KIB
+"""A rank alone reads over gaps of a region up to this."""
 
 Key = tuple[str, tuple[int, ...]]
 """FQN and offsets of a chunk."""
@@ -33,25 +40,12 @@ Piece = tuple[Key, int, int]
 """Bytes [start, stop) of the payload of a chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharePolicy:
-    """When sharing pays: if it spares `min_saved_bytes`.
-
-    Pieces begin at multiples of `unit_bytes`, the longest unit, so that a block lies in one unit
-    only. A rank alone reads over gaps of a region up to `max_gap_bytes`.
-    """
-
-    unit_bytes: int = 8 * MIB
-    min_saved_bytes: int = 64 * MIB
-    max_gap_bytes: int = 512 * KIB
-
-    @classmethod
-    def for_parts(cls, part_bytes: int) -> SharePolicy | None:
-        """Return the policy for reads in parts of at most `part_bytes`; None: do not share."""
-        unit_bytes = cls().unit_bytes
-        while unit_bytes > part_bytes:
-            unit_bytes //= 2
-        return None if unit_bytes < _LEAST_UNIT_BYTES else cls(unit_bytes=unit_bytes)
+def unit_for(part_bytes: int) -> int | None:
+    """Return the longest unit for reads in parts of at most `part_bytes`; None: do not share."""
+    unit_bytes = _MOST_UNIT_BYTES
+    while unit_bytes > part_bytes:
+        unit_bytes //= 2
+    return None if unit_bytes < _LEAST_UNIT_BYTES else unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +82,12 @@ def plan_shares(
     shape_of: Callable[[Key], tuple[tuple[int, ...], int]],
     *,
     world_size: int,
-    policy: SharePolicy,
+    unit_bytes: int,
 ) -> list[ShareOrder] | None:
     """Return each rank's order, None if sharing would not pay or take too long to plan.
 
     `wants`: who wants which region of a chunk; `shape_of`: its sizes and the bytes of an element.
+    Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values()))):
@@ -104,25 +99,25 @@ def plan_shares(
         # Tensors that are cut alike, as most of a model's are, are looked at once.
         like = (*shape_of(key), tuple(users))
         if like not in known:
-            known[like] = list(_cells(*like, policy))
+            known[like] = list(_cells(*like, unit_bytes))
         for start, stop, ranks in known[like]:
             drafts.append(((key, start, stop), ranks))
             saved_bytes += (len(ranks) - 1) * (stop - start)
             member_count += len(ranks)
         if not can_plan(member_count):
             return None
-    if saved_bytes < policy.min_saved_bytes:
+    if saved_bytes < _LEAST_SAVED_BYTES:
         return None
     mine: list[list[Unit]] = [[] for _ in range(world_size)]
     load_bytes = [0] * world_size
-    for number, (ranks, pieces) in enumerate(_joined(drafts, policy.unit_bytes)):
+    for number, (ranks, pieces) in enumerate(_joined(drafts, unit_bytes)):
         owner = min(ranks, key=load_bytes.__getitem__)
         unit = Unit(number, owner, ranks, pieces)
         load_bytes[owner] += unit.size_bytes
         for rank in ranks:
             mine[rank].append(unit)
     return [
-        ShareOrder(rank=rank, units=tuple(units), unit_bytes=policy.unit_bytes)
+        ShareOrder(rank=rank, units=tuple(units), unit_bytes=unit_bytes)
         for rank, units in enumerate(mine)
     ]
 
@@ -149,7 +144,7 @@ def _cells(
     sizes: tuple[int, ...],
     item_bytes: int,
     users: Sequence[tuple[int, Box]],
-    policy: SharePolicy,
+    unit: int,
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield start, stop and ranks of parts of a chunk; none if it is not to be shared."""
     total = math.prod(sizes) * item_bytes
@@ -161,7 +156,7 @@ def _cells(
         runs = touched_spans(sizes, box_selection(region), item_bytes)
         extent, count = runs.hull, len(runs)
         gap_bytes = len(extent) - region.volume * item_bytes
-        if count > 1 and not is_same and gap_bytes / (count - 1) > policy.max_gap_bytes:
+        if count > 1 and not is_same and gap_bytes / (count - 1) > _MOST_GAP_BYTES:
             return
         low, high = reach.get(rank, (extent.start, extent.stop))
         reach[rank] = min(low, extent.start), max(high, extent.stop)
@@ -171,7 +166,6 @@ def _cells(
     if sum(stop - start for start, stop in reach.values()) < _WORTH * (high - low):
         return
     # Who wants a cell changes only where somebody's reach begins or ends.
-    unit = policy.unit_bytes
     edges = {low - low % unit}
     for start, stop in reach.values():
         edges |= {start - start % unit, stop + -stop % unit}

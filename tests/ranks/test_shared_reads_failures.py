@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from local_stores import local_store
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
+from ckpt_storage.loads import sharing
 from ckpt_storage.loads.exchange import SharedReads
-from ckpt_storage.loads.sharing import Key, SharePolicy, plan_shares
+from ckpt_storage.loads.sharing import Key, plan_shares
 from ckpt_storage.loads.targets import TensorRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
@@ -31,7 +32,15 @@ from ckpt_storage.transfer.ranges import RangeReader
 
 KIB = 1024
 UNIT_BYTES = 64 * KIB
-POLICY = SharePolicy(unit_bytes=UNIT_BYTES, min_saved_bytes=1, max_gap_bytes=KIB)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eager() -> Iterator[None]:
+    """Sharing anything at all is enough, and gaps are not read over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "_LEAST_SAVED_BYTES", 1)
+        patch.setattr(sharing, "_MOST_GAP_BYTES", KIB)
+        yield
 
 
 class Operation:
@@ -114,7 +123,7 @@ class Ranks:
         self.expected: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.parts: list[SharedReads] = []
         orders = plan_shares(
-            wants, lambda key: (shapes[key], 1), world_size=world_size, policy=POLICY
+            wants, lambda key: (shapes[key], 1), world_size=world_size, unit_bytes=UNIT_BYTES
         )
         ways: dict[tuple[int, int, int], Way] = {}
         arrays: dict[Key, torch.Tensor] = {}

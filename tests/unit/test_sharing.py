@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -10,15 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
+from ckpt_storage.loads import sharing
+from ckpt_storage.loads.sharing import Key, ShareOrder, plan_shares
 
 MIB = 1 << 20
 UNIT_BYTES = 8 * MIB
 Wants = dict[Key, list[tuple[int, Box]]]
 
 
-EAGER = SharePolicy(min_saved_bytes=1)
-"""Sharing anything at all is enough."""
+@pytest.fixture(autouse=True, scope="module")
+def eager() -> Iterator[None]:
+    """Sharing anything at all is enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "_LEAST_SAVED_BYTES", 1)
+        yield
 
 
 def whole(*sizes: int) -> Box:
@@ -28,7 +33,9 @@ def whole(*sizes: int) -> Box:
 
 def plan(wants: Wants, shapes: Mapping[Key, tuple[int, ...]], world_size: int) -> list[ShareOrder]:
     """Return the orders for chunks of 2-byte elements; sharing anything at all is enough."""
-    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
+    orders = plan_shares(
+        wants, lambda key: (shapes[key], 2), world_size=world_size, unit_bytes=UNIT_BYTES
+    )
     assert orders is not None
     return orders
 
@@ -59,7 +66,9 @@ def test_what_a_rank_wants_of_a_shared_chunk_is_in_its_units(
 ) -> None:
     """Each byte that a rank wants of a chunk that is shared lies in a unit of that rank."""
     world_size, shapes, wants = needs
-    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
+    orders = plan_shares(
+        wants, lambda key: (shapes[key], 2), world_size=world_size, unit_bytes=UNIT_BYTES
+    )
     shared = {key for order in orders or () for key in order.keys}
     for key in shared:
         for rank, region in wants[key]:
@@ -88,7 +97,9 @@ def test_rows_are_not_shared_and_short_columns_are() -> None:
     """Ranks that want different rows read their own; columns of 8 KB lie in blocks of all."""
     key: Key = ("w", (0, 0))
     wants = {key: [(rank, Box((rank * 1000, 0), (1000, 4000))) for rank in range(4)]}
-    assert plan_shares(wants, lambda _: ((4000, 4000), 2), world_size=4, policy=EAGER) is None
+    assert (
+        plan_shares(wants, lambda _: ((4000, 4000), 2), world_size=4, unit_bytes=UNIT_BYTES) is None
+    )
     wants = {key: [(rank, Box((0, rank * 1000), (4000, 1000))) for rank in range(4)]}
     orders = plan(wants, {key: (4000, 4000)}, 4)
     assert [unit.ranks for unit in orders[0].units] == [(0, 1, 2, 3)] * 4
@@ -105,12 +116,12 @@ def test_what_takes_too_long_to_plan_is_refused_with_a_word(
         raise AssertionError
 
     with caplog.at_level("INFO", logger="ckpt_storage"):
-        assert plan_shares(wants, shape_of, world_size=2048, policy=EAGER) is None
+        assert plan_shares(wants, shape_of, world_size=2048, unit_bytes=UNIT_BYTES) is None
     assert "Each rank reads for itself" in caplog.text
     shape = (5000 * UNIT_BYTES,)
     for rank_count in (100, 101):
         wants = {("w", (0,)): [(rank, whole(*shape)) for rank in range(rank_count)]}
         found = plan_shares(
-            wants, lambda _: (shape, 2), world_size=rank_count, policy=SharePolicy()
+            wants, lambda _: (shape, 2), world_size=rank_count, unit_bytes=UNIT_BYTES
         )
         assert (found is None) == (rank_count > 100)
