@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ckpt_storage.export.folder import PlainFolder
-from ckpt_storage.export.layout import Fixed, Layout, elements_of, out_file
+from ckpt_storage.export.layout import Fixed, Layout, OutFile, elements_of
 from ckpt_storage.export.output import Made, Output, Setting
 from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.run import Task, run_together
@@ -47,10 +47,10 @@ class NpyExport(Task[list[str]]):
         tensors = [one for one in self.source.tensors.values() if DTYPES[one.dtype].numpy]
         return Layout(
             files=tuple(
-                out_file(
-                    number,
-                    f"{info.fqn}.npy",
-                    [Fixed(header(info)), elements_of(info)],
+                OutFile(
+                    number=number,
+                    name=f"{info.fqn}.npy",
+                    segments=[Fixed(header(info)), elements_of(info)],
                 )
                 for number, info in enumerate(tensors, 1)
             )

@@ -31,6 +31,7 @@ from ckpt_storage.store.store import Store
 from .layout import Layout, OutFile
 from .output import Made, Output, Taken
 from .shards import Shards, rank_manifest
+from .write import spans_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -71,12 +72,9 @@ class NewCheckpoint(Output):
 
         setting, grant = self.site.setting, self.grant
         assert grant is not None  # noqa: S101  # `take` was called
-        spans: dict[int, list[tuple[int, int, int]]] = {}
-        for portion in made.portions:
-            spans.setdefault(portion.file, []).extend(portion.spans)
         manifest = rank_manifest(
             replace(self.shards, layout=self.plan.layout),
-            [sorted(spans.get(at, ())) for at in range(len(self.shards.tables))],
+            [sorted(spans_of(made.results, at)) for at in range(len(self.shards.tables))],
             save_id=grant.save_id,
             block_bytes=self.block_bytes,
             ties=self.ties,

@@ -302,10 +302,9 @@ class _Consolidation(Task[ConsolidationReport]):
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
         setting, plan = self.site.setting, output.plan
         writers: dict[int, set[int]] = {}
-        rank_bytes = [0] * plan.world_size
-        for portion in made.portions:
-            writers.setdefault(portion.file, set()).add(portion.rank)
-            rank_bytes[portion.rank] += portion.sent_bytes + portion.copied_bytes
+        for rank, one in enumerate(made.results):
+            for at in one.spans:
+                writers.setdefault(at, set()).add(rank)
         files = [
             ConsolidatedFile(
                 name=file.path,
@@ -328,7 +327,7 @@ class _Consolidation(Task[ConsolidationReport]):
             read_bytes=made.bytes_of("read_bytes"),
             sent_bytes=made.bytes_of("sent_bytes"),
             copied_bytes=made.bytes_of("copied_bytes"),
-            rank_bytes=tuple(rank_bytes),
+            rank_bytes=tuple(one.sent_bytes + one.copied_bytes for one in made.results),
             skipped=plan.layout.skipped,
             ties=dict(plan.layout.ties),
             removed=tuple(output.removed),

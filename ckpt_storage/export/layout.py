@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, TypeVar
 
 from ckpt_storage.format.boxes import Box
@@ -106,16 +107,23 @@ class Stored:
     fqn: str = ""
     path: str = ""
 
+    dtype: ClassVar[str] = "uint8"
+    source_dtype: ClassVar[str] = "uint8"
     item_bytes: ClassVar[int] = 1
     source_item_bytes: ClassVar[int] = 1
+
+    @property
+    def box(self) -> Box:
+        """Its bytes as elements."""
+        return Box((0,), (self.size_bytes,))
 
 
 Segment = Fixed | Elements | Stored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OutFile:
-    """One output file; `number` counts from 1, `starts` says where each segment begins.
+    """One output file; `number` counts from 1.
 
     `crc32c` is that of the whole file where it is known before. With `edges`, which ascend and of
     which the last is the end, the writer also tells the checksums of what lies between them.
@@ -123,37 +131,24 @@ class OutFile:
 
     number: int
     name: str
-    size_bytes: int
     segments: Sequence[Segment]
-    starts: Sequence[int]
     crc32c: int | None = None
     edges: Sequence[int] = ()
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        """Where each segment begins, and then where the last one ends."""
+        return list(itertools.accumulate((one.size_bytes for one in self.segments), initial=0))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self.starts[-1]
 
     @property
     def elements(self) -> list[Elements]:
         """The tensors, or parts of them, in their order."""
         return [one for one in self.segments if isinstance(one, Elements)]
-
-
-def out_file(
-    number: int,
-    name: str,
-    segments: Sequence[Segment],
-    *,
-    crc32c: int | None = None,
-    edges: Sequence[int] = (),
-) -> OutFile:
-    """Return the file that these segments make one after another."""
-    *starts, size = itertools.accumulate((one.size_bytes for one in segments), initial=0)
-    return OutFile(
-        number=number,
-        name=name,
-        size_bytes=size,
-        segments=tuple(segments),
-        starts=tuple(starts),
-        crc32c=crc32c,
-        edges=tuple(edges),
-    )
 
 
 def split_by_size(
@@ -196,8 +191,14 @@ class Layout:
 
 def lay_out_copies(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
     """Return files that are those of the source: path, name here, length, CRC-32C if known."""
-    found = (
-        out_file(number, name, [Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
-        for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
+    return Layout(
+        files=tuple(
+            OutFile(
+                number=number,
+                name=name,
+                segments=[Stored(path=path, size_bytes=size_bytes)],
+                crc32c=crc32c,
+            )
+            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
+        )
     )
-    return Layout(files=tuple(found))

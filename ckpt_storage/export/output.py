@@ -11,15 +11,16 @@ from typing import TypeVar
 from ckpt_storage._version import __version__
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import REMOTE_THREADS, PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
 from .layout import Layout
 from .plan import Plan
-from .write import Copies, Portion, paces, transfer_options
+from .write import Copies, Result, transfer_options
 
 T = TypeVar("T")
 
@@ -68,7 +69,9 @@ class Site:
             memory_limit_bytes=setting.memory_limit_bytes,
             thread_count=setting.thread_count,
         )
-        self.source_pace, self.target_pace = paces(self.options)
+        # They learn how many requests the storages bear.
+        self.source_pace = Pacer(self.options.thread_count)
+        self.target_pace = Pacer(self.options.thread_count, start=REMOTE_THREADS)
 
     def _opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
         setting = self.setting
@@ -121,16 +124,17 @@ class Taken:
 class Made:
     """What came of a plan; only the coordinator has all of it.
 
-    `kept` are the positions of files that an earlier run had completed, and that were sound.
+    `results` are of the ranks in their order. `kept` are the positions of files that an earlier run
+    had completed, and that were sound.
     """
 
     files: Mapping[int, FileRef]
-    portions: Sequence[Portion]
+    results: Sequence[Result]
     kept: frozenset[int]
 
     def bytes_of(self, what: str) -> int:
-        """Return the sum over all portions of `read_bytes`, `sent_bytes` or `copied_bytes`."""
-        return sum(getattr(portion, what) for portion in self.portions)
+        """Return the sum over all ranks of `read_bytes`, `sent_bytes` or `copied_bytes`."""
+        return sum(getattr(one, what) for one in self.results)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_storage.commit.slotlog import is_there
@@ -36,12 +37,8 @@ def split_file(location: Location) -> tuple[Location, str]:
     """Return the folder of a file, and the file's name; "" if it is a root."""
     head, _, name = location.target.rpartition("/")
     is_root = not head or head.endswith(":/")
-    folder = Location(
-        protocol=location.protocol,
-        target=location.target if is_root and head else head or "/",
-        storage_options=location.storage_options,
-    )
-    return folder, "" if is_root and head else name
+    target = location.target if is_root and head else head or "/"
+    return replace(location, target=target), "" if is_root and head else name
 
 
 def is_within(outer: Location, inner: Location) -> bool:

@@ -1,4 +1,10 @@
-"""Who writes which bytes of which output file: pure, the same on every rank."""
+"""Who writes which bytes of which output file, and in which parts: pure, the same on every rank.
+
+A storage copies a run of stored bytes from block edge to block edge of its source, because only
+there its checksum is known without reading; what lies between two such runs is streamed. No part
+but the last of a file is shorter than the storage's least, so a short gap takes bytes from the run
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,13 @@ import heapq
 import itertools
 import json
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .layout import Elements, Fixed, Layout, OutFile
 
@@ -23,12 +29,19 @@ ELEMENTS_BYTES = 64
 _PARTS_PER_RANK = 40
 """Parts small enough that one more or less is 2.5 % of what a rank writes."""
 
+MIN_COPY_BYTES = 1 << 20
+"""Shorter runs are streamed even where the storage would copy them: a request costs as much."""
+
+_COPY_BYTES = 256 << 20
+"""Most of one copy: a storage takes seconds for it, and several go on at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `Layout.files`, and `file_bytes` that file's length.
+    `file` is a position in `Layout.files`, and `file_bytes` that file's length. With `is_done` it
+    is a complete file, which the owner reads back, and makes again if it is damaged.
     """
 
     file: int
@@ -36,6 +49,7 @@ class Region:
     stop: int
     owner: int
     file_bytes: int
+    is_done: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -47,11 +61,10 @@ class Region:
 class Plan:
     """All that is written, and by whom.
 
-    Every byte is in one of `regions`, in order, but for files said to be complete. `checks`
-    maps their positions to the rank that reads them back, and makes damaged ones again. Files
-    without bytes are the coordinator's. `identity` (sha256, hex) stands for the content, not for
-    ranks or file names. `able` is the output storage, and `part_bytes` suits it: smaller parts are
-    planned where that balances the ranks.
+    Every byte that is to be written is in one of `regions`, in order; then come the files that are
+    done. Files without bytes are the coordinator's. `identity` (sha256, hex) stands for the
+    content, not for ranks or file names. `able` is the output storage, and `part_bytes` suits it:
+    smaller parts are planned where that balances the ranks.
     """
 
     layout: Layout
@@ -60,7 +73,6 @@ class Plan:
     part_bytes: int
     identity: str
     regions: tuple[Region, ...]
-    checks: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[OutFile, ...]:
@@ -75,17 +87,8 @@ class Plan:
         return _digest([self.identity, self.world_size, names, regions])
 
     def regions_of(self, rank: int) -> list[Region]:
-        """Return what `rank` writes, in order of file and start."""
+        """Return what `rank` writes or reads back."""
         return [region for region in self.regions if region.owner == rank]
-
-    def checks_of(self, rank: int) -> list[Region]:
-        """Return, as whole files, the complete files that `rank` reads back."""
-        return [
-            Region(file=at, start=0, stop=size, owner=rank, file_bytes=size)
-            for at, owner in self.checks.items()
-            if owner == rank
-            for size in [self.files[at].size_bytes]
-        ]
 
     def shared(self) -> list[int]:
         """Return the files that several ranks write."""
@@ -96,11 +99,9 @@ class Plan:
         """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
         left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
-        return replace(
-            self,
-            regions=divide(left, self.world_size, self.able, self.part_bytes),
-            checks=_whole_files({at: sizes[at] for at in sorted(done)}, self.world_size),
-        )
+        regions = divide(left, self.world_size, self.able, self.part_bytes)
+        checks = _whole_files({at: sizes[at] for at in sorted(done)}, self.world_size)
+        return replace(self, regions=(*regions, *(replace(r, is_done=True) for r in checks)))
 
 
 def plan(
@@ -111,15 +112,14 @@ def plan(
     `source` (JSON) stands for the content that they are made of.
     """
     identity = _digest({"version": 2, "source": source, "files": list(map(_content, layout.files))})
-    whole = Plan(
+    return Plan(
         layout=layout,
         world_size=world_size,
         able=able,
         part_bytes=part_bytes,
         identity=identity,
         regions=(),
-    )
-    return whole.leaving(())
+    ).leaving(())
 
 
 def _content(file: OutFile) -> object:
@@ -152,26 +152,31 @@ def divide(
     to ranks.
     """
     files = {at: size for at, size in files.items() if size}
-    numbers, sizes = list(files), list(files.values())
-    found: list[tuple[int, int, int, int]] = []
     if not able.tokens_travel:
-        owners = _whole_files(files, world_size)
-        found = [(at, 0, size, owners[at]) for at, size in files.items()]
-    elif files:
-        starts = list(itertools.accumulate(sizes, initial=0))
-        parts = _part_sizes(sizes, world_size, able, part_bytes)
-        ends = [starts[-1] * rank // world_size for rank in range(world_size)]
-        cuts = [*(_cut(end, starts, parts) for end in ends), starts[-1]]
-        found = [
-            (numbers[i], max(begin - starts[i], 0), min(end - starts[i], sizes[i]), rank)
-            for rank, (begin, end) in enumerate(itertools.pairwise(cuts))
-            if begin < end
-            for i in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))
-        ]
-    return tuple(
-        Region(file=at, start=start, stop=stop, owner=rank, file_bytes=files[at])
-        for at, start, stop, rank in found
-    )
+        return _whole_files(files, world_size)
+    total_bytes = sum(files.values())
+    wanted = min(part_bytes, total_bytes // (_PARTS_PER_RANK * world_size))
+    # None cuts an element. Network file systems lay files out in stripes of whole mebibytes.
+    unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
+    striped = math.lcm(unit, MIB)
+    unit = striped if striped <= wanted else unit
+    regions: list[Region] = []
+    rank, before_bytes = 0, 0
+    for at, size in files.items():
+        least = number_unit_bytes(able, size)
+        part = max(wanted - wanted % unit, least + -least % unit)
+        start = 0
+        while start < size:
+            end = total_bytes * (rank + 1) // world_size - before_bytes
+            stop = size if end >= size else max(end - end % part, start)
+            if start < stop:
+                region = Region(file=at, start=start, stop=stop, owner=rank, file_bytes=size)
+                regions.append(region)
+            if stop < size:
+                rank += 1
+            start = stop
+        before_bytes += size
+    return tuple(regions)
 
 
 def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
@@ -183,36 +188,89 @@ def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
     return max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
 
 
-def _part_sizes(
-    sizes_bytes: Sequence[int], world_size: int, able: Capabilities, part_bytes: int
-) -> list[int]:
-    """Return, of each file, by which multiples it is cut; none cuts an element."""
-    unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
-    wanted = part_bytes
-    if world_size > 1:
-        wanted = min(wanted, sum(sizes_bytes) // (_PARTS_PER_RANK * world_size))
-    # Network file systems lay files out in stripes of a whole number of mebibytes.
-    striped = math.lcm(unit, MIB)
-    unit = striped if striped <= wanted else unit
-    wanted = max(wanted - wanted % unit, unit)
-    least = [number_unit_bytes(able, size) for size in sizes_bytes]
-    return [max(wanted, one + -one % unit) for one in least]
-
-
-def _cut(position: int, starts: Sequence[int], parts: Sequence[int]) -> int:
-    """Return the last start of a part, counted over all files, that is not behind `position`."""
-    at = bisect_right(starts, position) - 1
-    return position - (position - starts[at]) % parts[at]
-
-
-def _whole_files(files: Mapping[int, int], world_size: int) -> dict[int, int]:
-    """Return the rank of each file: the largest first, each to the rank that has least.
+def _whole_files(files: Mapping[int, int], world_size: int) -> tuple[Region, ...]:
+    """Return each file as a region: the largest first, each to the rank that has least.
 
     LPT; Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
-    owners = dict.fromkeys(files, 0)
+    owners: dict[int, int] = {}
     loads = [(0, rank) for rank in range(world_size)]
     for at in sorted(files, key=lambda at: (-files[at], at)):
         load, owners[at] = heapq.heappop(loads)
         heapq.heappush(loads, (load + files[at], owners[at]))
-    return owners
+    return tuple(
+        Region(file=at, start=0, stop=size, owner=owners[at], file_bytes=size)
+        for at, size in files.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes [start, stop) of a file, which are streamed, or which one `place` holds as they are.
+
+    Then the storage copies them: byte `start` of the file is byte `start - shift` of the payload.
+    """
+
+    start: int
+    stop: int
+    place: ChunkPlace | None = None
+    shift: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to write."""
+        return self.stop - self.start
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of its source that have one checksum."""
+        return self.place.block_bytes if self.place else 1
+
+
+def cut_region(
+    region: Region, runs: Iterable[Part], able: Capabilities, *, stream_bytes: int
+) -> list[Part]:
+    """Return the parts of a region, ascending; `runs` may be copied."""
+    unit = number_unit_bytes(able, region.file_bytes)
+    least = max(unit, able.copy_min_bytes or 0, MIN_COPY_BYTES)
+    stretches: list[Part] = []
+    at = region.start
+    for run in sorted(runs, key=lambda run: run.start):
+        block, shift = run.block_bytes, run.shift
+        edge = math.lcm(block, ELEMENTS_BYTES)
+        begin, end = run.start + (shift - run.start) % block, run.stop
+        if at < begin < at + unit:
+            # What is streamed before it would be too short.
+            begin = at + unit + (shift - at - unit) % edge
+        if run.place and end - shift < run.place.size_bytes:
+            end -= (end - shift) % block
+        if region.stop < region.file_bytes and 0 < region.stop - end < unit:
+            end = region.stop - unit
+            end -= (end - shift) % edge
+        if end - begin >= least:
+            stretches += [Part(start=at, stop=begin), replace(run, start=begin, stop=end)]
+            at = end
+    stretches.append(Part(start=at, stop=region.stop))
+    return [part for one in stretches for part in cut(one, able, unit, stream_bytes)]
+
+
+def cut(run: Part, able: Capabilities, unit: int, stream_bytes: int) -> list[Part]:
+    """Return parts of about equal length, none shorter than `unit` unless the run is.
+
+    Streamed ones have at most `stream_bytes`, or twice the storage's least where that is more.
+    """
+    length, edge = run.size_bytes, math.lcm(run.block_bytes, ELEMENTS_BYTES)
+    if run.place is None:
+        edge = math.lcm(edge, able.part_multiple_bytes)
+        # A cut that moves down to an edge leaves both its parts long enough.
+        count = max(1, min(-(-length // stream_bytes), length // (unit + edge)))
+    else:
+        most = max(_COPY_BYTES, 2 * unit)
+        count = -(-length // min(most, able.copy_max_bytes or most))
+    ideal = (run.start + length * i // count for i in range(1, count))
+    ends = [run.start, *(at - (at - run.shift) % edge for at in ideal), run.stop]
+    return [
+        replace(run, start=begin, stop=end)
+        for begin, end in itertools.pairwise(ends)
+        if begin < end
+    ]

@@ -1,4 +1,4 @@
-"""Parts of output files put together in memory out of verified ranges of the source.
+"""Where the bytes of output files come from, and reading them, verified, part by part.
 
 Every block of the source is checked as it arrives; elements are placed by a handful of strided
 copies for each read, never row by row. torch is imported only to cast, and for what it alone reads.
@@ -7,45 +7,69 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, box_selection
+from ckpt_storage.format.boxes import Box, Grid, box_selection, find_grid, interval_boxes, run_of
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.model import Explains, Key, TensorInfo, explained
+from ckpt_storage.source.model import Key, Source, TensorInfo, explained
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .layout import Elements, OutFile, Stored
-from .pieces import Piece, PieceFinder
+from .layout import Elements, Fixed, OutFile, Segment, Stored, boxes_of
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
 
 
-class Readable(Explains, Protocol):
-    """What is read from: every `source.Source`, a file of `torch.save`, the files of a copy."""
+class Piece(NamedTuple):
+    """Elements `part` of one `chunk` of the source, all counted as in the tensor.
+
+    They go into a `box` whose elements lie in a row, from byte `start` of the output file on.
+    """
+
+    segment: Elements | Stored
+    chunk: Box
+    box: Box
+    part: Box
+    start: int
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors by FQN."""
+    def key(self) -> Key:
+        """The chunk, as its source knows it."""
+        return self.segment.fqn, self.chunk.offsets if isinstance(self.segment, Elements) else None
 
-    def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
-        """Return where chunks lie; fetches what tells it, in one go."""
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the chunk, if it lies in its file as plain elements."""
+        return self.chunk.volume * self.segment.source_item_bytes
 
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store and deadline of the step that begins."""
+    def run(self) -> tuple[range, int] | None:
+        """Return its bytes in the payload, and where in the file they begin.
+
+        None if they are not in a row in both, or are cast.
+        """
+        size = self.segment.item_bytes
+        if self.segment.dtype != self.segment.source_dtype:
+            return None
+        source, dest = (
+            run_of(whole.sizes, box_selection(self.part.relative_to(whole)), size)
+            for whole in (self.chunk, self.box)
+        )
+        return None if source is None or dest is None else (source, self.start + dest.start)
 
 
 class SegmentReader:
@@ -59,26 +83,48 @@ class SegmentReader:
         self,
         files: Sequence[OutFile],
         *,
-        source: Readable,
+        source: Source,
         store: Store,
         options: TransferOptions,
         deadline: Deadline,
         pacer: Pacer,
     ) -> None:
-        self.finder = PieceFinder(files, source.tensors)
+        self._files = files
         self._source = source
         self._options = options
         self._ranges = RangeReader(store, options, deadline, pacer=pacer)
         self._chunks = ChunkReader(self._ranges)
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, Bits] | None = None
+        # Look-up tables of the last few tensors.
+        self._info = lru_cache(maxsize=64)(lambda fqn: _findable(source.tensors[fqn]))
+
+    def pieces(self, file: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield what makes up bytes [start, stop) of the file at a position, lazily.
+
+        With what is fixed it is every byte of the interval once. No end may be within an element.
+        """
+        for segment, origin, first, last in self._segments(file, start, stop):
+            if isinstance(segment, Fixed):
+                continue
+            wanted, size, at = segment.box, segment.item_bytes, first
+            info = self._info(segment.fqn) if isinstance(segment, Elements) else None
+            begin, end = (first - origin) // size, (last - origin) // size
+            for inner in interval_boxes(wanted.sizes, begin, end):
+                box = Box(tuple(map(add, inner.offsets, wanted.offsets)), inner.sizes)
+                chunks = [info.boxes[n] for n in info.overlapping(box)] if info else [wanted]
+                for chunk in chunks:
+                    part = chunk.intersect(box)
+                    if part is not None:
+                        yield Piece(segment, chunk, box, part, at)
+                at += box.volume * size
 
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where bytes [start, stop) of a file come from, in one go.
 
         Return the length of the longest buffer that reading them takes.
         """
-        keys = {piece.key for piece in self.finder.pieces_of(file, start, stop) if piece.key[0]}
+        keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
         largest = max((place.block_bytes for place in places), default=1)
         # An element that does not divide the block is read whole.
@@ -97,15 +143,18 @@ class SegmentReader:
 
         Errors name the tensor and the rank that wrote it.
         """
-        for at, data in self.finder.fixed_of(file, start, stop):
-            window[at - start : at - start + len(data)] = data
+        for segment, origin, first, last in self._segments(file, start, stop):
+            if isinstance(segment, Fixed):
+                window[first - start : last - start] = segment.data[first - origin : last - origin]
         reads = []
-        for piece in self.finder.pieces_of(file, start, stop):
-            read = _read_of(piece, self.place_of(piece), window, start)
-            if read.place.kind == "raw":
+        for piece in self.pieces(file, start, stop):
+            place = self.place_of(piece)
+            read = _read_of(piece, place, window, start)
+            if place.kind == "raw":
                 reads.append(read)
             else:
-                read.fill(read.array, self._loaded_of(piece, read.place)[_index(piece.region)])
+                whole = self._loaded_of(piece, place)
+                read.fill(read.array, whole[_index(piece.part.relative_to(piece.chunk))])
         return self._read(reads)
 
     def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
@@ -119,6 +168,12 @@ class SegmentReader:
             crc = crc32c_of(window, crc)
         return crc
 
+    def explained(
+        self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
+    ) -> Exception:
+        """Return `error` with the tensor that its file holds and the rank that wrote it."""
+        return explained(error, places, self._source, phase=self._ranges.deadline.phase)
+
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)
         try:
@@ -126,6 +181,19 @@ class SegmentReader:
         except (StorageError, IntegrityError) as error:
             raise self.explained(error, [read.place for read in reads]) from error
         return sum(one.stop - one.start for one in planned)
+
+    def _segments(
+        self, file: int, start: int, stop: int
+    ) -> Iterator[tuple[Segment, int, int, int]]:
+        """Yield the segments of an interval: where each begins, and its first and last byte."""
+        one = self._files[file]
+        for at in range(max(bisect_right(one.starts, start) - 1, 0), len(one.segments)):
+            segment, origin = one.segments[at], one.starts[at]
+            first, last = max(start, origin), min(stop, origin + segment.size_bytes)
+            if origin >= stop:
+                return
+            if first < last:
+                yield segment, origin, first, last
 
     def _loaded_of(self, piece: Piece, place: ChunkPlace) -> Bits:
         """Return the elements of an item that is no plain one: torch reads it whole."""
@@ -144,28 +212,29 @@ class SegmentReader:
                 self._read([bytes_read(place, memoryview(buffer))])
                 word = WORDS[piece.segment.source_item_bytes]
                 self._loaded = place, words_of(load_whole(buffer, place), word)
-            return self._loaded[1].reshape(piece.chunk_sizes)
+            return self._loaded[1].reshape(piece.chunk.sizes)
 
-    def explained(
-        self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
-    ) -> Exception:
-        """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        return explained(error, places, self._source, phase=self._ranges.deadline.phase)
+
+def _findable(info: TensorInfo) -> TensorInfo:
+    """Return a tensor whose chunks are each one once, and found by place if they form a grid."""
+    if isinstance(info.boxes, Grid):
+        return info
+    boxes = boxes_of(info)
+    return replace(info, boxes=find_grid(info.shape, boxes) or boxes)
 
 
 def _read_of(piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ArrayRead:
     """Return the read of a piece into a window that begins at byte `start` of its file."""
-    segment, at = piece.segment, piece.dest_start - start
-    whole: Bits = np.ndarray(piece.dest_sizes, WORDS[segment.item_bytes], window, at)
-    kind: Callable[..., ArrayRead] = ArrayRead
-    if isinstance(segment, Elements) and segment.dtype != segment.source_dtype:
-        kind = partial(_CastRead, segment=segment)
-    return kind(
+    segment, kind = piece.segment, WORDS[piece.segment.item_bytes]
+    box: Bits = np.ndarray(piece.box.sizes, kind, window, piece.start - start)
+    is_cast, is_whole = segment.dtype != segment.source_dtype, piece.part == piece.chunk
+    make: Callable[..., ArrayRead] = partial(_CastRead, segment=segment) if is_cast else ArrayRead
+    return make(
         place=place,
         item_bytes=segment.source_item_bytes,
-        chunk_sizes=piece.chunk_sizes,
-        where=box_selection(piece.region),
-        array=whole[_index(Box(piece.dest_offsets, piece.region.sizes))],
+        chunk_sizes=piece.chunk.sizes,
+        where=None if is_whole else box_selection(piece.part.relative_to(piece.chunk)),
+        array=box[_index(piece.part.relative_to(piece.box))],
     )
 
 
@@ -173,7 +242,7 @@ def _read_of(piece: Piece, place: ChunkPlace, window: memoryview, start: int) ->
 class _CastRead(ArrayRead):
     """A read of elements that are cast on their way."""
 
-    segment: Elements
+    segment: Elements | Stored
 
     @property
     def memory(self) -> None:

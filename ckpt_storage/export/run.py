@@ -28,7 +28,6 @@ from .layout import Layout
 from .output import Made, Output, Setting, Site, Taken
 from .places import check_seen, put_probe
 from .plan import Plan, plan
-from .reads import Readable
 from .work import Work
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Task(abc.ABC, Generic[R]):
 
     site: Site
     phase: Phase = field(init=False, default="write")
-    source: Readable = field(init=False)
+    source: Source = field(init=False)
     found: Found = field(init=False)
     save_id: str | None = field(init=False, default=None)
     marks: FileMarks | None = field(init=False, default=None)
@@ -147,8 +146,7 @@ def run(
         with site.deadline.governs(operation.what):
             output, taken = _agree(operation, task)
         output.follow(taken)
-        regions = output.plan.regions_of(operation.rank) + output.plan.checks_of(operation.rank)
-        own_bytes = sum(region.size_bytes for region in regions)
+        own_bytes = sum(region.size_bytes for region in output.plan.regions_of(operation.rank))
         site.begin(begin(task.phase, own_bytes))
         task.source.renew(site.source, site.deadline)
         with site.deadline.governs(operation.what):
@@ -249,20 +247,13 @@ def meeting(
 
     A rank whose arguments make no job joins all the same: the others hear why.
     """
-    chosen: list[J] = []
-    refusal: CheckpointError | None = None
-    try:
-        with as_checkpoint_errors(f"The call of {name}", group.rank):
-            chosen.append(job())
-    except CheckpointError as error:
-        refusal = error
     with (
         group.operation(what, timeouts=timeouts) as operation,
         as_checkpoint_errors(what, operation.rank),
     ):
-        if refusal is not None:
-            raise refusal
-        yield operation, chosen[0]
+        with as_checkpoint_errors(f"The call of {name}", operation.rank):
+            chosen = job()
+        yield operation, chosen
 
 
 def run_together(

@@ -19,7 +19,7 @@ from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, 
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.source.model import TensorInfo
 
-from .layout import Elements, Fixed, Layout, Segment, boxes_of, elements_of, out_file, split_by_size
+from .layout import Elements, Fixed, Layout, OutFile, Segment, boxes_of, elements_of, split_by_size
 from .write import Span, joined
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def lay_out_shards(
                 edges += [*range(begin, end, block_bytes), end]
         if block_bytes is not None:
             edges.append(at)
-        files.append(out_file(number + 1, path_of(number), segments, edges=edges))
+        name = path_of(number)
+        files.append(OutFile(number=number + 1, name=name, segments=segments, edges=edges))
         tables.append(dict(zip(COLUMNS, zip(*rows, strict=True), strict=True)))
     return Shards(layout=Layout(files=tuple(files)), tables=tables, known=known)
 

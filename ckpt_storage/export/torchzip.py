@@ -32,7 +32,7 @@ from ckpt_storage.source.model import Source, TensorInfo
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .layout import Fixed, Segment, Stored, elements_of, out_file
+from .layout import Fixed, OutFile, Segment, Stored, elements_of
 from .output import Made, Output, Site, Taken
 from .plan import ELEMENTS_BYTES
 from .reads import SegmentReader
@@ -186,7 +186,8 @@ def _reading(
     """
     # Each begins where an element of any dtype may, so that no window cuts one.
     gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
-    file = out_file(1, "", [part for pair in zip(segments, gaps, strict=True) for part in pair])
+    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
+    file = OutFile(number=1, name="", segments=parts)
     options = site.options
     reader = SegmentReader(
         [file],

@@ -15,7 +15,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .layout import Elements, Fixed, Layout, OutFile, boxes_of, elements_of, out_file, split_by_size
+from .layout import Elements, Fixed, Layout, OutFile, boxes_of, elements_of, split_by_size
 from .options import ConsolidateOptions
 from .select import choose_model
 
@@ -147,4 +147,4 @@ def _weight_file(
     header = encode_safetensors_header(
         entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
     )
-    return out_file(number, name, [Fixed(header), *ordered])
+    return OutFile(number=number, name=name, segments=[Fixed(header), *ordered])

@@ -34,7 +34,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
 )
-from ckpt_storage.export import pieces
+from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.copy import copy
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
@@ -258,7 +258,7 @@ def test_within_a_bucket_the_storage_copies(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte of a large file travels, in one part or many, and checksums told are compared."""
-    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
     save(state, "s3://bkt/run", storage_options=options)
@@ -278,7 +278,7 @@ def test_within_a_bucket_the_storage_copies(
 
 def test_damage_is_found_without_reading(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage's own checksum of what it copied gives a flipped bit away."""
-    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(4 * MIB, dtype=torch.float32)}
     options = server.storage_options
     save(state, "s3://bkt/run", storage_options=options)

@@ -13,7 +13,7 @@ from fault_tools import Faulty
 
 import ckpt_storage.export.output
 from ckpt_storage import verify
-from ckpt_storage.export import pieces
+from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
@@ -92,7 +92,7 @@ def test_copies_within_s3_cut_anywhere_go_on(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     options = server.storage_options
     save(
         {"a": torch.arange(4 * MIB, dtype=torch.float32)},

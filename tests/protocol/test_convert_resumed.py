@@ -33,8 +33,8 @@ def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of the target `dst`."""
     found = Faulty((tmp_path / "dst").as_uri())
     monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
-    for name in ("_LEAST_THREADS", "_LOCAL_THREADS"):
-        monkeypatch.setattr(ckpt_storage.export.write, name, 1)  # one file after the other
+    # One file after the other.
+    monkeypatch.setattr(ckpt_storage.export.write, "_LEAST_THREADS", 1)
     yield found
     found.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import crc32c
@@ -150,21 +150,27 @@ def plan_export(
     )
 
 
+@contextlib.contextmanager
+def reading(plan: Plan, source: MemorySource) -> Iterator[SegmentReader]:
+    """Give what reads the bytes of weight files out of a source that lies in memory."""
+    with contextlib.closing(open_store(f"memory://{uuid.uuid4().hex}")) as store:
+        for key, data in source.payloads.items():
+            store.put(source.place(*key).path, data)
+        yield SegmentReader(
+            plan.files,
+            source=source,
+            store=store,
+            options=TransferOptions(),
+            deadline=Deadline("load", 60.0),
+            pacer=Pacer(1),
+        )
+
+
 def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]:
     """Return the weight files that come out where all regions are read as the plan says."""
     files = [bytearray(b"\xa5" * file.size_bytes) for file in plan.files]
     step = max(64, window_bytes - window_bytes % 64)
-    with contextlib.closing(open_store(f"memory://{uuid.uuid4().hex}")) as store:
-        for key, data in source.payloads.items():
-            store.put(source.place(*key).path, data)
-        reader = SegmentReader(
-            plan.files,
-            source=source,
-            store=store,
-            options=TransferOptions(thread_count=1),
-            deadline=Deadline("load", 60.0),
-            pacer=Pacer(1),
-        )
+    with reading(plan, source) as reader:
         for region in plan.regions:
             for start in range(region.start, region.stop, step):
                 stop = min(start + step, region.stop)

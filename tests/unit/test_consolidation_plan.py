@@ -18,6 +18,7 @@ from consolidation_sources import (
     assemble,
     bare_source,
     plan_export,
+    reading,
     tensor,
 )
 from hypothesis import given, settings
@@ -27,8 +28,7 @@ from safetensors.numpy import load as load_numpy
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
-from ckpt_storage.export.pieces import Part, PieceFinder, cut_region
-from ckpt_storage.export.plan import Region, divide, number_unit_bytes
+from ckpt_storage.export.plan import Part, Region, cut_region, divide, number_unit_bytes
 from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.source.model import TensorInfo
@@ -247,7 +247,7 @@ def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
             block_bytes=BLOCK_BYTES,
             crcs=range(-(-(offset + size) // BLOCK_BYTES)),
         )
-        runs.append(Part(start=at, stop=at + size, place=place, source_start=offset))
+        runs.append(Part(start=at, stop=at + size, place=place, shift=at - offset))
         at += size + gap
     cut = cut_region(region, runs, able, stream_bytes=part)
     assert [p.start for p in cut] == [region.start, *(p.stop for p in cut[:-1])]
@@ -258,8 +258,8 @@ def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
         if p.place is None:
             assert p.size_bytes <= max(part, 2 * unit) + 64
         else:
-            source_stop = p.source_start + p.size_bytes
-            assert p.source_start % BLOCK_BYTES == 0
+            source_stop = p.stop - p.shift
+            assert (p.start - p.shift) % BLOCK_BYTES == 0
             assert source_stop % BLOCK_BYTES == 0 or source_stop == p.place.size_bytes
             assert p.size_bytes <= 512 * MIB
     numbers = [p.start // unit for p in cut]
@@ -321,12 +321,12 @@ def test_a_large_plan_is_lazy() -> None:
     assert Watched.looks == 0
     loads = [sum(r.size_bytes for r in plan.regions_of(rank)) for rank in range(256)]
     assert max(loads) <= 1.2 * sum(loads) / 256
-    finder = PieceFinder(plan.files, source.tensors)
     region = plan.regions_of(17)[0]
-    total = sum(
-        piece.region.volume * 2
-        for start in range(region.start, region.stop, 16 * MIB)
-        for piece in finder.pieces_of(region.file, start, min(start + 16 * MIB, region.stop))
-    )
+    with reading(plan, source) as reader:
+        total = sum(
+            piece.part.volume * 2
+            for start in range(region.start, region.stop, 16 * MIB)
+            for piece in reader.pieces(region.file, start, min(start + 16 * MIB, region.stop))
+        )
     assert region.size_bytes - plan.files[0].segments[0].size_bytes <= total <= region.size_bytes
     assert 0 < Watched.looks < 3 * (2 + region.size_bytes // (4096 * 1024 * 2))

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from consolidation_sources import (
     MemorySource,
     array_source,
     bare_source,
     nested_source,
-    plan_export,
     tensor,
 )
 
-from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.layout import Elements, Skipped
 from ckpt_storage.export.options import ConsolidateOptions, parse_bytes
-from ckpt_storage.export.plan import Plan
 from ckpt_storage.export.select import check_ties, choose_model
+from ckpt_storage.export.weights import lay_out_model
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.filemarks import open_source
-from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 
 W = tensor("", (4, 2))
 HF = {"model.embed.weight": W, "model.layers.0.w": W, "lm_head.weight": W}
@@ -44,11 +36,6 @@ Choice = tuple[list[Elements], tuple[Skipped, ...]]
 def chosen(source: MemorySource, **options: Any) -> Choice:
     """Return the choice with these options."""
     return choose_model(source, ConsolidateOptions(**options))
-
-
-def planned(source: MemorySource, **options: Any) -> Plan:
-    """Return the plan with these options."""
-    return plan_export(source, options=ConsolidateOptions(**options), world_size=1)
 
 
 def out(choice: Choice) -> dict[str, str]:
@@ -245,17 +232,18 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
         model["odd"] = tensor("", (3,), "int8")
     source = nested_source({**STATE, "model": model})
     with pytest.raises(InvalidInputError, match=message) as caught:
-        planned(source, **options)
+        lay_out_model(source, ConsolidateOptions(**options))
     assert caught.value.next_step
 
 
 def test_a_tie_that_checksums_deny_is_refused() -> None:
     """A caller cannot drop a tensor that differs from its target."""
     source = tied_state()
-    refused = planned(source, tied={"other": "embed"}).layout.ties
+    refused = lay_out_model(source, ConsolidateOptions(tied={"other": "embed"})).ties
     with pytest.raises(InvalidInputError, match="other is said to be tied to embed; their check"):
         check_ties(source, refused)
-    good = planned(source, tied={"whole": "embed", "head": "embed", "absent": "embed"}).layout.ties
+    told = {"whole": "embed", "head": "embed", "absent": "embed"}
+    good = lay_out_model(source, ConsolidateOptions(tied=told)).ties
     assert set(good) == {"whole", "head"}
     check_ties(source, good)
 
@@ -274,32 +262,3 @@ def test_a_tie_that_checksums_deny_is_refused() -> None:
 def test_sizes_are_read_decimal_and_binary(text: int | str, number: int) -> None:
     """A text of "5GB" is five thousand million bytes, and of "5GiB" five times 2 to the 30."""
     assert parse_bytes(text, option="x") == number
-
-
-def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None:
-    """What DCP and our writer record of the nesting is enough."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Embedding(8, 4)
-            self.lm_head = torch.nn.Linear(4, 8, bias=False)
-            self.lm_head.weight = self.model.weight
-
-    module = Model()
-    optimizer = torch.optim.AdamW(module.parameters())
-    module.lm_head(module.model(torch.tensor([1]))).sum().backward()
-    optimizer.step()
-    nested = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
-    for name, state in (("nested", nested), ("flat", module.state_dict())):
-        dcp.save(state, storage_writer=CheckpointStorageWriter(str(tmp_path / name)), no_dist=True)
-        store = open_store(str(tmp_path / name))
-        source = open_source(store, deadline=Deadline("plan", 60.0), options=TransferOptions())
-        plan = plan_export(source, options=ConsolidateOptions(), world_size=2)
-        names = [t.name for file in plan.files for t in file.elements]
-        prefix = "model." if name == "nested" else ""
-        assert names == ["lm_head.weight", "model.weight"]
-        assert {t.fqn.removesuffix(t.name) for f in plan.files for t in f.elements} == {prefix}
-        reasons = {skip.reason for skip in plan.layout.skipped}
-        assert reasons == ({"optimizer", "blob"} if name == "nested" else set())
-        store.close()

@@ -13,7 +13,7 @@ from remote_tools import options_of
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export import write
+from ckpt_storage.export import output
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -60,7 +60,7 @@ def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
         made.append(Noted(*args, **kw))
         return made[-1]
 
-    monkeypatch.setattr(write, "Pacer", make)
+    monkeypatch.setattr(output, "Pacer", make)
     return made
 
 
