@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -170,8 +170,7 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
         return {fqn for fqn in sorted(names) if selection(fqn)}
     found: set[str] = set()
     for entry in [selection] if isinstance(selection, str) else sorted(selection):
-        match = re.compile(fnmatch.translate(entry)).match
-        matches = {entry} if entry in names else set(filter(match, names))
+        matches = {entry} if entry in names else {n for n in names if fnmatchcase(n, entry)}
         if not matches:
             below = any(fqn.startswith(f"{entry}.") for fqn in names)
             raise InvalidInputError(

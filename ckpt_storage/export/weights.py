@@ -68,7 +68,7 @@ def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layou
     files = []
     for number, group in enumerate(groups, 1):
         # Torch writes it as text too; its version is a number there, and its reader wants none.
-        offsets = {one.name: {"saved_offsets": list(one.box.offsets)} for one in _ordered(group)}
+        offsets = {one.name: {"saved_offsets": list(one.box.offsets)} for one in group}
         metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
         name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
         files.append(_weight_file(number, name, group, metadata))
@@ -130,15 +130,11 @@ def _weight_files(groups: Sequence[Sequence[Elements]]) -> tuple[OutFile, ...]:
     )
 
 
-def _ordered(tensors: Sequence[Elements]) -> list[Elements]:
-    """Return tensors of larger elements first, so that each begins at a multiple of its element."""
-    return sorted(tensors, key=lambda one: -one.item_bytes)
-
-
 def _weight_file(
     number: int, name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]
 ) -> OutFile:
-    ordered = _ordered(tensors)
+    # Larger elements first, so that each tensor begins at a multiple of its element.
+    ordered = sorted(tensors, key=lambda one: -one.item_bytes)
     ends = itertools.accumulate((one.size_bytes for one in ordered), initial=0)
     entries = [
         SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=start, end=end)

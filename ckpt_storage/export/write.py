@@ -227,25 +227,33 @@ class RegionWriter:
         return cut(run, self._able, unit, self._site.options.part_bytes)
 
     def _do(self, job: _Job, parts: Iterable[Part]) -> None:
-        """Do some parts, and what follows the last of all of the region."""
-        region, deadline = job.region, self._site.deadline
         for part in parts:
             if self._has_failed:
                 return
-            deadline.check(f"Writing {job.file.name}")
-            if not (part.place and self._copies and self._copied(job, part, part.place)):
-                for one in self._streams(part, job.unit):
-                    self._streamed(job, one)
-            deadline.watch.advanced(part.size_bytes)
-            self._on_bytes(part.size_bytes)
-            with self._lock:
-                job.left_bytes -= part.size_bytes
-                if job.left_bytes:
-                    continue
-                whole = joined(job.spans)
-                spans = job.spans if job.file.edges else [whole]
-                self._result.spans.setdefault(region.file, []).extend(spans)
-            self._end(region, job.upload, whole[2])
+            try:
+                self._write(job, part)
+            except BaseException:
+                # Before the memory of others is waited for.
+                self._has_failed = True
+                raise
+
+    def _write(self, job: _Job, part: Part) -> None:
+        """Do a part, and what follows the last of its region."""
+        region, deadline = job.region, self._site.deadline
+        deadline.check(f"Writing {job.file.name}")
+        if not (part.place and self._copies and self._copied(job, part, part.place)):
+            for one in self._streams(part, job.unit):
+                self._streamed(job, one)
+        deadline.watch.advanced(part.size_bytes)
+        self._on_bytes(part.size_bytes)
+        with self._lock:
+            job.left_bytes -= part.size_bytes
+            if job.left_bytes:
+                return
+            whole = joined(job.spans)
+            spans = job.spans if job.file.edges else [whole]
+            self._result.spans.setdefault(region.file, []).extend(spans)
+        self._end(region, job.upload, whole[2])
 
     def _streamed(self, job: _Job, part: Part) -> None:
         """Read and write a part."""
