@@ -186,11 +186,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
-        tensors = (
-            Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
-            for fqn, info in self._handle.tensors.items()
-        )
-        return (*tensors, *(Entry(fqn=fqn) for fqn in self._handle.objects))
+        return tuple(map(self._handle.entry, self._handle))
 
     def tree(self, depth: int | None = None) -> TreeView:
         """Return the names as a tree with shapes and sizes, down to `depth` levels."""
@@ -274,19 +270,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what reading raises, and `KeyError` for a name that is in neither.
         """
-        with ExitStack() as stack:
-            if not isinstance(other, Checkpoint):
-                other = stack.enter_context(open_checkpoint(other))
-            return compare(
-                self._handle,
-                other._handle,  # noqa: SLF001  # of this class
-                names=names,
-                prefix=prefix,
-                values=values,
-                absolute=atol,
-                relative=rtol,
-                progress=progress,
-            )
+        chosen: dict[str, Any] = {"names": names, "prefix": prefix, "values": values}
+        return diff(self, other, **chosen, rtol=rtol, atol=atol, progress=progress)
 
     def verify(self, *, deep: bool = True) -> VerifyReport:
         """Check every byte of the save that is open, and report all damage; see `verify`.
@@ -376,10 +361,10 @@ def diff(
     Takes the options of `Checkpoint.diff` and raises as it does, and as `open_checkpoint`.
     """
     with ExitStack() as stack:
-        one, other = (
-            side
-            if isinstance(side, Checkpoint)
-            else stack.enter_context(open_checkpoint(side, storage_options=storage_options))
-            for side in (left, right)
-        )
-        return one.diff(other, **options)
+        handles = []
+        for side in (left, right):
+            if not isinstance(side, Checkpoint):
+                opened = open_checkpoint(side, storage_options=storage_options)
+                side = stack.enter_context(opened)  # noqa: PLW2901  # the same, open
+            handles.append(side._handle)  # noqa: SLF001  # of this module
+        return compare(*handles, **options)

@@ -12,7 +12,7 @@ from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
@@ -22,7 +22,7 @@ from ckpt_storage.format.exports import (
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, begun_path
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
@@ -100,7 +100,9 @@ class Findings:
         )
 
     @contextmanager
-    def noting(self, path: str | None = None, rank: int | None = None) -> Iterator[None]:
+    def noting(
+        self, path: str | None = None, rank: int | None = None, *, absent_step: str | None = None
+    ) -> Iterator[None]:
         """End the block at damage and absence, and take them in; raise what is no finding.
 
         That is a storage that does not answer, and if strict, what this release is too old for.
@@ -111,19 +113,10 @@ class Findings:
             is_finding = not self.is_strict or isinstance(error, IntegrityError)
             if isinstance(error, StorageError):
                 is_finding = error.kind == "not-found"
+                error.next_step = absent_step or error.next_step
             if not is_finding:
                 raise
             self.add(error, path=path, rank=rank)
-
-
-def check_marker(findings: Findings, save_id: str) -> None:
-    """Check that the marker of a save, if it is there, is sealed as it was written."""
-    path = begun_path(save_id)
-    with findings.noting(path):
-        found = slotlog.read_if_there(findings.store, path, most_bytes=MOST_SLOT_BYTES)
-        if found is not None:
-            findings.file_count += 1
-            unseal(found.data, path=path)
 
 
 def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> None:
@@ -199,9 +192,14 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     else:
         found = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
         folders = [folder for folder in found if folder not in _NO_EXPORTS]
-    statuses = []
+    problems, statuses = findings.problems, []
     for folder in ["", *folders]:
-        status = _Export(folder, findings, head).check()
+        before_count, index = len(problems), _index_in(findings.store, folder)
+        status = _check_export(findings, folder, index, head)
+        if len(problems) > before_count and (now := _index_in(findings.store, folder)) != index:
+            # Another export was published meanwhile.
+            del problems[before_count:]
+            status = _check_export(findings, folder, now, head)
         if status is not None:
             # The weight files, the index and the record.
             findings.file_count += status.file_count + 2
@@ -210,97 +208,68 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     return statuses
 
 
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """The check of one folder, which need not hold an export."""
+def _index_in(store: Store, folder: str) -> bytes | None:
+    try:
+        found = slotlog.read_if_there(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
+    except StorageError as error:
+        # Some storages answer so for what is not there to those who may not list.
+        if error.kind != "permission":
+            raise
+        log.info("Whether %s holds an export cannot be told: %s", folder or ".", error)
+        return None
+    return None if found is None else found.data
 
-    folder: str
-    findings: Findings
-    head: str | None
 
-    def check(self) -> ExportStatus | None:
-        """Check the folder, once more if another export was published meanwhile."""
-        problems = self.findings.problems
-        before_count, index = len(problems), self._index()
-        status = self._check_index(index)
-        if len(problems) > before_count and (now := self._index()) != index:
-            del problems[before_count:]
-            status = self._check_index(now)
-        return status
-
-    def _path(self, name: str) -> str:
-        return f"{self.folder}/{name}" if self.folder else name
-
-    def _index(self) -> bytes | None:
-        try:
-            found = slotlog.read_if_there(self.findings.store, self._path(INDEX_NAME))
-        except StorageError as error:
-            # Some storages answer so for what is not there to those who may not list.
-            if error.kind != "permission":
-                raise
-            log.info("Whether %s holds an export cannot be told: %s", self.folder or ".", error)
-            return None
-        return None if found is None else found.data
-
-    def _check_index(self, index: bytes | None) -> ExportStatus | None:
-        """Check an export by its index; None for one that is not ours or not complete."""
-        if index is None:
-            return None
-        store = self.findings.store
-        path, tag, files = self._path(INDEX_NAME), IndexTag.of(index), list[FileRef]()
-        with self._noting(path):
-            if index == BLOCKER:
-                raise in_progress(f"{store.url}/{self.folder}".rstrip("/"))
-            if tag is None and slotlog.is_there(store, self._path(NAMES_PATH)):
-                what = "is damaged, or another program wrote it: it names no export of ours"
-                raise _damage(path, what)
-        if tag is None:
-            return None
-        record_path = self._path(export_path(tag.fingerprint))
-        with self._noting(record_path):
-            found = slotlog.read_if_there(store, record_path)
-            if found is None:
-                raise _damage(record_path, "is missing: it is the record of the export")
-            record = ExportRecord.decode(found.data, path=record_path)
-            if record.fingerprint != tag.fingerprint:
-                raise _damage(record_path, f"is of another export ({record.fingerprint})")
-            files += record.files
-            with self._noting(path):
-                written = record.index.size_bytes, record.index.crc32c
-                is_as_written = written == (len(index), crc32c_of(index))
-                if not is_as_written or tag.names - {file.path for file in files}:
-                    raise _damage(path, "is not the index that the record of the export tells of")
-            for file in files:
-                path = self._path(file.path)
-                with self._noting(path):
-                    self._check_file(replace(file, path=path))
-        return ExportStatus(
-            path=self.folder,
-            save_id=tag.save_id,
-            is_stale=None not in (self.head, tag.save_id) and self.head != tag.save_id,
-            file_count=len(files) or len(tag.names),
-            size_bytes=sum(file.size_bytes for file in files),
-        )
-
-    def _check_file(self, file: FileRef) -> None:
-        path, found = file.path, self.findings
-        size_bytes = found.store.stat(path).size_bytes
-        if size_bytes != file.size_bytes:
-            what = f"has {size_bytes} bytes; {file.size_bytes} were written"
-            raise _damage(path, what, min(size_bytes, file.size_bytes))
-        if found.is_deep and not has_checksum(found.ranges, file, found.on_bytes):
-            what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
+def _check_export(
+    findings: Findings, folder: str, index: bytes | None, head: str | None
+) -> ExportStatus | None:
+    """Check an export by its index; None for one that is not ours or not complete."""
+    if index is None:
+        return None
+    store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
+    prefix = f"{folder}/" if folder else ""
+    path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
+    with noting(path):
+        if index == BLOCKER:
+            raise in_progress(f"{store.url}/{folder}".rstrip("/"))
+        if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
+            what = "is damaged, or another program wrote it: it names no export of ours"
             raise _damage(path, what)
+    if tag is None:
+        return None
+    record_path = prefix + export_path(tag.fingerprint)
+    with noting(record_path):
+        found = slotlog.read_if_there(store, record_path)
+        if found is None:
+            raise _damage(record_path, "is missing: it is the record of the export")
+        record = ExportRecord.decode(found.data, path=record_path)
+        if record.fingerprint != tag.fingerprint:
+            raise _damage(record_path, f"is of another export ({record.fingerprint})")
+        files += (replace(file, path=prefix + file.path) for file in record.files)
+        with noting(path):
+            is_as_written = FileRef.of(record.index.path, index) == record.index
+            if not is_as_written or tag.names - {file.path for file in record.files}:
+                raise _damage(path, "is not the index that the record of the export tells of")
+        for file in files:
+            with noting(file.path):
+                _check_weights(findings, file)
+    return ExportStatus(
+        path=folder,
+        save_id=tag.save_id,
+        is_stale=None not in (head, tag.save_id) and head != tag.save_id,
+        file_count=len(files) or len(tag.names),
+        size_bytes=sum(file.size_bytes for file in files),
+    )
 
-    @contextmanager
-    def _noting(self, path: str) -> Iterator[None]:
-        """Do as `Findings.noting`; what is absent can be made anew."""
-        with self.findings.noting(path):
-            try:
-                yield
-            except StorageError as error:
-                error.next_step = _MAKE_ANEW
-                raise
+
+def _check_weights(findings: Findings, file: FileRef) -> None:
+    size_bytes = findings.store.stat(file.path).size_bytes
+    if size_bytes != file.size_bytes:
+        what = f"has {size_bytes} bytes; {file.size_bytes} were written"
+        raise _damage(file.path, what, min(size_bytes, file.size_bytes))
+    if findings.is_deep and not has_checksum(findings.ranges, file, findings.on_bytes):
+        what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
+        raise _damage(file.path, what)
 
 
 def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
@@ -311,12 +280,12 @@ def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
-    step, size_bytes = ranges.options.part_bytes, file.size_bytes
-    found: dict[int, tuple[int, int]] = {}
+    step, size_bytes, found = ranges.options.part_bytes, file.size_bytes, dict[int, int]()
 
     def take(start: int, view: memoryview) -> None:
-        found[start] = crc32c_of(view), len(view)
+        found[start] = crc32c_of(view)
 
+    starts = range(0, size_bytes, step)
     reads = [
         RangeRead(
             path=file.path,
@@ -325,8 +294,8 @@ def has_checksum(
             done=partial(take, start),
             file_bytes=size_bytes,
         )
-        for start in range(0, size_bytes, step)
+        for start in starts
     ]
     ranges.run(reads, on_bytes=on_bytes)
-    pieces = [found[read.start] for read in reads]
-    return combine_many([crc for crc, _ in pieces], [size for _, size in pieces]) == file.crc32c
+    lengths = [read.stop - read.start for read in reads]
+    return combine_many([found[start] for start in starts], lengths) == file.crc32c

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import UnsafeContentError
+from ckpt_storage.format.selections import Selection
 from ckpt_storage.options import Progress
 
 from .facts import Entry, shown
 from .reading import (
     Handle,
     Names,
-    batches,
     elements_of,
     numpy_name,
     read_objects,
     read_stored,
     read_tensors,
+    slabs,
 )
 
 if TYPE_CHECKING:
@@ -184,12 +186,12 @@ def compare(
     left: Handle,
     right: Handle,
     *,
-    names: Names,
-    prefix: str | None,
-    values: bool,
-    absolute: float,
-    relative: float,
-    progress: Progress,
+    names: Names = None,
+    prefix: str | None = None,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    progress: Progress = None,
 ) -> CheckpointDiff:
     """Return how two checkpoints differ in the chosen names. As `Checkpoint.diff`."""
     sides = (left, right)
@@ -202,13 +204,13 @@ def compare(
                 raise left.unknown(fqn)
         chosen = [side.chosen([fqn for fqn in wanted if fqn in side], prefix) for side in sides]
     lefts, rights = map(dict.fromkeys, chosen)
-    both = {fqn: (_entry(left, fqn), _entry(right, fqn)) for fqn in lefts if fqn in rights}
+    both = {fqn: (left.entry(fqn), right.entry(fqn)) for fqn in lefts if fqn in rights}
     found = {fqn: _unread(*pair) for fqn, pair in both.items()}
     if values:
         unread = [fqn for fqn, one in found.items() if one is None or one.kind == "dtype"]
         read = [both[fqn] for fqn in unread if both[fqn][0].dtype]
         total_bytes = sum(entry.size_bytes for pair in read for entry in pair)
-        findings = [Findings(absolute=absolute, relative=relative) for _ in read]
+        findings = [Findings(absolute=atol, relative=rtol) for _ in read]
         with left.reporting(progress, total_bytes) as on_bytes:
             _compare_elements(sides, read, findings, on_bytes)
         for (one, other), result in zip(read, findings, strict=True):
@@ -237,19 +239,28 @@ def _compare_elements(
     on_bytes: Callable[[int], None],
 ) -> None:
     """Compare tensors of one shape each, piece by piece; small ones are read many at a time."""
-    sizes = [(one.shape, max(one.item_bytes, other.item_bytes)) for one, other in pairs]
-    for batch in batches(sizes, min(side.piece_bytes for side in sides)):
+    batch: list[tuple[int, Selection]] = []
+
+    def read_and_compare() -> None:
         parts = [(pairs[at][0].fqn, where) for at, where in batch]
         arrays = (read_tensors(side, parts, gaps="cheap") for side in sides)
         for (at, _), x, y in zip(batch, *arrays, strict=True):
             one, other = (entry.dtype or "" for entry in pairs[at])
             findings[at].add(x.reshape(-1), one, y.reshape(-1), other)
             on_bytes(x.nbytes + y.nbytes)
+        batch.clear()
 
-
-def _entry(side: Handle, fqn: str) -> Entry:
-    info = side.tensors.get(fqn)
-    return Entry(fqn=fqn) if info is None else Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
+    most_bytes, size_bytes = min(side.piece_bytes for side in sides), 0
+    for at, pair in enumerate(pairs):
+        item_bytes = max(entry.item_bytes for entry in pair)
+        for part in slabs(pair[0].shape, max(1, most_bytes // item_bytes)):
+            part_bytes = math.prod(map(len, part)) * item_bytes
+            if size_bytes + part_bytes > most_bytes:
+                read_and_compare()
+                size_bytes = 0
+            batch.append((at, part))
+            size_bytes += part_bytes
+    read_and_compare()
 
 
 def _unread(left: Entry, right: Entry) -> ValueDiff | None:

@@ -40,15 +40,17 @@ class Indexed:
 
 def select(index: object, shape: Sequence[int]) -> Indexed:
     """Return what numpy's basic indexing means by `index`. Raises `IndexError` for the rest."""
+    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
+
     entries = index if isinstance(index, tuple) else (index,)
-    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if sum(entry is Ellipsis for entry in entries) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
-    if used > len(shape):
+    if not all(map(_is_basic, entries)):
         raise IndexError(
-            f"too many indices for array: array is {len(shape)}-dimensional, but {used} were "
-            "indexed"
+            "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a "
+            "LazyTensor; read a region first and index the array with what you have"
         )
+    # numpy refuses what does not fit, in its own words.
+    np.broadcast_to(np.empty(()), shape)[entries]
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     ranges: list[range] = []
     final: list[int | slice | EllipsisType | None] = []
     for entry in entries:
@@ -65,29 +67,19 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             ranges.append(found or range(0))
             final.append(slice(None, None, -1 if is_turned else 1))
         else:
-            ranges.append(_one(entry, shape[dim], dim))
+            at = operator.index(entry) % shape[dim]
+            ranges.append(range(at, at + 1))
             final.append(0)
     ranges += map(range, shape[len(ranges) :])
     return Indexed(ranges=tuple(ranges), final=tuple(final))
 
 
-def _one(entry: object, size: int, axis: int) -> range:
-    # A boolean has __index__ but is a mask to numpy.
+def _is_basic(entry: Any) -> bool:  # noqa: ANN401  # whatever stands between brackets
+    """Return whether numpy makes a view: a boolean is a mask to it, an array of one number none."""
+    if entry is None or entry is Ellipsis or isinstance(entry, slice):
+        return True
     is_mask = isinstance(entry, bool) or "bool" in str(getattr(entry, "dtype", ""))
-    try:
-        at = None if is_mask else operator.index(entry)  # type: ignore[arg-type]  # it looks
-    except TypeError:
-        at = None
-    # An array of one number has __index__ too, but numpy keeps its dimensions.
-    if at is None or getattr(entry, "ndim", None):
-        raise IndexError(
-            "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a "
-            "LazyTensor; read a region first and index the array with what you have"
-        )
-    if not -size <= at < size:
-        raise IndexError(f"index {at} is out of bounds for axis {axis} with size {size}")
-    at %= size
-    return range(at, at + 1)
+    return hasattr(entry, "__index__") and not (is_mask or getattr(entry, "ndim", None))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

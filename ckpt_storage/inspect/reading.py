@@ -6,12 +6,12 @@ Elements are moved as words of their size, so that types that numpy lacks are re
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gap
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
-from .facts import Sharding
+from .facts import Entry, Sharding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,12 +134,17 @@ class Handle:
                     raise self.unknown(fqn)
         return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
 
+    def entry(self, fqn: str) -> Entry:
+        """Return what a value is."""
+        info = self.tensors.get(fqn)
+        if info is None:
+            return Entry(fqn=fqn)
+        return Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
+
     def sharding(self, fqn: str) -> Sharding:
         """Return how a tensor is cut into chunks. Raises `KeyError`."""
         info = self.tensors[fqn]
-        owners: Sequence[int] | None = None
-        if self.manifest is not None:
-            owners = self.manifest.tensors[fqn].owners
+        owners = None if self.manifest is None else self.manifest.tensors[fqn].owners
         return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
 
     def reporting(
@@ -232,10 +237,6 @@ class ArrayRead(ChunkRead):
         out[...] = found
 
 
-_Part = tuple[Key, Box, Selection, "Words"]
-"""The part of a selection in one chunk: its key and box, the positions there, and who gets them."""
-
-
 def read_tensors(
     handle: Handle,
     wanted: Sequence[tuple[str, Selection]],
@@ -251,24 +252,15 @@ def read_tensors(
     import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
     arrays: list[Words] = []
-    parts: list[_Part] = []
+    parts: list[tuple[Key, Callable[..., ArrayRead]]] = []
     for fqn, ranges in wanted:
         kind = WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
         arrays.append(np.empty(tuple(map(len, ranges)), kind))
         parts += _parts(handle, fqn, ranges, arrays[-1])
     if not parts:
         return arrays
-    with handle.reading([key for key, *_ in parts]) as (chunks, places):
-        reads = [
-            ArrayRead(
-                place=place,
-                item_bytes=array.itemsize,
-                chunk_sizes=chunk.sizes,
-                where=where,
-                array=array,
-            )
-            for (_, chunk, where, array), place in zip(parts, places, strict=True)
-        ]
+    with handle.reading([key for key, _ in parts]) as (chunks, places):
+        reads = [read(place=place) for (_, read), place in zip(parts, places, strict=True)]
         raw = [read for read in reads if read.place.kind == "raw"]
         chunks.read(raw, gaps=gaps, on_bytes=on_bytes)
         if len(raw) < len(reads):
@@ -280,19 +272,22 @@ def read_tensors(
     return arrays
 
 
-def _parts(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_Part]:
-    """Return the parts of a selection that lie in one chunk each; together they are all of it."""
+def _parts(
+    handle: Handle, fqn: str, ranges: Selection, array: Words
+) -> Iterator[tuple[Key, Callable[..., ArrayRead]]]:
+    """Yield the chunks that hold a selection, and the read of each, which lacks its place."""
     if not all(ranges):
-        return []
+        return
     starts = tuple(r.start for r in ranges)
     hull = Box(starts, tuple(r[-1] + 1 - r.start for r in ranges))
-    info = handle.tensors[fqn]
-    parts: list[_Part] = []
+    info, held_count = handle.tensors[fqn], 0
     for chunk in (info.boxes[at] for at in info.overlapping(hull)):
         inside = clip(ranges, chunk)
         if inside is not None:
-            parts.append(((fqn, chunk.offsets), chunk, inside[0], array[_view_index(inside[1])]))
-    held_count = sum(view.size for *_, view in parts)
+            where, into = inside[0], array[_view_index(inside[1])]
+            held_count += into.size
+            read = partial(ArrayRead, item_bytes=array.itemsize, chunk_sizes=chunk.sizes)
+            yield (fqn, chunk.offsets), partial(read, where=where, array=into)
     if held_count != array.size:
         # Memory that no chunk fills would pass for values.
         raise FormatError(
@@ -301,7 +296,6 @@ def _parts(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_P
             next_step="The save was incomplete, or its metadata is damaged; load another "
             "checkpoint.",
         )
-    return parts
 
 
 def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
@@ -335,55 +329,25 @@ def read_objects(
     }
 
 
-def batches(
-    tensors: Sequence[tuple[Sequence[int], int]], most_bytes: int
-) -> Iterator[list[tuple[int, Selection]]]:
-    """Yield parts of tensors (shape, bytes of an element) in batches of at most `most_bytes`.
-
-    A part is the place of its tensor among them and a selection.
-    """
-    batch: list[tuple[int, Selection]] = []
-    size_bytes = 0
-    for at, (shape, item_bytes) in enumerate(tensors):
-        for part in slabs(shape, max(1, most_bytes // item_bytes)):
-            part_bytes = math.prod(map(len, part)) * item_bytes
-            if batch and size_bytes + part_bytes > most_bytes:
-                yield batch
-                batch, size_bytes = [], 0
-            batch.append((at, part))
-            size_bytes += part_bytes
-    if batch:
-        yield batch
-
-
 def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:
     """Yield selections of at most `most_count` elements that follow one another in C order.
 
     Each is of adjacent rows of one dimension. An empty shape has none.
     """
-    if 0 in shape:
-        return
-    dim, row_count = 0, math.prod(shape)
-    while dim < len(shape) and row_count // shape[dim] > most_count:
-        row_count //= shape[dim]
-        dim += 1
-    outer = itertools.product(*([range(i, i + 1) for i in range(size)] for size in shape[:dim]))
-    if dim == len(shape):
-        yield from outer
-        return
-    size = shape[dim]
-    step = max(1, most_count * size // row_count)
-    inner = tuple(range(n) for n in shape[dim + 1 :])
-    for before in outer:
-        for start in range(0, size, step):
-            yield (*before, range(start, min(start + step, size)), *inner)
+    count = math.prod(shape)
+    if 0 < count <= most_count:
+        yield tuple(map(range, shape))
+    elif count:
+        step = max(1, most_count * shape[0] // count)
+        for start in range(0, shape[0], step):
+            for inner in slabs(shape[1:], most_count):
+                yield (range(start, min(start + step, shape[0])), *inner)
 
 
 def numpy_name(dtype: str) -> str | None:
     """Return the name of numpy's type, or `ml_dtypes`', for torch's `dtype`; None without one."""
-    name = DTYPES[dtype].numpy
     is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
-    return dtype if name is None and is_narrow else name
+    return dtype if is_narrow else DTYPES[dtype].numpy
 
 
 def elements_of(words: Words, dtype: str) -> NDArray[Any]:

@@ -23,10 +23,10 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import INDEX_NAME
+from ckpt_storage.format.names import INDEX_NAME, begun_path
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_source
@@ -44,7 +44,6 @@ from .checks import (
     Problem,
     check_exports,
     check_foreign,
-    check_marker,
     check_stock,
 )
 
@@ -239,7 +238,12 @@ class _Check(Findings):
         ranges, manifest = self.ranges, read_manifest(self.store, head)
         self.file_count += 1
         if not self.is_strict:
-            check_marker(self, manifest.save_id)
+            path = begun_path(manifest.save_id)
+            with self.noting(path):
+                marker = slotlog.read_if_there(self.store, path, most_bytes=MOST_SLOT_BYTES)
+                if marker is not None:
+                    self.file_count += 1
+                    unseal(marker.data, path=path)
         files = self.part.of(_lengths(manifest))
         with reporting(
             self.progress,
@@ -249,7 +253,7 @@ class _Check(Findings):
             save_id=self.save_id,
             with_bar=True,
         ) as self.on_bytes:
-            ranks = list(self._ranks(manifest, files))
+            ranks = self._ranks(manifest, files)
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch, first = ranks[at : at + _BATCH_RANKS], len(self.problems)
                 # Of its own, so that no more rank manifests are held than of one batch.
@@ -271,8 +275,8 @@ class _Check(Findings):
                 check_stock(self, head, manifest)
                 self.exports = check_exports(self, self.save_id)
 
-    def _ranks(self, manifest: Manifest, files: Mapping[str, int]) -> Iterator[_Rank]:
-        """Yield the ranks that have something in this part; the first has those without files."""
+    def _ranks(self, manifest: Manifest, files: Mapping[str, int]) -> list[_Rank]:
+        """Return the ranks that have something in this part; the first has those without files."""
         ranks: list[_Rank] = [(number, {}, []) for number in range(len(manifest.ranks))]
         for ref, owner in manifest.files:
             ranks[owner][1][ref.path] = ref
@@ -282,9 +286,8 @@ class _Check(Findings):
                     ranks[owner][2].append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
             ranks[owner][2].append((fqn, None))
-        for rank in ranks:
-            if not (self.part.number or rank[1]) or not files.keys().isdisjoint(rank[1]):
-                yield rank
+        is_first = not self.part.number
+        return [one for one in ranks if files.keys() & one[1] or (is_first and not one[1])]
 
     def _check_rank(
         self, source: CommittedSource, rank: _Rank, files: Mapping[str, int]

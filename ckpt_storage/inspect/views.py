@@ -106,44 +106,39 @@ def tree_of(entries: Iterable[Entry]) -> Node:
     for node in order:
         order.extend(node.children.values())
     for node in reversed(order):
-        children = sorted(node.children.values(), key=lambda child: natural(child.name))
-        node.children = _folded([_joined(child) for child in children])
-        parts = tuple((child.name, child.signature) for child in node.children.values())
+        series: dict[object, list[Node]] = {}
+        for child in sorted(node.children.values(), key=lambda child: natural(child.name)):
+            is_numbered = NUMBER.fullmatch(child.name)
+            series.setdefault(child.signature if is_numbered else child.name, []).append(child)
+        children = [_joined(child) for group in series.values() for child in _folded(group)]
+        node.children = {child.name: child for child in children}
+        parts = tuple((child.name, child.signature) for child in children)
         node.signature = hash((node.entry and (node.entry.dtype, node.entry.shape), parts))
     return root
 
 
+def _folded(group: list[Node]) -> list[Node]:
+    """Return siblings that are alike but for their numbers as one that stands for them."""
+    if len(group) < _LEAST_ALIKE:
+        return group
+    first = group[0]
+    first.name = f"[{runs_text([int(node.name) for node in group])}]"
+    first.alike = len(group)
+    first.size_bytes = sum(node.size_bytes for node in group)
+    first.value_count = sum(node.value_count for node in group)
+    return [first]
+
+
 def _joined(node: Node) -> Node:
     """Return `node`, or its child under both their names if it has one child and no value."""
-    if node.entry is None and len(node.children) == 1:
-        (child,) = node.children.values()
-        # A node that stands for several keeps its number at the front, for folding to find.
-        if child.alike == 1 or not NUMBER.match(node.name):
-            child.name = f"{node.name}.{child.name}"
-            return child
-    return node
-
-
-def _folded(nodes: list[Node]) -> dict[str, Node]:
-    """Return siblings by name, each series of alike ones as its first."""
-    groups: dict[tuple[int, bool, str], list[tuple[int, Node]]] = {}
-    for node in nodes:
-        match = NUMBER.match(node.name)
-        number, rest = (int(match[0]), node.name[match.end() :]) if match else (-1, node.name)
-        groups.setdefault((node.signature, bool(match), rest), []).append((number, node))
-    found: dict[str, Node] = {}
-    for (_, is_numbered, rest), group in groups.items():
-        nodes_here = [node for _, node in group]
-        if not is_numbered or len(group) < _LEAST_ALIKE:
-            found.update((node.name, node) for node in nodes_here)
-            continue
-        first = nodes_here[0]
-        first.name = f"[{runs_text(sorted(number for number, _ in group))}]{rest}"
-        first.alike = len(group)
-        first.size_bytes = sum(node.size_bytes for node in nodes_here)
-        first.value_count = sum(node.value_count for node in nodes_here)
-        found[first.name] = first
-    return found
+    if node.entry is not None or len(node.children) != 1:
+        return node
+    (child,) = node.children.values()
+    if node.alike > 1 and child.alike > 1:
+        return node
+    child.name, child.alike = f"{node.name}.{child.name}", node.alike * child.alike
+    child.size_bytes, child.value_count = node.size_bytes, node.value_count
+    return child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
