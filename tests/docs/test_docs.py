@@ -31,7 +31,10 @@ PAGES = sorted(
 OUR_NAMES = (".ci", "ckpt_storage", "docs", "examples", "tests", "pyproject.toml")
 """What a path in a shell block begins with if it is to be a file of this repository."""
 
-_FENCE = re.compile(r"^ {0,12}(?P<mark>```+|~~~+)\s*(?P<info>.*?)\s*$")
+_FENCE = re.compile(
+    r"^ *(?P<mark>```+|~~~+) *(?P<info>.*?) *\n(?P<text>.*?)^ *(?P=mark)[`~]* *$",
+    re.MULTILINE | re.DOTALL,
+)
 _LINK = re.compile(r"(?:\]\(\s*<?|(?:href|src)=[\"'])(?P<target>[^()\s>#\"']+)")
 _SCHEME = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*:|//)")
 _EXTRAS = re.compile(r"^\.\[(?P<names>[a-z0-9_,-]+)\]$")
@@ -56,28 +59,18 @@ class Block:
         return self.info == "python"
 
 
-def split_page(text: str) -> tuple[list[str], list[Block]]:
-    """Return the lines outside fences, and the fenced blocks, of Markdown `text`."""
-    prose: list[str] = []
-    blocks: list[Block] = []
-    inside: list[str] = []
-    mark = info = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        fence = _FENCE.match(line)
-        if not mark:
-            if fence:
-                mark, info, inside = fence["mark"], fence["info"], []
-            else:
-                prose.append(line)
-        elif fence and fence["mark"].startswith(mark) and not fence["info"]:
-            code = textwrap.dedent("".join(f"{item}\n" for item in inside))
-            blocks.append(Block(info=info, text=code, line=number - len(inside)))
-            mark = ""
-        else:
-            inside.append(line)
-    if mark:
-        message = f"a fence that opens with {mark}{info} is never closed"
-        raise ValueError(message)
+def split_page(text: str) -> tuple[str, list[Block]]:
+    """Return what stands outside fences, and the fenced blocks, of Markdown `text`."""
+    blocks = [
+        Block(
+            info=found["info"],
+            text=textwrap.dedent(found["text"]),
+            line=text.count("\n", 0, found.start("text")) + 1,
+        )
+        for found in _FENCE.finditer(text)
+    ]
+    prose = _FENCE.sub("", text)
+    assert not re.search(r"^ *(```|~~~)", prose, re.MULTILINE), "a fence is never closed"
     return prose, blocks
 
 
@@ -88,7 +81,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def broken_links(page: Path) -> list[str]:
     """Return the relative links outside code that lead to no file; mkdocs checks headings."""
-    prose = "\n".join(re.sub(r"(`+).*?\1", "x", line) for line in split_page(page.read_text())[0])
+    prose = re.sub(r"(`+).*?\1", "x", split_page(page.read_text(encoding="utf-8"))[0])
     targets = [match["target"] for match in _LINK.finditer(prose)]
     files = {one: (page.parent / one).resolve() for one in targets if not _SCHEME.match(one)}
     return [one for one, file in files.items() if not (file.exists() and ROOT in file.parents)]
