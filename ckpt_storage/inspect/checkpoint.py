@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -220,9 +220,16 @@ class Checkpoint(Mapping[str, Any]):
             from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
 
             made = partial(tensor_of, device=device)
-        else:
-            _check_numpy(tensors, kind)
-        with handle.reporting(progress, sum(tensor.nbytes for tensor in tensors)) as on_bytes:
+        elif kind != "numpy":
+            raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
+        elif unknown := [one for one in tensors if numpy_name(one.dtype) is None]:
+            listing = ", ".join(f"{one.fqn} ({one.dtype})" for one in unknown)
+            raise CheckpointError(
+                f"numpy has no types for {len(unknown)} tensors: {listing}.",
+                next_step="Pass kind='torch', or load the others by name.",
+            )
+        total_bytes = sum(tensor.nbytes for tensor in tensors)
+        with handle.reporting(progress, total_bytes=total_bytes) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
             arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
             pairs = zip(tensors, arrays, strict=True)
@@ -240,7 +247,7 @@ class Checkpoint(Mapping[str, Any]):
         tensor = self._tensor(fqn)
         parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
         total_bytes = tensor.nbytes * min(2, max(1, len(parts)))
-        with self._handle.reporting(progress, total_bytes) as on_bytes:
+        with self._handle.reporting(progress, total_bytes=total_bytes) as on_bytes:
 
             def read(part: Selection) -> NDArray[Any]:
                 words = tensor.words(part)
@@ -334,19 +341,6 @@ class Checkpoint(Mapping[str, Any]):
 
     def _repr_html_(self) -> str:
         return checkpoint_html(self.info.name, self.url, self._facts(), self.tree())
-
-
-def _check_numpy(tensors: Sequence[LazyTensor], kind: str) -> None:
-    """Refuse what cannot be given, before anything is read."""
-    if kind != "numpy":
-        raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
-    unknown = [each for each in tensors if numpy_name(each.dtype) is None]
-    if unknown:
-        listing = ", ".join(f"{each.fqn} ({each.dtype})" for each in unknown)
-        raise CheckpointError(
-            f"numpy has no types for {len(unknown)} tensors: {listing}.",
-            next_step="Pass kind='torch', or load the others by name.",
-        )
 
 
 def diff(

@@ -211,7 +211,7 @@ def compare(
         read = [both[fqn] for fqn in unread if both[fqn][0].dtype]
         total_bytes = sum(entry.size_bytes for pair in read for entry in pair)
         findings = [Findings(absolute=atol, relative=rtol) for _ in read]
-        with left.reporting(progress, total_bytes) as on_bytes:
+        with left.reporting(progress, total_bytes=total_bytes) as on_bytes:
             _compare_elements(sides, read, findings, on_bytes)
         for (one, other), result in zip(read, findings, strict=True):
             known = found[one.fqn]

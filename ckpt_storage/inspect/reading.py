@@ -9,7 +9,7 @@ import difflib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
@@ -27,7 +27,6 @@ from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
-    Progress,
     RetryPolicy,
     Timeouts,
     TransferOptions,
@@ -89,6 +88,8 @@ class Handle:
         self.source, self.marks = found
         self.tensors: Mapping[str, TensorInfo] = self.source.tensors
         self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
+        telling = partial(reporting, phase="load", rank=0, with_bar=True)
+        self.reporting = partial(telling, save_id=self.source.save_id)
 
     @property
     def piece_bytes(self) -> int:
@@ -146,19 +147,6 @@ class Handle:
         info = self.tensors[fqn]
         owners = None if self.manifest is None else self.manifest.tensors[fqn].owners
         return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
-
-    def reporting(
-        self, progress: Progress, total_bytes: int
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        """Give a function that takes the bytes just read of so many, and tells of them."""
-        return reporting(
-            progress,
-            phase="load",
-            rank=0,
-            total_bytes=total_bytes,
-            save_id=self.source.save_id,
-            with_bar=True,
-        )
 
     @contextmanager
     def session(self, what: str) -> Iterator[tuple[Store, Deadline]]:
