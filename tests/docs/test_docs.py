@@ -31,10 +31,7 @@ PAGES = sorted(
 OUR_NAMES = (".ci", "ckpt_storage", "docs", "examples", "tests", "pyproject.toml")
 """What a path in a shell block begins with if it is to be a file of this repository."""
 
-_FENCE = re.compile(
-    r"^ *(?P<mark>```+|~~~+) *(?P<info>.*?) *\n(?P<text>.*?)^ *(?P=mark)[`~]* *$",
-    re.MULTILINE | re.DOTALL,
-)
+_FENCE = re.compile(r"^ *``` *(?P<info>.*?) *\n(?P<text>.*?)^ *``` *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?:\]\(\s*<?|(?:href|src)=[\"'])(?P<target>[^()\s>#\"']+)")
 _SCHEME = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*:|//)")
 _EXTRAS = re.compile(r"^\.\[(?P<names>[a-z0-9_,-]+)\]$")
@@ -70,7 +67,7 @@ def split_page(text: str) -> tuple[str, list[Block]]:
         for found in _FENCE.finditer(text)
     ]
     prose = _FENCE.sub("", text)
-    assert not re.search(r"^ *(```|~~~)", prose, re.MULTILINE), "a fence is never closed"
+    assert not re.search(r"^ *(```|~~~)", prose, re.MULTILINE), "only closed fences of three"
     return prose, blocks
 
 
