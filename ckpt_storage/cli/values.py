@@ -22,7 +22,6 @@ from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.facts import shown
 from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
 from ckpt_storage.inspect.reading import elements_of, slabs
-from ckpt_storage.inspect.stats import TensorStats
 
 from . import output
 from .options import memory_option, parse_slice, reads, url_argument
@@ -242,21 +241,8 @@ def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **option
     for number, one in enumerate(found):
         if number:
             output.line()
-        _print_stats(one)
+        counts = one.histogram.counts
+        bars = (_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
+        output.line(str(one))
+        output.line("".join(bars))
     return SOUND
-
-
-def _print_stats(one: TensorStats) -> None:
-    told: dict[str, object] = {"name": one.fqn, "dtype": one.dtype, "shape": list(one.shape)}
-    for name in ("mean", "std", "min", "max"):
-        value = getattr(one, name)
-        told[name] = None if value is None else f"{value:.9g}"
-    counts, steps = one.histogram.counts, len(_BARS) - 1
-    most = max(counts, default=0)
-    told |= {
-        "NaN": f"{one.nan_count:,}",
-        "Inf": f"{one.inf_count:,}",
-        "zero": f"{one.zero_count:,} of {one.count:,}",
-        "histogram": "".join(_BARS[-(-count * steps // most)] for count in counts),
-    }
-    output.facts(told)
