@@ -29,7 +29,7 @@ from .lazy_tensor import LazyTensor
 from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, slabs
 from .stats import TensorStats, summarise
 from .verify import VerifyReport, verify
-from .views import Node, TreeView, checkpoint_html, checkpoint_text, tree_of
+from .views import Row, TreeView, checkpoint_html, checkpoint_text, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def tree(self, depth: int | None = None) -> TreeView:
         """Return the names as a tree with shapes and sizes, down to `depth` levels."""
-        return TreeView(root=self._root, sharding_of=self._handle.sharding, depth=depth)
+        return TreeView(top=self._top, sharding_of=self._handle.sharding, depth=depth)
 
     def load(
         self,
@@ -317,8 +317,8 @@ class Checkpoint(Mapping[str, Any]):
         return LazyTensor(fqn, info.dtype, tuple(info.shape), self._handle)
 
     @cached_property
-    def _root(self) -> Node:
-        return tree_of(self.entries())
+    def _top(self) -> list[Row]:
+        return rows_of(self.entries())
 
     def _facts(self) -> dict[str, object]:
         info, object_count = self.info, len(self._handle.objects)
@@ -337,7 +337,7 @@ class Checkpoint(Mapping[str, Any]):
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        return checkpoint_text(self.url, self._facts(), self._root)
+        return checkpoint_text(self.url, self._facts(), self._top)
 
     def _repr_html_(self) -> str:
         return checkpoint_html(self.info.name, self.url, self._facts(), self.tree())

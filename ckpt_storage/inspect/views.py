@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from .facts import (
@@ -49,96 +49,71 @@ border-top:1px solid rgba(128,128,128,.22)}
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """One part of a name, and what is below it; `entry` if a value has just this name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One part of a name: the value that has just this name, and the rows below.
 
-    It stands for `alike` siblings, with totals of all; those of one `signature` are alike.
+    It stands for `alike` siblings, which hold all of `entries`; what is below is of the first.
     """
 
     name: str
-    children: dict[str, Node] = field(default_factory=dict)
-    entry: Entry | None = None
-    size_bytes: int = 0
-    value_count: int = 0
-    alike: int = 1
-    signature: int = 0
-
-    def entries(self) -> Iterator[Entry]:
-        """Yield the values here and below; of alike siblings those of the first."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            if node.entry is not None:
-                yield node.entry
-            waiting.extend(reversed(node.children.values()))
+    entry: Entry | None
+    entries: Sequence[Entry]
+    below: Sequence[Row]
+    alike: int
 
     def told(self, copies: int = 1) -> tuple[str, str, str]:
         """Return shape or number of values, types, and size, of which there are `copies`."""
-        what = "object"
+        what = f"{len(self.entries):,} values"
         if self.alike > 1:
-            what = f"{self.alike}{TIMES}{self.value_count // self.alike}"
-        elif self.children:
-            what = f"{self.value_count:,} values"
-        elif self.entry and self.entry.dtype:
-            what = shape_text(self.entry.shape)
-        dtypes = sorted({entry.dtype for entry in self.entries() if entry.dtype is not None})
+            what = f"{self.alike}{TIMES}{len(self.entries) // self.alike}"
+        elif self.entry and not self.below:
+            what = shape_text(self.entry.shape) if self.entry.dtype else "object"
+        dtypes = sorted({entry.dtype for entry in self.entries if entry.dtype is not None})
         more = f" +{len(dtypes) - _MOST_DTYPES}" if len(dtypes) > _MOST_DTYPES else ""
-        size = human_bytes(self.size_bytes) if dtypes else ""
+        size = human_bytes(sum(entry.size_bytes for entry in self.entries)) if dtypes else ""
         if size and copies > 1:
             size = f"{copies}{TIMES}{size}"
         return what, ", ".join(dtypes[:_MOST_DTYPES]) + more, size
 
 
-def tree_of(entries: Iterable[Entry]) -> Node:
-    """Return the root of the tree that names make, split at dots, sorted; alike ones are folded."""
-    root = Node(name="")
-    for entry in entries:
-        path = [root]
-        for part in entry.fqn.split("."):
-            path.append(path[-1].children.setdefault(part, Node(name=part)))
-        for node in path:
-            node.size_bytes += entry.size_bytes
-            node.value_count += 1
-        path[-1].entry = entry
-    # Deepest first, without recursion, which would not reach as deep as names may be nested.
-    order = [root]
-    for node in order:
-        order.extend(node.children.values())
-    for node in reversed(order):
-        series: dict[object, list[Node]] = {}
-        for child in sorted(node.children.values(), key=lambda child: natural(child.name)):
-            is_numbered = NUMBER.fullmatch(child.name)
-            series.setdefault(child.signature if is_numbered else child.name, []).append(child)
-        children = [_joined(child) for group in series.values() for child in _folded(group)]
-        node.children = {child.name: child for child in children}
-        parts = tuple((child.name, child.signature) for child in children)
-        node.signature = hash((node.entry and (node.entry.dtype, node.entry.shape), parts))
-    return root
+_Named = tuple[Sequence[str], Entry]
 
 
-def _folded(group: list[Node]) -> list[Node]:
-    """Return siblings that are alike but for their numbers as one that stands for them."""
-    if len(group) < _LEAST_ALIKE:
-        return group
-    first = group[0]
-    first.name = f"[{runs_text([int(node.name) for node in group])}]"
-    first.alike = len(group)
-    first.size_bytes = sum(node.size_bytes for node in group)
-    first.value_count = sum(node.value_count for node in group)
-    return [first]
+def rows_of(entries: Iterable[Entry]) -> list[Row]:
+    """Return the tree that names make, split at dots, sorted; alike ones are folded."""
+    return _rows_at([(entry.fqn.split("."), entry) for entry in entries], 0)
 
 
-def _joined(node: Node) -> Node:
-    """Return `node`, or its child under both their names if it has one child and no value."""
-    if node.entry is not None or len(node.children) != 1:
-        return node
-    (child,) = node.children.values()
-    if node.alike > 1 and child.alike > 1:
-        return node
-    child.name, child.alike = f"{node.name}.{child.name}", node.alike * child.alike
-    child.size_bytes, child.value_count = node.size_bytes, node.value_count
-    return child
+def _rows_at(named: Sequence[_Named], at: int) -> list[Row]:
+    """Return the rows of values whose names differ from part `at` on."""
+    by_part: dict[str, list[_Named]] = {}
+    for one in named if at < _MOST_LEVELS else ():
+        by_part.setdefault(one[0][at], []).append(one)
+    series: dict[object, list[str]] = {}
+    for part in sorted(by_part, key=natural):
+        kinds = ((*parts[at + 1 :], one.dtype, one.shape) for parts, one in by_part[part])
+        key = frozenset(kinds) if NUMBER.fullmatch(part) else part
+        series.setdefault(key, []).append(part)
+    rows = []
+    for alike in series.values():
+        groups = [alike] if len(alike) >= _LEAST_ALIKE else [[part] for part in alike]
+        rows += [_row([by_part[part] for part in group], at, group) for group in groups]
+    return rows
+
+
+def _row(members: Sequence[Sequence[_Named]], at: int, parts: Sequence[str]) -> Row:
+    """Return what alike siblings are shown as, joined with a single row below it."""
+    name = parts[0] if len(parts) == 1 else f"[{runs_text(list(map(int, parts)))}]"
+    first, alike = members[0], len(members)
+    entry = next((entry for names, entry in first if len(names) == at + 1), None)
+    below: Sequence[Row] = _rows_at([one for one in first if len(one[0]) > at + 1], at + 1)
+    if entry is None and len(below) == 1 and 1 in {alike, below[0].alike}:
+        (row,) = below
+        name, entry, below = f"{name}.{row.name}", row.entry, row.below
+        alike *= row.alike
+    entries = [entry for member in members for _, entry in member]
+    return Row(name=name, entry=entry, entries=entries, below=below, alike=alike)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +123,12 @@ class TreeView:
     Alike layers are shown once. `depth` limits how many levels are shown, None: all of them.
     """
 
-    root: Node
+    top: Sequence[Row]
     sharding_of: Callable[[str], Sharding]
     depth: int | None = None
 
     def __str__(self) -> str:
-        lines = list(islice(_lines(self.root, self._levels), _MOST_ROWS + 1))
+        lines = list(islice(_lines(self.top, self._levels), _MOST_ROWS + 1))
         return "\n".join([*lines[:_MOST_ROWS], *([_MORE] if len(lines) > _MOST_ROWS else [])])
 
     __repr__ = __str__
@@ -164,51 +139,54 @@ class TreeView:
     def rows(self) -> str:
         """Return the rows of the tree as HTML; prefixes unfold without a script."""
         left = iter(range(_MOST_ROWS))
-        rows = "".join(self._rows(self.root, left, 0, 1))
+        rows = "".join(self._rows(self.top, left, 0, 1))
         return rows if next(left, None) is not None else f"{rows}<div>{_MORE}</div>"
 
     @property
     def _levels(self) -> int:
         return _MOST_LEVELS if self.depth is None else min(self.depth, _MOST_LEVELS)
 
-    def _rows(self, node: Node, left: Iterator[int], level: int, copies: int) -> Iterator[str]:
-        """Yield the rows below a node, of which there are `copies`, while some are left."""
-        for child in node.children.values():
+    def _rows(
+        self, rows: Sequence[Row], left: Iterator[int], level: int, copies: int
+    ) -> Iterator[str]:
+        """Yield rows, of which there are `copies`, and those below, while some are left."""
+        for row in rows:
             if next(left, None) is None:
                 return
-            entry, told = child.entry, child.told(copies)
+            entry, told = row.entry, row.told(copies)
             picture = sharding_svg(self.sharding_of(entry.fqn)) if entry and entry.dtype else ""
-            name = escaped(entry.fqn if entry and child.alike == 1 else child.name)
-            row = (
-                f'<span style="padding-left:{level}em" title="{name}">{escaped(child.name)}</span>'
+            name = escaped(entry.fqn if entry and row.alike == 1 else row.name)
+            cells = (
+                f'<span style="padding-left:{level}em" title="{name}">{escaped(row.name)}</span>'
             )
-            row += "".join(f"<span>{escaped(text)}</span>" for text in told)
-            row += f"<span>{picture}</span>"
-            if not child.children or level + 1 >= self._levels:
-                yield f'<div class="r">{row}</div>'
+            cells += "".join(f"<span>{escaped(text)}</span>" for text in told)
+            cells += f"<span>{picture}</span>"
+            if not row.below or level + 1 >= self._levels:
+                yield f'<div class="r">{cells}</div>'
                 continue
-            is_open = ' open=""' if len(child.children) <= _MOST_OPEN else ""
-            below = "".join(self._rows(child, left, level + 1, copies * child.alike))
-            yield f'<details{is_open}><summary class="r">{row}</summary>{below}</details>'
+            is_open = ' open=""' if len(row.below) <= _MOST_OPEN else ""
+            below = "".join(self._rows(row.below, left, level + 1, copies * row.alike))
+            yield f'<details{is_open}><summary class="r">{cells}</summary>{below}</details>'
 
 
-def _lines(node: Node, depth: int, indent: str | None = None, copies: int = 1) -> Iterator[str]:
-    """Yield the lines below a node; the first level has no branches before it."""
+def _lines(
+    rows: Sequence[Row], depth: int, indent: str | None = None, copies: int = 1
+) -> Iterator[str]:
+    """Yield the lines of rows and of those below; the first level has no branches before it."""
     if depth <= 0:
         return
-    children = list(node.children.values())
-    for child in children:
-        branch, below = ("└─ ", "   ") if child is children[-1] else ("├─ ", "│  ")
+    for row in rows:
+        branch, below = ("└─ ", "   ") if row is rows[-1] else ("├─ ", "│  ")
         before, after = ("", "") if indent is None else (indent + branch, indent + below)
-        yield f"{before}{shown(child.name)}  {'  '.join(filter(None, child.told(copies)))}"
-        yield from _lines(child, depth - 1, after, copies * child.alike)
+        yield f"{before}{shown(row.name)}  {'  '.join(filter(None, row.told(copies)))}"
+        yield from _lines(row.below, depth - 1, after, copies * row.alike)
 
 
-def checkpoint_text(title: str, facts: Mapping[str, object], root: Node) -> str:
+def checkpoint_text(title: str, facts: Mapping[str, object], top: Sequence[Row]) -> str:
     """Return a few lines about a checkpoint: what it is, and its first names."""
     told = ", ".join(f"{name} {value}" for name, value in facts.items())
-    lines = list(islice(_lines(root, 1), _MOST_SHORT))
-    if len(root.children) > _MOST_SHORT:
+    lines = list(islice(_lines(top, 1), _MOST_SHORT))
+    if len(top) > _MOST_SHORT:
         lines.append("… tree(depth=2) shows more")
     return "\n  ".join([shown(f"<Checkpoint {title}>"), shown(told), *lines])
 
