@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from ckpt_storage import (
 from ckpt_storage.commit.cleaning import delete as delete_checkpoint
 from ckpt_storage.commit.cleaning import free_superseded
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
-from ckpt_storage.inspect.lazy_tensor import LazyTensor
+from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool
 
@@ -117,6 +118,41 @@ def test_an_index_gives_what_it_gives_in_numpy(opened: Checkpoint, data: st.Data
     told = opened[name].torch(index)
     assert is_equal(numpy_of(told), np.ascontiguousarray(array[index]).reshape(told.shape))
     assert tuple(told.shape) == np.shape(array[index])
+
+
+@given(
+    npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6),
+    st.lists(
+        st.one_of(
+            st.integers(-9, 9),
+            st.just(...),
+            st.none(),
+            st.slices(6),
+            st.integers(-9, 9).map(np.int64),
+        ),
+        max_size=5,
+    ).map(tuple),
+)
+def test_what_numpy_refuses_is_refused(shape: tuple[int, ...], index: Any) -> None:
+    """An index raises IndexError, with numpy's words, exactly where it does in numpy."""
+    refusal = ""
+    try:
+        count = np.empty(shape)[index].size
+    except IndexError as error:
+        refusal = str(error)
+    if refusal:
+        with pytest.raises(IndexError) as caught:
+            select(index, shape)
+        assert str(caught.value) == refusal
+    else:
+        assert math.prod(map(len, select(index, shape).ranges)) == count
+
+
+@pytest.mark.parametrize("index", [True, [0, 1], np.array([True, False]), "a", 1.0, (0, [1])])
+def test_lists_masks_and_nonsense_are_refused(index: object) -> None:
+    """What is no basic index raises IndexError and says what to do."""
+    with pytest.raises(IndexError, match="read a region first"):
+        select(index, (2, 2))
 
 
 def test_numpys_protocols_are_kept(opened: Checkpoint) -> None:

@@ -1,23 +1,168 @@
-"""How many requests a load makes: the S3 server's own log is the witness."""
+"""What loads, opening, listing and slicing ask of S3: how many requests, and which bytes."""
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dcp_cases
 import fsspec
+import numpy as np
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded, zeros_like
 from safetensors.torch import save_file
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 import ckpt_storage
+from ckpt_storage import CheckpointGoneError
+from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.testing.s3_server import S3Server
 
-URL = "s3://bucket/run"
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+KIB = 1024
+MIB = 1024 * KIB
+BLOCK_BYTES = 64 * KIB
+
+STATE: dict[str, Any] = {
+    "rows": seeded(1, 4096, 1024),  # 16 MiB; a row has 4 KiB, a block 16 rows
+    "wide": seeded(2, 64, 131_072, dtype=torch.bfloat16),  # a row has 4 blocks
+    **{f"norm.{i}": seeded(10 + i, 100) for i in range(200)},
+    "step": 7,
+}
+
+
+URL = "s3://bucket/run/step-7"
+
+
+class Watched:
+    """An open checkpoint, and what has been asked of its server since it was opened."""
+
+    def __init__(self, server: S3Server, url: str) -> None:
+        self.server = server
+        server.reset_counters()
+        self.checkpoint = open_checkpoint(url, storage_options=server.storage_options)
+        self.opening = self.asked()
+
+    def asked(self) -> list[tuple[str, int]]:
+        """Return operation and bytes sent of the requests since the last look."""
+        found = [(request.op, request.bytes_out) for request in self.server.requests]
+        self.server.reset_counters()
+        return found
+
+    def read(self, name: str, index: Any) -> list[tuple[str, int]]:
+        """Index a tensor, hold it against what was saved, and return what was asked."""
+        array = self.checkpoint[name].torch(index)
+        assert same(array, STATE[name][index])
+        return self.asked()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """A server with the state."""
+    with S3Server() as running:
+        running.create_bucket("bucket")
+        ckpt_storage.save(STATE, URL, storage_options=running.storage_options)
+        yield running
+
+
+@pytest.fixture
+def watched(server: S3Server) -> Watched:
+    """The checkpoint, just opened."""
+    return Watched(server, URL)
+
+
+def test_opening_and_listing_take_five_requests(watched: Watched) -> None:
+    """Slot 1, the absence of slot 2, the manifest, two for `.metadata`; views cost nothing more."""
+    assert len(watched.opening) == 5
+    opened = watched.checkpoint
+    assert len(list(opened)) == len(STATE)
+    assert [(opened[name].shape, opened[name].sharding) for name in STATE if name != "step"]
+    assert repr(opened)
+    assert str(opened.tree())
+    assert opened._repr_html_()
+    assert all((opened.info, opened.files))
+    assert watched.asked() == []
+
+
+def test_a_slice_of_one_mebibyte_takes_one_request(watched: Watched) -> None:
+    """One ranged read, rounded out to blocks; before the first, one for the rank manifest."""
+    _manifest, first = watched.read("rows", np.s_[1000:1256])
+    assert MIB <= first[1] <= MIB + 2 * BLOCK_BYTES
+    for start in (0, 16, 1000, 3840):
+        asked = watched.read("rows", np.s_[start : start + 256])
+        assert [op for op, _ in asked] == ["get"]
+        assert MIB <= asked[0][1] <= MIB + 2 * BLOCK_BYTES <= 1.13 * MIB
+    aligned = watched.read("rows", np.s_[256:512])
+    assert aligned == [("get", MIB)]
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("rows", np.s_[3::48, ::7]),
+        ("rows", np.s_[100]),
+        ("wide", np.s_[:, 100:200]),
+        ("wide", np.s_[5:60:7, ::40_000]),
+        ("wide", np.s_[2, 3]),
+    ],
+    ids=str,
+)
+def test_a_strided_slice_reads_the_blocks_it_touches(
+    watched: Watched, name: str, index: Any
+) -> None:
+    """No block without a wanted element is read, and none twice."""
+    tensor = STATE[name]
+    places = np.arange(tensor.numel()).reshape(tensor.shape)[index].ravel()
+    blocks = {int(place) * tensor.element_size() // BLOCK_BYTES for place in places}
+    watched.checkpoint["norm.0"].torch()  # so that the rank manifest is there
+    watched.asked()
+    asked = watched.read(name, index)
+    assert sum(size for _, size in asked) == len(blocks) * BLOCK_BYTES
+    assert len(asked) == len([block for block in blocks if block - 1 not in blocks])
+
+
+def test_many_small_tensors_share_requests(watched: Watched) -> None:
+    """Two hundred tensors that lie side by side are loaded, or compared, by a handful of reads."""
+    loaded = watched.checkpoint.load(prefix="norm.")
+    assert len(loaded) == 200
+    assert all(np.array_equal(loaded[name], STATE[name].numpy()) for name in loaded)
+    asked = watched.asked()
+    assert len(asked) <= 3
+    assert sum(size for _, size in asked) < 400 * KIB
+    other = open_checkpoint(URL, storage_options=watched.server.storage_options)
+    watched.asked()
+    found = watched.checkpoint.diff(other, prefix="norm.")
+    assert (found.is_equal, found.same_count) == (True, 200)
+    assert len(watched.asked()) <= 5
+
+
+def test_a_stock_checkpoint_is_read_and_its_replacement_noticed(server: S3Server) -> None:
+    """What stock `FsspecWriter` saved is sliced; saved over by it, an open checkpoint says so."""
+    url = "s3://bucket/stock/step-3"
+    options = server.storage_options
+    for rows in (300, 301):
+        state = {"a": seeded(rows, rows, 500)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=FsspecWriter(url, **options), no_dist=True)
+        if rows == 300:
+            opened = open_checkpoint(url, storage_options=options)
+            server.reset_counters()
+            assert np.array_equal(opened["a"][7:9, ::3], state["a"].numpy()[7:9, ::3])
+            sent_bytes = sum(request.bytes_out for request in server.requests)
+            assert sent_bytes < 8 * KIB
+            # The item's head, the rows, and whether the file and its description are as they were.
+            assert Counter(request.op for request in server.requests) == {"get": 2, "head": 2}
+    with pytest.raises(CheckpointGoneError, match="written again"):
+        opened["a"][:]
+    fresh = open_checkpoint(url, storage_options=options)
+    assert np.array_equal(fresh["a"].numpy(), state["a"].numpy())
 
 
 def test_thousands_of_small_tensors_take_few_requests(server: S3Server) -> None:
@@ -25,10 +170,10 @@ def test_thousands_of_small_tensors_take_few_requests(server: S3Server) -> None:
     state: dict[str, Any] = {f"t{i}": seeded(i, 256) for i in range(2000)}
     state["large"] = seeded(7, 3 << 20)
     options = server.storage_options
-    dcp_cases.save(state, URL, storage_options=options)
+    dcp_cases.save(state, "s3://bucket/many", storage_options=options)
     server.reset_counters()
     target = zeros_like(state)
-    dcp_cases.load(target, URL, storage_options=options)
+    dcp_cases.load(target, "s3://bucket/many", storage_options=options)
     assert same(target, state)
     keys = [request.key for request in server.requests]
     assert sum(key.endswith(".distcp") for key in keys) <= 24
@@ -36,17 +181,15 @@ def test_thousands_of_small_tensors_take_few_requests(server: S3Server) -> None:
     assert sum(not key.endswith((".distcp", ".metadata")) for key in keys) == 4
 
 
-def put_folder(server: S3Server, folder: Path) -> None:
-    """Copy the files of a folder to the server, below `URL`."""
+def opened_copy(server: S3Server, folder: Path) -> ckpt_storage.Checkpoint:
+    """Copy the files of a folder to the server, and open the copy."""
     files = fsspec.filesystem("s3", **server.storage_options)
     for path in folder.iterdir():
-        files.pipe_file(f"{URL}/{path.name}", path.read_bytes())
+        files.pipe_file(f"s3://bucket/{folder.name}/{path.name}", path.read_bytes())
     server.reset_counters()
-
-
-def listings(server: S3Server) -> int:
-    """Return how many listings the server has seen."""
-    return sum(request.op == "list" for request in server.requests)
+    return ckpt_storage.open_checkpoint(
+        f"s3://bucket/{folder.name}", storage_options=server.storage_options
+    )
 
 
 def test_stock_metadata_is_read_once_and_the_folder_listed_once(
@@ -55,21 +198,19 @@ def test_stock_metadata_is_read_once_and_the_folder_listed_once(
     """An open checkpoint of stock DCP reads `.metadata` once and lists for no row it reads."""
     state = {"w": seeded(1, 64, 64)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    put_folder(server, tmp_path)
-    with ckpt_storage.open_checkpoint(URL, storage_options=server.storage_options) as opened:
+    with opened_copy(server, tmp_path) as opened:
         for row in range(10):
             assert opened["w"][row].tolist() == state["w"][row].tolist()
-    assert listings(server) == 2, "`commits/` once, too"
-    reads = [r for r in server.requests if r.key == "run/.metadata" and r.op == "get"]
-    assert len(reads) == 1
+    asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
+    assert [op for op, _ in asked].count("list") == 2, "`commits/` once, too"
+    assert asked.count(("get", ".metadata")) == 1
 
 
 def test_the_header_of_a_weight_file_costs_one_request(server: S3Server, tmp_path: Path) -> None:
     """Forty weight files cost one read each, and no question for their length."""
     for number in range(40):
         save_file({f"w{number}": seeded(number, 8)}, tmp_path / f"model-{number:02}.safetensors")
-    put_folder(server, tmp_path)
-    with ckpt_storage.open_checkpoint(URL, storage_options=server.storage_options) as opened:
+    with opened_copy(server, tmp_path) as opened:
         assert len(opened) == 40
     of_files = [r for r in server.requests if r.key.endswith(".safetensors")]
     assert [r.op for r in of_files] == ["get"] * 40
