@@ -12,7 +12,6 @@ import re
 import shlex
 import textwrap
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,91 +30,56 @@ PAGES = sorted(
 OUR_NAMES = (".ci", "ckpt_storage", "docs", "examples", "tests", "pyproject.toml")
 """What a path in a shell block begins with if it is to be a file of this repository."""
 
-_FENCE = re.compile(r"^ *``` *(?P<info>.*?) *\n(?P<text>.*?)^ *``` *$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *``` *(?P<info>.*?) *\n(?P<code>.*?)^ *``` *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?:\]\(\s*<?|(?:href|src)=[\"'])(?P<target>[^()\s>#\"']+)")
 _SCHEME = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*:|//)")
 _EXTRAS = re.compile(r"^\.\[(?P<names>[a-z0-9_,-]+)\]$")
+_NO_RUN = re.compile(r"python no-run: \S.*")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One fenced block: what stands after the fence, its text, and the number of its first line."""
-
-    info: str
-    text: str
-    line: int
-
-    @property
-    def language(self) -> str:
-        """The first word of the info string, in lower case; "" if there is none."""
-        return self.info.partition(" ")[0].lower()
-
-    @property
-    def runs(self) -> bool:
-        """Whether this is Python to be executed."""
-        return self.info == "python"
-
-
-def split_page(text: str) -> tuple[str, list[Block]]:
-    """Return what stands outside fences, and the fenced blocks, of Markdown `text`."""
-    blocks = [
-        Block(
-            info=found["info"],
-            text=textwrap.dedent(found["text"]),
-            line=text.count("\n", 0, found.start("text")) + 1,
-        )
-        for found in _FENCE.finditer(text)
-    ]
-    prose = _FENCE.sub("", text)
-    assert not re.search(r"^ *(```|~~~)", prose, re.MULTILINE), "only closed fences of three"
-    return prose, blocks
+Block = tuple[str, str, int]
+"""One fenced block: what stands after the fence, its text, and the number of its first line."""
 
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of a page."""
-    return split_page(page.read_text(encoding="utf-8"))[1]
+    text = page.read_text(encoding="utf-8")
+    return [
+        (one["info"], textwrap.dedent(one["code"]), text.count("\n", 0, one.start("code")) + 1)
+        for one in _FENCE.finditer(text)
+    ]
+
+
+def prose_of(page: Path) -> str:
+    """Return what is no code on a page."""
+    return re.sub(r"(`+).*?\1", "x", _FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def broken_links(page: Path) -> list[str]:
     """Return the relative links outside code that lead to no file; mkdocs checks headings."""
-    prose = re.sub(r"(`+).*?\1", "x", split_page(page.read_text(encoding="utf-8"))[0])
-    targets = [match["target"] for match in _LINK.finditer(prose)]
+    targets = [match["target"] for match in _LINK.finditer(prose_of(page))]
     files = {one: (page.parent / one).resolve() for one in targets if not _SCHEME.match(one)}
     return [one for one, file in files.items() if not (file.exists() and ROOT in file.parents)]
-
-
-def wrong_fences(page: Path) -> list[str]:
-    """Return one line for each Python block that neither runs nor says why it does not."""
-    return [
-        f"{page.name}:{block.line}: {block.info!r}; write 'python' or 'python no-run: <reason>'"
-        for block in blocks_of(page)
-        if block.language in {"py", "python", "python3"}
-        and not block.runs
-        and not re.fullmatch(r"python no-run: \S.*", block.info)
-    ]
 
 
 def program_of(page: Path) -> str:
     """Return the Python that runs on `page`, each line at the number that it has there."""
     lines: list[str] = []
-    for block in blocks_of(page):
-        if block.runs:
-            lines.extend([""] * (block.line - 1 - len(lines)))
-            lines.extend(block.text.splitlines())
+    for info, code, line in blocks_of(page):
+        if info == "python":
+            lines.extend([""] * (line - 1 - len(lines)))
+            lines.extend(code.splitlines())
     return "".join(f"{line}\n" for line in lines)
 
 
-def unknown_names(block: Block, root: Path) -> list[str]:
+def unknown_names(code: str) -> list[str]:
     """Return the words of a shell block that name a file or an extra that is not there."""
-    declared = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    text = block.text
-    if block.language == "console":
-        typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-        text = "\n".join(typed)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if code.startswith("$ "):
+        code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
     found = []
-    for word in shlex.split(text, comments=True):
+    for word in shlex.split(code, comments=True):
         path = word.removeprefix("./").partition("::")[0]
-        if path.split("/", maxsplit=1)[0] in OUR_NAMES and not (root / path).exists():
+        if path.split("/", maxsplit=1)[0] in OUR_NAMES and not (ROOT / path).exists():
             found.append(word)
         extras = _EXTRAS.match(word)
         if extras:
@@ -145,12 +109,14 @@ def test_a_page_names_what_is_there(page: Path) -> None:
     A Python block is either executed or says why it is not.
     """
     assert broken_links(page) == []
-    assert wrong_fences(page) == []
-    for block in blocks_of(page):
-        if block.language == "python" and not block.runs:
-            compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-    shell = [block for block in blocks_of(page) if block.language in {"bash", "console", "sh"}]
-    assert [name for block in shell for name in unknown_names(block, ROOT)] == []
+    assert not re.search(r"^ *(```|~~~)", prose_of(page), re.MULTILINE), "only closed fences"
+    for info, code, line in blocks_of(page):
+        language = info.partition(" ")[0].lower()
+        if language in {"bash", "console", "sh"}:
+            assert unknown_names(code) == []
+        elif language.startswith("py") and info != "python":
+            assert _NO_RUN.fullmatch(info), f"write 'python' or 'python no-run: <reason>': {line}"
+            compile("\n" * (line - 1) + code, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
@@ -167,6 +133,6 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 def test_ci_installs_and_tests_what_the_readme_says() -> None:
     """`.ci/run` gives pip the arguments of the README's test command."""
-    commands = [block.text for block in blocks_of(ROOT / "README.md") if block.language == "bash"]
+    commands = [code for info, code, _ in blocks_of(ROOT / "README.md") if info == "bash"]
     (install,) = re.findall(r"/pip (install .*?) && .venv/bin/pytest\b", "".join(commands))
     assert f'pip" {install}\n' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
