@@ -14,6 +14,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from cli_tools import make_run, process
@@ -35,17 +36,6 @@ def last(run: Path) -> Path:
     return run / "step-00001100"
 
 
-def python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a few lines of Python."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_looking_imports_no_torch(run: Path, last: Path) -> None:
     """Neither ls, show, tree, verify nor the help; nor cat, stats and cp of plain tensors."""
     code = (
@@ -60,7 +50,7 @@ def test_looking_imports_no_torch(run: Path, last: Path) -> None:
         "    assert code == 0, (line, code)\n"
         "    assert 'torch' not in sys.modules, line\n"
     )
-    result = python(code, run, last, run.parent / "copied")
+    result = process(run, last, run.parent / "copied", code=code)
     assert result.returncode == 0, result.stderr
 
 
@@ -73,23 +63,26 @@ def test_a_missing_package_is_one_line_that_names_the_extra() -> None:
         "from ckpt_storage.cli import main\n"
         "main()\n"
     )
-    result = python(code)
+    result = process(code=code)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "ckpt-storage[cli]" in result.stderr
 
 
+def started(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start the command line."""
+    command = [sys.executable, "-m", "ckpt_storage", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
+
+
 def test_a_reader_that_leaves_is_no_error(run: Path) -> None:
     """As in `ckpt-storage ls ... | head`: no traceback, and the code of SIGPIPE."""
-    command = [sys.executable, "-m", "ckpt_storage", "ls", str(run)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as started:
-        assert started.stdout is not None
-        assert started.stderr is not None
-        started.stdout.close()
-        errors = started.stderr.read()
-        assert started.wait(60) == 141
+    with started("ls", run) as listing:
+        assert listing.stdout is not None
+        assert listing.stderr is not None
+        listing.stdout.close()
+        errors = listing.stderr.read()
+        assert listing.wait(60) == 141
     assert errors == ""
 
 
@@ -109,20 +102,12 @@ def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: 
     options = tmp_path / "options.json"
     options.write_text(json.dumps(server.storage_options))
     server.faults([FaultRule(times=0, action="hang")])
-    line = [sys.executable, "-m", "ckpt_storage", command, "s3://bkt/x"]
-    with (
-        interruptible(),
-        subprocess.Popen(
-            [*line, "--storage-options-file", str(options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as started,
-    ):
+    line = (command, "s3://bkt/x", "--storage-options-file", options)
+    with interruptible(), started(*line) as hanging:
         server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
-        started.send_signal(signal.SIGINT)
-        output, errors = started.communicate(timeout=30)
-        assert started.returncode == 130, errors
+        hanging.send_signal(signal.SIGINT)
+        output, errors = hanging.communicate(timeout=30)
+        assert hanging.returncode == 130, errors
     assert output == ""
     assert errors.strip() == "ckpt-storage: interrupted."
 

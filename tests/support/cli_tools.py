@@ -84,9 +84,12 @@ def _keys_of(command: str, value: Any, prefix: str = "") -> set[str]:
     return {f"{prefix}{key}" for key in value}.union(*inner)
 
 
-def process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Call the command line in a process of its own."""
-    command = [sys.executable, "-m", "ckpt_storage", *map(str, arguments)]
+def process(
+    *arguments: str | Path, code: str = "", **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Call the command line, or run a few lines of Python, in a process of its own."""
+    what = ["-c", code] if code else ["-m", "ckpt_storage"]
+    command = [sys.executable, *what, *map(str, arguments)]
     options = {"timeout": 120, "text": True, "stdout": PIPE, "stderr": PIPE, **options}
     options["env"] = {**os.environ, **options.get("env", {})}
     return subprocess.run(command, check=False, **options)
