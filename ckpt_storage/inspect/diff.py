@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -195,15 +195,10 @@ def compare(
 ) -> CheckpointDiff:
     """Return how two checkpoints differ in the chosen names. As `Checkpoint.diff`."""
     sides = (left, right)
-    if names is None or callable(names):
-        chosen = [side.chosen(names, prefix) for side in sides]
-    else:
-        wanted = [names] if isinstance(names, str) else list(names)
-        for fqn in wanted:
-            if fqn not in left and fqn not in right:
-                raise left.unknown(fqn)
-        chosen = [side.chosen([fqn for fqn in wanted if fqn in side], prefix) for side in sides]
-    lefts, rights = map(dict.fromkeys, chosen)
+    if isinstance(names, Iterable) and not isinstance(names, str):
+        names = list(names)
+    lefts = dict.fromkeys(left.chosen(names, prefix, right))
+    rights = dict.fromkeys(right.chosen(names, prefix, left))
     both = {fqn: (left.entry(fqn), right.entry(fqn)) for fqn in lefts if fqn in rights}
     found = {fqn: _unread(*pair) for fqn, pair in both.items()}
     if values:

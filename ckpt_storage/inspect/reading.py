@@ -124,15 +124,16 @@ class Handle:
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
 
-    def chosen(self, names: Names, prefix: str | None) -> list[str]:
-        """Return the names that are wanted. Raises `KeyError` for one that is not there."""
+    def chosen(self, names: Names, prefix: str | None, other: Handle | None = None) -> list[str]:
+        """Return the names that are wanted. Raises `KeyError` for one in neither of two."""
         if names is None or callable(names):
             found = [fqn for fqn in self if names is None or names(fqn)]
         else:
-            found = list(dict.fromkeys([names] if isinstance(names, str) else names))
-            for fqn in found:
-                if fqn not in self:
+            wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+            for fqn in wanted:
+                if fqn not in self and (other is None or fqn not in other):
                     raise self.unknown(fqn)
+            found = [fqn for fqn in wanted if fqn in self]
         return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
 
     def entry(self, fqn: str) -> Entry:
