@@ -67,13 +67,6 @@ def save_all(_rank: int, folder: Path) -> None:
     dcp.save(sharded(), storage_writer=writer)
 
 
-def save_on_four(_rank: int, path: Path) -> None:
-    """Save a tensor in four chunks of three rows."""
-    mesh = init_device_mesh("cpu", (4,))
-    tensor = distribute_tensor(torch.arange(36).reshape(12, 3), mesh, [Shard(0)])
-    dcp_cases.save({"rows": tensor}, path)
-
-
 def save_hugging_face(folder: Path) -> None:
     """Save `WEIGHTS` as a Hugging Face folder of two weight files and an index."""
     path = folder / "safetensors" / "step-1000"
