@@ -65,10 +65,10 @@ _NAME = "ckpt-storage"
 _COMMANDS = {
     **dict.fromkeys(("ls", "show", "tree"), "look"),
     **dict.fromkeys(("cat", "stats"), "values"),
-    **dict.fromkeys(("verify", "diff"), "check"),
+    **dict.fromkeys(("verify", "diff"), "look"),
     **dict.fromkeys(("cp", "convert", "consolidate"), "move"),
     **dict.fromkeys(("rm", "prune"), "tidy"),
-    "doctor": "check",
+    "doctor": "look",
 }
 """Each command, in the order of the help, and the module here that defines it."""
 
