@@ -21,7 +21,7 @@ import click
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
-from ckpt_storage.inspect.facts import shown
+from ckpt_storage.inspect.views import shown
 from ckpt_storage.store.redaction import Scrubber
 
 from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND

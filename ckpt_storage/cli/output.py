@@ -16,8 +16,8 @@ import click
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from ckpt_storage.format.names import COMMITS, STOCK_METADATA
 from ckpt_storage.inspect.checkpoint import Checkpoint
-from ckpt_storage.inspect.facts import human_bytes, shown
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
+from ckpt_storage.inspect.views import human_bytes, shown
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 

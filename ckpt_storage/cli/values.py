@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.inspect.facts import shown
 from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
 from ckpt_storage.inspect.reading import elements_of, slabs
+from ckpt_storage.inspect.views import shown
 
 from . import output
 from .options import memory_option, parse_slice, reads, url_argument

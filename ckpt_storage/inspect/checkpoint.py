@@ -24,12 +24,20 @@ from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import some_at_once
 
 from .diff import CheckpointDiff, compare
-from .facts import Entry, StoredFile, human_bytes
 from .lazy_tensor import LazyTensor
 from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, slabs
 from .stats import TensorStats, summarise
 from .verify import VerifyReport, verify
-from .views import Row, TreeView, checkpoint_html, checkpoint_text, rows_of
+from .views import (
+    Entry,
+    Row,
+    StoredFile,
+    TreeView,
+    checkpoint_html,
+    checkpoint_text,
+    human_bytes,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,6 @@ from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.format.selections import Selection
 from ckpt_storage.options import Progress
 
-from .facts import Entry, shown
 from .reading import (
     Handle,
     Names,
@@ -24,6 +23,7 @@ from .reading import (
     read_tensors,
     slabs,
 )
+from .views import Entry, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

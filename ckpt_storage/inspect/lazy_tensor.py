@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.dtypes import DTYPES
 
-from .facts import Sharding, shape_text, shown
 from .reading import Handle, elements_of, read_tensors
+from .views import Sharding, shape_text, shown
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -41,7 +41,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gap
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
-from .facts import Entry, Sharding
+from .views import Entry, Sharding
 
 if TYPE_CHECKING:
     import numpy as np

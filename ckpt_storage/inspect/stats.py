@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import InvalidInputError
 
-from .facts import DASH, shape_text, shown
+from .views import DASH, shape_text, shown
 
 if TYPE_CHECKING:
     import numpy as np

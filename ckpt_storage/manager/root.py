@@ -29,7 +29,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
-from ckpt_storage.inspect.facts import natural
+from ckpt_storage.inspect.views import natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline

@@ -13,8 +13,7 @@ import torch
 import ckpt_storage
 from ckpt_storage import Checkpoint, diff, open_checkpoint
 from ckpt_storage.format.boxes import Grid
-from ckpt_storage.inspect.facts import Sharding
-from ckpt_storage.inspect.views import sharding_svg
+from ckpt_storage.inspect.views import Sharding, sharding_svg
 
 EVIL = "<script>alert(1)</script>\"'&amp;.\x1b[31mred\u202eback\n"
 
