@@ -163,7 +163,7 @@ def test_every_byte_of_documents_is_checked(saver: Saver, tmp_path: Path) -> Non
     for path in set(checkpoint.files) - set(checkpoint.shards):
         size = path.stat().st_size
         # Every byte of the envelope, and enough of the body.
-        for at in sorted({*range(32), *range(32, size - 8, 17), *range(size - 8, size)}):
+        for at in sorted({*range(32), *range(32, size - 8, 31), *range(size - 8, size)}):
             with flipped(path, at):
                 problem = problem_at(verify(checkpoint.root, deep=False), checkpoint.name(path))
                 assert_close(checkpoint, [], problem, at)
