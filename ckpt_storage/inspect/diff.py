@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import UnsafeContentError
-from ckpt_storage.format.selections import Selection
+from ckpt_storage.format.boxes import Selection
 from ckpt_storage.options import Progress
 
 from .reading import (
