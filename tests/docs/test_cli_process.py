@@ -139,22 +139,15 @@ def test_torchrun_shares_the_work(last: Path, tmp_path: Path) -> None:
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_shells_complete() -> None:
+    """Commands, options and paths."""
+    for words, expected in (
         ("ckpt-storage ver", "plain,verify"),
         ("ckpt-storage verify ", "file,"),
         ("ckpt-storage verify --sha", "plain,--shallow"),
-    ],
-)
-def test_shells_complete(words: str, expected: str) -> None:
-    """Commands, options and paths."""
-    environment = {
-        "_CKPT_STORAGE_COMPLETE": "bash_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-    }
-    result = process(env=environment)
-    assert any(line.startswith(expected) for line in result.stdout.splitlines()), result.stdout
+    ):
+        typed = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        result = process(env={"_CKPT_STORAGE_COMPLETE": "bash_complete", **typed})
+        assert any(line.startswith(expected) for line in result.stdout.splitlines()), result.stdout
     script = process(env={"_CKPT_STORAGE_COMPLETE": "zsh_source"})
     assert "ckpt-storage" in script.stdout
