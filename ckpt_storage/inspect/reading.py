@@ -24,16 +24,10 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.options import (
-    LOCAL_READ_BYTES,
-    RetryPolicy,
-    Timeouts,
-    TransferOptions,
-)
+from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_newest
-from ckpt_storage.source.model import CommittedSource, Key, TensorInfo, explained
+from ckpt_storage.source.model import CommittedSource, Key, explained
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
@@ -69,10 +63,9 @@ class Handle:
         self.url = location.url
         self.unsafe_pickle = unsafe_pickle
         self.arguments: Mapping[str, Any] = arguments
-        timeouts: Timeouts = arguments["timeout"]
-        retry: RetryPolicy = arguments["retry"]
+        timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
-        self._store = open_store(location, timeouts=timeouts, retry=retry)
+        self._store = open_store(location, timeouts=timeouts, retry=arguments["retry"])
         self.options = TransferOptions.for_storage(
             is_remote=self._store.capabilities.is_remote,
             local_threads=2,
@@ -80,26 +73,19 @@ class Handle:
             thread_count=arguments["thread_count"],
             memory_limit_bytes=arguments["memory_limit_bytes"],
         )
+        # How much to hold at a time of what may be too large to hold.
+        self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
         self._pacer = Pacer(self.options.thread_count)
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as (store, deadline):
-            found = open_newest(store, deadline=deadline, options=self.options)
-        self.source, self.marks = found
-        self.tensors: Mapping[str, TensorInfo] = self.source.tensors
-        self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
+            source, self.marks = open_newest(store, deadline=deadline, options=self.options)
+        self.source = source
+        self.manifest = source.manifest if isinstance(source, CommittedSource) else None
+        self.tensors = source.tensors
+        self.objects = tuple(sorted(source.blobs))
         telling = partial(reporting, phase="load", rank=0, with_bar=True)
-        self.reporting = partial(telling, save_id=self.source.save_id)
-
-    @property
-    def piece_bytes(self) -> int:
-        """How much to hold at a time of what may be too large to hold."""
-        return max(1, self.options.memory_limit_bytes // _PIECES_HELD)
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of one of ours; None for other formats."""
-        return self.source.manifest if isinstance(self.source, CommittedSource) else None
+        self.reporting = partial(telling, save_id=source.save_id)
 
     def close(self) -> None:
         """Refuse reads from now on and release what the store owns; idempotent."""

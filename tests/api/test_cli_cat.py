@@ -17,7 +17,6 @@ from dcp_cases import seeded
 
 from ckpt_storage import save
 from ckpt_storage.cli.options import parse_slice
-from ckpt_storage.inspect.reading import Handle
 
 STATE: dict[str, Any] = {
     "long": seeded(1, 5000, 3),
@@ -28,6 +27,9 @@ STATE: dict[str, Any] = {
     "one": torch.tensor(2.5),
     "note": "hello",
 }
+
+PIECES_HELD = "ckpt_storage.inspect.reading._PIECES_HELD"
+"""How many pieces take all of the memory that an open checkpoint may: 256 MiB."""
 
 SLICES = [None, "-1", "1:,::2", "5:2", "::-2,...,::-1"]
 
@@ -86,7 +88,7 @@ def test_files_have_the_elements_in_numpys_order(
         found = np.load(file)
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
-        monkeypatch.setattr(Handle, "piece_bytes", 100)
+        monkeypatch.setattr(PIECES_HELD, (256 << 20) // 100)
 
 
 def test_types_that_numpy_lacks_are_printed_and_written(url: Path) -> None:
@@ -134,7 +136,7 @@ def test_damage_late_in_a_tensor_leaves_a_file_as_it_was(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is replaced once all is there; nothing else is left in its folder."""
-    monkeypatch.setattr(Handle, "piece_bytes", 1 << 20)
+    monkeypatch.setattr(PIECES_HELD, 256)
     copied = shutil.copytree(big, tmp_path / "big")
     (shard,) = copied.glob("saves/*/*.distcp")
     flip(shard, -2000)
