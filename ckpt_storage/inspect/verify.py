@@ -130,14 +130,17 @@ class Part:
 
     def of(self, files: Iterable[tuple[str, int]]) -> dict[str, int]:
         """Return which of `files` are in this part; paths with lengths, in one order for all."""
-        loads = [(0, number) for number in range(self.count)]
-        found: dict[str, int] = {}
-        for path, size_bytes in files:
-            load_bytes, number = loads[0]
-            heapq.heapreplace(loads, (load_bytes + size_bytes, number))
-            if number == self.number:
-                found[path] = size_bytes
-        return found
+        return _shared(files, self.count)[self.number]
+
+
+def _shared(files: Iterable[tuple[str, int]], count: int) -> list[dict[str, int]]:
+    loads = [(0, number) for number in range(count)]
+    found: list[dict[str, int]] = [{} for _ in loads]
+    for path, size_bytes in files:
+        load_bytes, number = loads[0]
+        heapq.heapreplace(loads, (load_bytes + size_bytes, number))
+        found[number][path] = size_bytes
+    return found
 
 
 def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> str | None:
@@ -168,8 +171,8 @@ def part_bytes(store: Store, part: Part, deadline: Deadline) -> tuple[int, int]:
     with deadline.governs(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         lengths = [] if head is None else _lengths(read_manifest(store, head))
-    largest = max(sum(Part(at, part.count).of(lengths).values()) for at in range(part.count))
-    return sum(part.of(lengths).values()), largest
+    sizes = [sum(files.values()) for files in _shared(lengths, part.count)]
+    return sizes[part.number], max(sizes)
 
 
 def _lengths(manifest: Manifest) -> list[tuple[str, int]]:
