@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import (
@@ -205,7 +204,8 @@ class ArrayRead(ChunkRead):
             found: Words = np.ndarray(copy.sizes, WORDS[self.item_bytes], window, at, strides)
             pairs = zip(copy.dest_offsets, copy.sizes, strict=True)
             where = tuple(slice(start, start + count) for start, count in pairs)
-            self.fill(self.array[_view_index(where)], found)
+            # Ellipsis: of no dimensions an index would copy the element.
+            self.fill(self.array[*where, ...], found)
 
     def fill(self, out: Words, found: Words) -> None:
         """Put elements into a part of the array."""
@@ -259,7 +259,7 @@ def _parts(
     for chunk in (info.boxes[at] for at in info.overlapping(hull)):
         inside = clip(ranges, chunk)
         if inside is not None:
-            where, into = inside[0], array[_view_index(inside[1])]
+            where, into = inside[0], array[*inside[1], ...]
             held_count += into.size
             read = partial(ArrayRead, item_bytes=array.itemsize, chunk_sizes=chunk.sizes)
             yield (fqn, chunk.offsets), partial(read, where=where, array=into)
@@ -271,11 +271,6 @@ def _parts(
             next_step="The save was incomplete, or its metadata is damaged; load another "
             "checkpoint.",
         )
-
-
-def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
-    """Return an index that gives a view always: of no dimensions it would copy the element."""
-    return (*where, ...)
 
 
 def read_stored(

@@ -8,19 +8,16 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
 from ckpt_storage.format.inert_pickle import is_inert_with_numpy
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader
 from ckpt_storage.transfer.ranges import ignore
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 Tensor = torch.Tensor
 Device = torch.device | str | int
@@ -32,14 +29,8 @@ _ZIP_START = b"PK\x03\x04"
 
 def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> Tensor:
     """Return words as a tensor of torch's type `dtype`, in the same memory if it can."""
-    shape, flat = words.shape, words.reshape(-1)
-    if not flat.flags.c_contiguous or not flat.flags.writeable:
-        flat = flat.copy()
-    kind: torch.dtype = getattr(torch, dtype)
-    if flat.size:
-        tensor = torch.from_numpy(flat.view("u1")).view(kind).reshape(shape)
-    else:
-        tensor = torch.empty(shape, dtype=kind)
+    flat = np.require(words.reshape(-1), requirements=["C", "W"])
+    tensor = torch.from_numpy(flat.view("u1")).view(getattr(torch, dtype)).reshape(words.shape)
     return tensor if device is None else tensor.to(device)
 
 
