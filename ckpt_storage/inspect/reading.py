@@ -203,9 +203,9 @@ class ArrayRead(ChunkRead):
             at = copy.source_offset_elements * self.item_bytes
             found: Words = np.ndarray(copy.sizes, WORDS[self.item_bytes], window, at, strides)
             pairs = zip(copy.dest_offsets, copy.sizes, strict=True)
-            where = tuple(slice(start, start + count) for start, count in pairs)
-            # Ellipsis: of no dimensions an index would copy the element.
-            self.fill(self.array[*where, ...], found)
+            # The ellipsis gives a view of an array without dimensions, too.
+            where: Any = (*(slice(start, start + count) for start, count in pairs), ...)
+            self.fill(self.array[where], found)
 
     def fill(self, out: Words, found: Words) -> None:
         """Put elements into a part of the array."""
@@ -257,9 +257,9 @@ def _parts(
     hull = Box(starts, tuple(r[-1] + 1 - r.start for r in ranges))
     info, held_count = handle.tensors[fqn], 0
     for chunk in (info.boxes[at] for at in info.overlapping(hull)):
-        inside = clip(ranges, chunk)
+        inside: Any = clip(ranges, chunk)
         if inside is not None:
-            where, into = inside[0], array[*inside[1], ...]
+            where, into = inside[0], array[(*inside[1], ...)]
             held_count += into.size
             read = partial(ArrayRead, item_bytes=array.itemsize, chunk_sizes=chunk.sizes)
             yield (fqn, chunk.offsets), partial(read, where=where, array=into)
