@@ -23,7 +23,6 @@ class Written:
     offsets: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
     dtype: str = "float32"
-    crc: int = 0
 
     @property
     def kind(self) -> tuple[str, Box] | tuple[None, None]:
@@ -71,13 +70,12 @@ def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankMan
     )
 
 
-def reports_of(ranks: Sequence[Sequence[Written]], *, with_places: bool = True) -> list[RankReport]:
+def reports_of(ranks: Sequence[Sequence[Written]]) -> list[RankReport]:
     """Return the reports of ranks that wrote these items."""
     found = []
     for rank, items in enumerate(ranks):
-        manifest = manifest_of(rank, len(ranks), items)
         path = f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json"
         ref = FileRef(path=path, size_bytes=100 + rank, crc32c=rank)
-        report = RankReport.of(manifest, ref, with_places=with_places)
-        found.append(report)
+        manifest = manifest_of(rank, len(ranks), items)
+        found.append(RankReport.of(manifest, ref, with_places=True))
     return found
