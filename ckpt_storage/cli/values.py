@@ -136,7 +136,7 @@ def _put(file: str | None, parts: Iterable[bytes]) -> None:
 
 
 def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
-    count, shape = math.prod(map(len, selection.ranges)), _shape_of(selection)
+    count, shape = math.prod(map(len, selection.ranges)), _dummy(selection).shape
     if not as_json:
         found = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
@@ -160,10 +160,10 @@ def _pairs(values: Any) -> Any:
     return [values.real, values.imag] if isinstance(values, complex) else values
 
 
-def _shape_of(selection: Indexed) -> tuple[int, ...]:
-    """Return the shape that numpy gives for an index; reads nothing."""
+def _dummy(selection: Indexed, kind: str = "u1") -> NDArray[Any]:
+    """Return an array like the one that numpy gives for an index; reads nothing."""
     sizes = tuple(map(len, selection.ranges))
-    return np.broadcast_to(np.empty(()), sizes)[selection.final].shape
+    return np.broadcast_to(np.empty((), kind), sizes)[selection.view]
 
 
 def _made(tensor: LazyTensor, words: Words, selection: Indexed) -> NDArray[Any]:
@@ -204,16 +204,13 @@ def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator
 
 def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:
     """Return what a file of numpy begins with. Raises for a type that numpy lacks."""
-    if DTYPES[tensor.dtype].numpy is None:
+    kind = DTYPES[tensor.dtype].numpy
+    if kind is None:
         raise InvalidInputError(
             f"A file of numpy has no {tensor.dtype}.", next_step="Use --form raw."
         )
     buffer = io.BytesIO()
-    head = {
-        "descr": np.lib.format.dtype_to_descr(np.dtype(DTYPES[tensor.dtype].numpy)),
-        "fortran_order": False,
-        "shape": _shape_of(selection),
-    }
+    head = np.lib.format.header_data_from_array_1_0(_dummy(selection, kind))
     np.lib.format.write_array_header_1_0(buffer, head)
     return buffer.getvalue()
 
