@@ -52,12 +52,11 @@ class Findings:
         """Return the findings as fields of a `ValueDiff` of tensors of `shape`."""
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
-        names = ("count", "different_count", "max_absolute", "max_relative")
-        at = None if self.at is None else np.unravel_index(self.at, shape) if shape else ()
-        return {
-            **{name: getattr(self, name) for name in names},
-            "at": None if at is None else tuple(map(int, at)),
-        }
+        found = dataclasses.asdict(self)
+        del found["absolute"], found["relative"]
+        if self.at is not None:
+            found["at"] = tuple(map(int, np.unravel_index(self.at, shape)))
+        return found
 
     def add(
         self, left: NDArray[Any], left_dtype: str, right: NDArray[Any], right_dtype: str
