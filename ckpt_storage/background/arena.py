@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import mmap
@@ -39,8 +38,6 @@ _WIPE_ON_FORK = 18
 # cuda.h: memory that every CUDA context sees as page-locked.
 _REGISTER_PORTABLE = 1
 
-_ids = itertools.count(1)
-
 
 def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindings as a module
     """Return torch's binding of the CUDA runtime, or None where there is no CUDA device."""
@@ -53,7 +50,6 @@ class Arena:
     """One stretch of host memory, unmapped when the last view of `memory`, its bytes, is gone."""
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
-        self.arena_id = next(_ids)
         self.size_bytes = size_bytes
         self.file: int | None = None
         self._was_pinned = False

@@ -60,16 +60,12 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
     `STALL_S`, or than its phase may take and `_GRACE_S`.
     """
     limits = {save: limit for save in saves if (limit := _in_flight.get(save)) is not None}
-    start = moved = time.monotonic()
-    seen: object = None
+    start = time.monotonic()
     while True:
         now, told = time.monotonic(), {save: save.progress() for save in limits}
-        mark = [
-            (one.state, [(s.rank, s.phase, s.done_bytes) for s in one.ranks.values()])
-            for one in told.values()
-        ]
-        if mark != seen:
-            seen, moved = mark, now
+        # What moves one save brings those behind it nearer, too.
+        ranks = [one for progress in told.values() for one in progress.ranks.values()]
+        moved = max([start, *(one.heard_s - one.idle_s for one in ranks)])
         if all(
             save.done() or now > min(start + timeout_s, moved + _patience_s(told[save], timeouts))
             for save, (timeout_s, timeouts) in limits.items()

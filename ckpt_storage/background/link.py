@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -24,7 +23,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import place_of, travelling
+from ckpt_storage.coordination.failures import travelling
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
@@ -34,8 +33,7 @@ from ckpt_storage.saves.save import hear_outcome, look_up_outcome, unexported
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.calls import halted
 
-from .arena import Arena
-from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Step, worker_main
+from .worker import Beat, Job, Outcome, Reply, Step, worker_main
 
 if TYPE_CHECKING:
     from .queue import SaveJob
@@ -53,23 +51,27 @@ _GRACE_S = 5.0
 _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
 
-_EXCHANGES = frozenset({"gather_bytes", "scatter_bytes", "broadcast_bytes"})
+
+Message = Beat | Step | Outcome | CheckpointError
+"""What a worker tells; an error: the save cannot go on."""
 
 
 class GoneError(Exception):
     """The worker is gone; the message says how."""
 
 
-class _Child:
-    """One worker process that has been started, and our end of its pipe."""
+class Worker:
+    """One worker process of a rank, and our end of its pipe; it runs one save at a time."""
 
-    def __init__(self, rank: int, world_size: int, silence_s: float) -> None:
+    def __init__(self, ranks: RankGroup, silence_s: float) -> None:
+        """Start it. Raises `InvalidInputError` where that is not possible, or `CheckpointError`."""
+        rank = ranks.rank
         context = multiprocessing.get_context(START_METHOD)
         try:
-            self.pipe, theirs = context.Pipe()
+            self._pipe, theirs = context.Pipe()
             self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # a stub
                 target=worker_main,
-                args=(rank, world_size, log.getEffectiveLevel(), theirs),
+                args=(rank, ranks.world_size, log.getEffectiveLevel(), theirs),
                 name=f"ckpt-storage worker {rank}",
                 daemon=True,
             )
@@ -88,77 +90,88 @@ class _Child:
             ) from error
         theirs.close()
         _processes.add(self.process)
-        self._arenas: dict[int, weakref.ref[Arena]] = {}
-        self._plans: list[str] = []
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self.has_spoken = False
         # Runs before multiprocessing asks it to end and waits: a stopped process never would.
-        self.end = Finalize(None, _end, (self.process, self.pipe), exitpriority=100)
+        self.close = Finalize(None, _end, (self.process, self._pipe), exitpriority=100)
 
     @property
-    def quiet_s(self) -> float:
-        """How long it may say nothing."""
-        return self._silence_s + (0.0 if self.has_spoken else _START_S)
+    def pid(self) -> int | None:
+        """Process id of the worker, if it runs."""
+        return self.process.pid if self.process.is_alive() else None
+
+    def is_ready(self) -> bool:
+        """Return whether an idle worker lives: it says nothing, so there is only an end to read."""
+        if self._pipe.closed:
+            return False
+        if self._pipe.poll() or not self.process.is_alive():
+            log.warning("The %s %s; a new one is started.", self.process.name, self.how())
+            self.close()
+            return False
+        return True
+
+    def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
+        """Run one save in `operation`, and return or raise how it ended; it may be closed then."""
+        run = _Run(self, operation, job)
+        try:
+            outcome = run.serve()
+        except GoneError as gone:
+            error = run.death(gone)
+            self.close()
+            return run.ended_without_worker(error)
+        except BaseException:
+            # What it goes on to tell is of this save, and must not be taken for the next one's.
+            self.close()
+            raise
+        if not outcome.is_clean:
+            # A thread of it may still read the state that is given up now.
+            self.close()
+        operation.is_void = outcome.is_void
+        if isinstance(outcome.found, CheckpointError):
+            raise outcome.found
+        return outcome.found
 
     def send(self, message: object, *, file: int | None = None) -> None:
         """Send a message and a descriptor. Raises `GoneError` if nobody takes it in time."""
-        limit = struct.pack("ll", max(1, int(self.quiet_s)), 0)
-        with socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
+        limit = struct.pack("ll", max(1, int(self._quiet_s)), 0)
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
-            self.pipe.send(message)
+            self._pipe.send(message)
             if file is not None:
-                reduction.send_handle(self.pipe, file, None)
+                reduction.send_handle(self._pipe, file, None)
         except OSError:
             raise GoneError(self.how()) from None
 
-    def send_job(self, job: SaveJob) -> None:
-        """Send a save; as `send`. An arena's descriptor crosses once, and so does a local plan."""
-        assert job.staging is not None  # noqa: S101  # or it were refused
-        arena, plan = job.staging.arena, job.staging.plan
-        self._arenas = {
-            at: held for at, held in self._arenas.items() if (it := held()) is not None and it.file
-        }
-        is_new = arena.arena_id not in self._arenas
-        self._arenas[arena.arena_id] = weakref.ref(arena)
-        message = Job(
-            number=job.number,
-            url=os.fspath(job.url),
-            options=job.packed,
-            plan_id=plan.plan_id,
-            plan=None if plan.plan_id in self._plans else pickle.dumps(plan),
-            places=job.staging.places,
-            arena_id=arena.arena_id,
-            arena_bytes=arena.size_bytes,
-            arena_ids=list(self._arenas),
-            with_file=is_new,
-        )
-        self.send(message, file=arena.file if is_new else None)
-        if message.plan is not None:
-            self._plans = [*self._plans, plan.plan_id][-KEPT_PLANS:]
+    def messages(self, limit_s: float) -> Iterator[Message]:
+        """Yield what it tells to the end of a save.
 
-    def messages(self, limit_s: float) -> Iterator[Beat | Step | Outcome]:
-        """Yield what it tells. Raises `GoneError` once it is silent, or was not done in time."""
+        Raises `GoneError` once it is silent, or was not done in time.
+        """
         heard_s = time.monotonic()
-        end_s = heard_s + limit_s + self.quiet_s
+        end_s = heard_s + limit_s + self._quiet_s
+        message: Message | None = None
         try:
-            while True:
+            while not isinstance(message, Outcome):
                 halted()
-                if not wait([self.pipe, self.process.sentinel], _LOOK_S):
-                    if time.monotonic() > heard_s + self.quiet_s:
-                        told = f"gave no sign of life for {self.quiet_s:g} s and was ended"
-                        raise GoneError(told)
-                    if time.monotonic() > end_s:
-                        raise GoneError("did not end the save by its deadlines and was ended")
-                elif self.pipe.poll():
-                    message = self.pipe.recv()
+                if wait([self._pipe, self.process.sentinel], _LOOK_S):
+                    if not self._pipe.poll():
+                        raise GoneError(self.how())
+                    message = self._pipe.recv()
                     heard_s, self.has_spoken = time.monotonic(), True
                     yield message
-                else:
-                    raise GoneError(self.how())
+                elif time.monotonic() > heard_s + self._quiet_s:
+                    raise GoneError(f"gave no sign of life for {self._quiet_s:g} s and was ended")
+                elif time.monotonic() > end_s:
+                    raise GoneError("did not end the save by its deadlines and was ended")
         except (EOFError, OSError):
             raise GoneError(self.how()) from None
+
+    @property
+    def _quiet_s(self) -> float:
+        """How long it may say nothing."""
+        return self._silence_s + (0.0 if self.has_spoken else _START_S)
 
     def how(self) -> str:
         """Return how it went; one whose pipe is closed is about to."""
@@ -204,79 +217,31 @@ def pack(options: SaveOptions) -> bytes:
         ) from error
 
 
-class Worker:
-    """One rank's worker process, started at once and again after it died."""
-
-    def __init__(self, ranks: RankGroup, silence_s: float) -> None:
-        self._start = partial(_Child, ranks.rank, ranks.world_size, silence_s)
-        self._child: _Child | None = None
-        try:
-            self._child = self._start()
-        except InvalidInputError:
-            raise
-        except CheckpointError as error:
-            # The next save tries again, and tells the other ranks.
-            log.warning("%s", error)
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker, if one runs."""
-        child = self._child
-        return child.process.pid if child is not None and child.process.is_alive() else None
-
-    def close(self) -> None:
-        """End the worker; idempotent."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
-
-    def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
-        """Let the worker run one save in `operation`, and return or raise how it ended."""
-        child = self._child
-        # An idle one says nothing: what can be read is the end of its pipe.
-        if child is not None and (child.pipe.poll() or not child.process.is_alive()):
-            how = child.how()
-            log.warning("The worker of rank %d %s; a new one is started.", operation.rank, how)
-            self.close()
-        child = self._child = self._child or self._start()
-        run = _Run(child, operation, job)
-        try:
-            outcome = run.serve()
-        except GoneError as gone:
-            error = run.death(gone)
-            self.close()
-            return run.ended_without_worker(error)
-        except BaseException:
-            # What it goes on to tell is of this save, and must not be taken for the next one's.
-            self.close()
-            raise
-        if not outcome.is_clean:
-            # A thread of it may still read the state that is given up now.
-            self.close()
-        operation.is_void = outcome.is_void
-        if isinstance(outcome.found, CheckpointError):
-            raise outcome.found
-        return outcome.found
-
-
 class _Run:
     """One save in the worker: a thread hears it, and its steps are carried out in the operation."""
 
-    def __init__(self, child: _Child, operation: Operation, job: SaveJob) -> None:
-        self._child = child
+    def __init__(self, worker: Worker, operation: Operation, job: SaveJob) -> None:
+        self._worker = worker
         self._operation = operation
         self._job = job
         self._inbox: queue.SimpleQueue[Step | Outcome | BaseException] = queue.SimpleQueue()
         self._gone: GoneError | None = None
         self._death: RankFailedError | None = None
-        self._is_exchanging = self._is_part_told = False
-        self._word: bytes | None = None
+        self._is_bound = False  # the save may end well without the worker
         self._reports: dict[str, Callable[[int], None]] = {}
 
     def serve(self) -> Outcome:
         """Carry out the steps of the worker until the save has ended. Raises `GoneError`."""
-        child, operation = self._child, self._operation
-        child.send_job(self._job)
+        worker, operation, job = self._worker, self._operation, self._job
+        staging = job.staging
+        assert staging is not None  # noqa: S101  # or it were refused
+        first = Job(
+            url=os.fspath(job.url),
+            options=job.packed,
+            staged=pickle.dumps(staging.staged),
+            arena_bytes=staging.arena.size_bytes,
+        )
+        worker.send(first, file=staging.arena.file)
         threading.Thread(target=self._read, name="ckpt-storage save: worker", daemon=True).start()
         failed_s: float | None = None
         while True:
@@ -290,11 +255,11 @@ class _Run:
                     return message
                 if isinstance(message, BaseException):
                     raise message
-                child.send(self._reply_to(message))
+                worker.send(self._reply_to(message))
             failure = operation.failure()
             if failure is not None and failed_s is None:
                 failed_s = time.monotonic()
-                child.send(Failed(number=self._job.number, error=travelling(failure)))
+                worker.send(travelling(failure))
             elif failed_s and time.monotonic() > failed_s + _GRACE_S + operation.timeouts.silence:
                 raise GoneError("did not give up the save and was ended")
 
@@ -303,55 +268,52 @@ class _Run:
         operation = self._operation
         for name, fact in step.facts.items():
             setattr(operation, name, fact)
-        # Elsewhere a death is told to none: before all have met, its rank meets them first; and
-        # the coordinator's last word counts, whoever asked for it.
-        if step.name == "gather_bytes" and operation.deadline.phase == "write":
-            self._is_part_told = not operation.is_coordinator
-        self._is_exchanging = step.name in _EXCHANGES and not self._is_part_told
+        if self._gone is not None and not self._is_bound:
+            raise self._gone
         try:
-            if self._is_exchanging and self._gone is not None:
-                raise self._gone
             value = getattr(operation, step.name)(*step.args)
         except CheckpointError as error:
             if self._gone is not None:
                 raise self._gone from None
             return Reply(error=travelling(error))
-        finally:
-            self._is_exchanging = False
-        if step.name == "outcome_bytes":
-            self._word = value
         return Reply(value=None if step.name == "phase" else value)
 
     def _read(self) -> None:
         """Take in what the worker tells until the save has ended, in a thread of its own."""
-        end: Outcome | BaseException
+        operation, t = self._operation, self._job.options.timeouts
+        end: Outcome | BaseException | None = None
         try:
             with contextlib.ExitStack() as shown:
-                end = self._take(shown)
+                limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate
+                for message in self._worker.messages(limit_s):
+                    if isinstance(message, Outcome):
+                        end = message
+                    elif isinstance(message, Step):
+                        self._is_bound = self._binds(message)
+                        self._inbox.put(message)
+                    elif isinstance(message, Beat):
+                        self._take_beat(message, shown)
+                    else:
+                        operation.failed(message)
         except GoneError as gone:
             end = self._gone = gone
-            if self._is_exchanging:
+            if not self._is_bound:
                 try:
-                    self._operation.failed(self.death(gone))
+                    operation.failed(self.death(gone))
                 except CheckpointError as error:
                     log.warning("Not all ranks may hear that a worker is gone: %s", error)
         except BaseException as error:  # noqa: BLE001  # raised by `serve`
             end = error
-        self._inbox.put(end)
+        self._inbox.put(end or AssertionError())
 
-    def _take(self, shown: contextlib.ExitStack) -> Outcome:
-        operation, t = self._operation, self._job.options.timeouts
-        limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate
-        for message in self._child.messages(limit_s):
-            if isinstance(message, Outcome):
-                return message
-            if isinstance(message, Step):
-                self._inbox.put(message)
-            elif message.failure is not None:
-                operation.failed(message.failure)
-            else:
-                self._take_beat(message, shown)
-        raise AssertionError  # they end with an error
+    def _binds(self, step: Step) -> bool:
+        """Return whether, from this step on, others may commit, or this rank may have."""
+        operation = self._operation
+        if step.facts["committed"] is not None:
+            return False
+        is_part = step.name == "gather_bytes" and operation.deadline.phase == "write"
+        is_commit = step.name == "phase" and step.args[0] == "commit"
+        return self._is_bound or is_commit or (is_part and not operation.is_coordinator)
 
     def _take_beat(self, beat: Beat, shown: contextlib.ExitStack) -> None:
         """Note how far the worker is, and show it in the phases that move bytes."""
@@ -381,16 +343,17 @@ class _Run:
     def death(self, gone: GoneError) -> RankFailedError:
         """Return the error that names the worker that is gone, and how it went."""
         if self._death is None:
-            rank, phase = self._operation.rank, self._operation.deadline.phase
+            operation = self._operation
+            rank, phase = operation.rank, operation.deadline.phase
             self._death = RankFailedError(
-                f"The worker process {self._child.process.pid} of rank {rank} {gone} in the "
-                f"{phase} phase of the save to {place_of(self._job.url)}.",
+                f"The worker process {self._worker.process.pid} of rank {rank} {gone} in the "
+                f"{phase} phase of {operation.what}.",
                 failures={rank: str(gone)},
                 rank=rank,
                 phase=phase,
                 next_step="See why (out of memory?). Training can go on, and the next save starts "
                 "a new worker."
-                if self._child.has_spoken
+                if self._worker.has_spoken
                 else "It never took the save up: see what it printed. The trainer's script must be "
                 "importable (`if __name__ == '__main__':`); mode='thread' needs no worker.",
             )
@@ -401,11 +364,10 @@ class _Run:
         operation, options = self._operation, self._job.options
         if operation.committed is not None:
             raise unexported(error, operation.committed)
-        is_committing = operation.is_coordinator and operation.deadline.phase == "commit"
-        if not is_committing and not self._is_part_told:
+        if not self._is_bound:
             raise error
-        session = SaveSession.on(operation, self._job.url, options)
-        if is_committing:
+        session = SaveSession(self._job.url, options, operation)
+        if operation.is_coordinator:
             found = look_up_outcome(operation, session, error)
             operation.announce(found)
             if isinstance(found, CheckpointError):
@@ -414,7 +376,7 @@ class _Run:
             # Its part is complete, and the others go on with the save.
             if operation.deadline.phase == "write":
                 operation.phase("commit", options.timeouts.write + options.timeouts.commit)
-            found = hear_outcome(operation, session, self._word)
+            found = hear_outcome(operation, session)
         if options.consolidate:
             raise unexported(error, found)
         log.warning("%s The save is committed all the same.", error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import run_save, save_operation
 from ckpt_storage.store.calls import abandoned_thread_count
@@ -19,7 +19,7 @@ from ckpt_storage.store.calls import abandoned_thread_count
 from .arena import Arenas
 from .handle import SaveStatus
 from .link import Worker
-from .staging import StagingJob, staged_part
+from .staging import StagingJob
 
 log = logging.getLogger("ckpt_storage")
 
@@ -28,13 +28,12 @@ log = logging.getLogger("ckpt_storage")
 class SaveJob:
     """One save; with `refusal` nothing is saved, and the other ranks are told why.
 
-    `number` counts the saves of a saver. `packed` are the options as a worker gets them.
+    `packed` are the options as a worker gets them.
     """
 
     status: SaveStatus
     options: SaveOptions
     url: str | os.PathLike[str]
-    number: int
     packed: bytes = b""
     staging: StagingJob | None = None
     refusal: CheckpointError | None = None
@@ -53,12 +52,27 @@ class SaveJob:
 
 
 class SaveQueue:
-    """Carries out jobs in order, each one operation of `ranks`, in a thread that ends with them."""
+    """Carries out jobs in order, each one operation of `ranks`, in a thread that ends with them.
 
-    def __init__(self, ranks: RankGroup, worker: Worker | None, arenas: Arenas) -> None:
-        self._ranks = ranks
-        self._worker = worker
-        self._arenas = arenas
+    It owns ranks, arenas and, with `has_worker`, the worker, which is started anew once it died.
+    """
+
+    def __init__(self, ranks: RankGroup, silence_s: float, *, has_worker: bool) -> None:
+        self.ranks = ranks
+        self.has_worker = has_worker
+        self.worker: Worker | None = None
+        self._silence_s = silence_s
+        if has_worker:
+            try:
+                self.worker = Worker(ranks, silence_s)
+            except BaseException as error:
+                if not isinstance(error, CheckpointError) or isinstance(error, InvalidInputError):
+                    ranks.close()
+                    raise
+                # The next save tries again, and tells the other ranks.
+                log.warning("%s", error)
+        self.arenas = Arenas("shared" if has_worker else "private")
+        self.process_id = os.getpid()
         self._lock = threading.RLock()  # a signal's handler may save in the middle of a save
         self._waiting: deque[SaveJob] = deque()
         self._has_thread = self._is_busy = self._is_closed = False
@@ -87,18 +101,22 @@ class SaveQueue:
             raise failure from error
 
     def close(self) -> None:
-        """Accept no more; idempotent, never waits."""
+        """Accept no more, and let go of all once it is idle; idempotent, never waits."""
+        if os.getpid() != self.process_id:
+            return  # a child of fork owns nothing of this
         with self._lock:
             self._is_closed = True
             is_idle = not (self._is_busy or self._waiting)
-        if is_idle and self._worker is not None:
-            self._worker.close()
+        self.arenas.close()
+        if is_idle and self.worker is not None:
+            self.worker.close()
+        self.ranks.close()
 
     def _drain(self) -> None:
         while (job := self._next()) is not None:
             self._end(job)
-        if self._is_closed and self._worker is not None:
-            self._worker.close()
+        if self._is_closed and self.worker is not None:
+            self.worker.close()
 
     def _next(self) -> SaveJob | None:
         with self._lock:
@@ -123,24 +141,25 @@ class SaveQueue:
             status.succeed(info)
 
     def _carry_out(self, job: SaveJob) -> CheckpointInfo:
-        status, options = job.status, job.options
+        status, options, copy = job.status, job.options, job.staging
         try:
-            if job.staging is not None and job.refusal is None:
+            if copy is not None and job.refusal is None:
                 try:
-                    job.staging.wait(options.timeouts.stage)
+                    copy.wait(options.timeouts.stage)
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
-            with save_operation(self._ranks, job.url, options) as operation:
+            with save_operation(self.ranks, job.url, options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
                 status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
-                if self._worker is not None:
-                    return self._worker.run(operation, job)
-                copy = job.staging
+                if self.has_worker:
+                    if self.worker is None or not self.worker.is_ready():
+                        self.worker = Worker(self.ranks, self._silence_s)
+                    return self.worker.run(operation, job)
                 assert copy is not None  # noqa: S101  # or it were refused
-                part = staged_part(copy.plan, copy.places, copy.arena.memory, options.planner)
-                return run_save(operation, job.url, options, lambda: part, in_background=True)
+                part = copy.staged.part(copy.arena.memory, options.planner)
+                return run_save(operation, job.url, options, lambda _: part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False
@@ -153,4 +172,4 @@ class SaveQueue:
         if is_read or not staging.done():
             staging.arena.close()
         else:
-            self._arenas.give_back(staging.arena)
+            self.arenas.give_back(staging.arena)

@@ -29,10 +29,9 @@ from ckpt_storage.options import (
 from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
-from .arena import Arenas
 from .exits import flush, flush_at_exit
 from .handle import SaveHandle, SaveStatus, check_process
-from .link import Worker, pack
+from .link import pack
 from .queue import SaveJob, SaveQueue
 from .staging import StagingJob
 
@@ -95,26 +94,16 @@ class AsyncSaver:
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
-        self._ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
-        try:
-            silence_s = self._timeouts.silence
-            self._worker = Worker(self._ranks, silence_s) if mode == "process" else None
-        except BaseException:
-            self._ranks.close()
-            raise
-        self._arenas = Arenas("shared" if mode == "process" else "private")
-        self._queue = SaveQueue(self._ranks, self._worker, self._arenas)
+        ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
+        silence_s = self._timeouts.silence
+        self._queue = SaveQueue(ranks, silence_s, has_worker=mode == "process")
         self._saves: list[SaveStatus] = []
-        self._save_count = 0
         self._closed = False
         # A signal's handler may save in the middle of a save.
         self._turn = threading.RLock()
-        self._process_id = os.getpid()
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
-        self._finalizer = weakref.finalize(
-            self, _let_go, self._process_id, self._arenas, self._queue, self._ranks
-        )
+        self._finalizer = weakref.finalize(self, self._queue.close)
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -177,29 +166,31 @@ class AsyncSaver:
         prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin a save; `prepare` is called first, and ranks hear what it raises."""
-        check_process(self._process_id, "The AsyncSaver")
+        self._check_process()
         if self._closed:
             raise InvalidInputError(
                 "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
             )
         # What the phases of a save, and of those before it, may take together.
-        t = options.timeouts
+        t, rank = options.timeouts, self._queue.ranks.rank
         one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         limit_s = (len(self._saves) + 1) * one_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(
                 f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
                 timeout_s=limit_s,
-                rank=self._ranks.rank,
+                rank=rank,
                 phase="stage",
                 next_step="Call save in one thread, the same saves in the same order on all ranks.",
             )
         try:
-            status = SaveStatus(place_of(url), self._ranks.rank, limit_s=limit_s)
-            self._save_count += 1
-            job = SaveJob(status=status, options=options, url=url, number=self._save_count)
+            status = SaveStatus(place_of(url), rank, limit_s=limit_s)
+            job = SaveJob(status=status, options=options, url=url)
             try:
-                self._stage(job, state, prepare, block_until_staged=block_until_staged)
+                self._make_room(status, t)
+                with as_checkpoint_errors(f"the staging for {status.url}", rank):
+                    prepare()
+                    self._stage(job, state, block_until_staged=block_until_staged)
             except BaseException as error:
                 # The other ranks are in this save: a rank that raised and left would leave them
                 # alone there.
@@ -212,15 +203,8 @@ class AsyncSaver:
         finally:
             self._turn.release()
 
-    def _stage(
-        self,
-        job: SaveJob,
-        state: Mapping[str, Any],
-        prepare: Callable[[], None],
-        *,
-        block_until_staged: bool,
-    ) -> None:
-        status, timeouts = job.status, job.options.timeouts
+    def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
+        """Wait until one more may be in flight. Raises why an earlier one failed."""
         try:
             # Only of those that must have ended by now on every rank.
             surplus = max(0, len(self._saves) - self._max_pending + 1)
@@ -228,28 +212,29 @@ class AsyncSaver:
         finally:
             self._saves.append(status)
             flush_at_exit(status, self._exit_timeout_s, timeouts)
-        with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
-            # The trainer's working folder counts, as it is now.
-            job.url, job.options = anchored(job.url), job.options.anchored()
-            prepare()
-            planner = job.options.planner
-            if self._worker is not None:
-                # Before the planner knows the state, which is not to travel; so another one does.
-                job.packed = pack(job.options)
-                planner = None if planner is None else _twin_of(planner)
-            job.staging = StagingJob(
-                state,
-                self._arenas,
-                planner,
-                url=status.url,
-                rank=status.rank,
-                world_size=self._ranks.world_size,
-            )
-            if block_until_staged:
-                job.staging.run()
-                status.mark_staged()
-            else:
-                job.staging.start()
+
+    def _stage(self, job: SaveJob, state: Mapping[str, Any], *, block_until_staged: bool) -> None:
+        queue = self._queue
+        # The trainer's working folder counts, as it is now.
+        job.url, job.options = anchored(job.url), job.options.anchored()
+        planner = job.options.planner
+        if queue.has_worker:
+            # Before the planner knows the state, which is not to travel; so another one does.
+            job.packed = pack(job.options)
+            planner = None if planner is None else _twin_of(planner)
+        job.staging = StagingJob(
+            state,
+            queue.arenas,
+            planner,
+            url=job.status.url,
+            rank=job.status.rank,
+            world_size=queue.ranks.world_size,
+        )
+        if block_until_staged:
+            job.staging.run()
+            job.status.mark_staged()
+        else:
+            job.staging.start()
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
@@ -257,7 +242,7 @@ class AsyncSaver:
 
         Raises `PhaseTimeoutError` if the copying does not end in time.
         """
-        check_process(self._process_id, "The AsyncSaver")
+        self._check_process()
         for save in self._saves[:]:
             try:
                 save.wait_staged(self._timeouts.stage)
@@ -273,14 +258,14 @@ class AsyncSaver:
         Raises `PhaseTimeoutError` naming the one that has not, and with `on_error="raise"` the
         first failure that nobody asked for.
         """
-        check_process(self._process_id, "The AsyncSaver")
+        self._check_process()
         self._settle(self._saves[:], timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then end the worker and free the memory; idempotent."""
         if self._closed:
             return
-        check_process(self._process_id, "The AsyncSaver")
+        self._check_process()
         try:
             self.wait(timeout)
         finally:
@@ -290,7 +275,11 @@ class AsyncSaver:
     @property
     def worker_pid(self) -> int | None:
         """Process id of this rank's worker; None in thread mode, and while none runs."""
-        return None if self._worker is None else self._worker.pid
+        worker = self._queue.worker
+        return None if worker is None else worker.pid
+
+    def _check_process(self) -> None:
+        check_process(self._queue.process_id, "The AsyncSaver")
 
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
@@ -318,26 +307,13 @@ def _twin_of(planner: SavePlanner) -> SavePlanner:
     return twin
 
 
-def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: RankGroup) -> None:
-    if os.getpid() != process_id:
-        return  # a child of fork owns nothing of this
-    arenas.close()
-    queue.close()
-    ranks.close()
-
-
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
-
-def _forget_savers() -> None:
-    """Let a child of fork make savers of its own: it has no threads or workers of its parent."""
-    global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
-    _lock = threading.Lock()
-    _savers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_savers)
+# A child of fork makes savers of its own: it has no threads of its parent.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release)
+os.register_at_fork(after_in_child=_savers.clear)
+os.register_at_fork(after_in_child=_lock.release)
 
 
 def save_async(  # all that `save` takes, and one argument more

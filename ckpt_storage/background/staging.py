@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
@@ -27,7 +27,6 @@ from ckpt_storage.saves.planning import (
     LocalPlan,
     PlanMemory,
     checked,
-    naming_refused,
 )
 from ckpt_storage.saves.shardfile import Item
 
@@ -35,9 +34,6 @@ from .arena import Arenas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-BATCH_BYTES = 64 * 1024 * 1024
-"""Bytes between two looks at signals and at other threads."""
 
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
@@ -51,66 +47,54 @@ _planned = PlanMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where the items of a plan lie in an arena: columns in the order of the plan; pickles.
+class StagedPlan:
+    """A rank's local plan and where its items lie in an arena; pickles.
 
-    A blob has no dtype. `unsafe` names, by position, the type that makes `load` refuse a blob.
+    `rows` has start, size in bytes, dtype (None: a blob) and the type that makes `load` refuse it.
     """
 
-    starts: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    dtypes: list[str | None] = field(default_factory=list)
-    unsafe: dict[int, str] = field(default_factory=dict)
+    kept: Kept
     ties: Mapping[str, str]
+    rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
+
+    def part(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
+        """Return what a save takes, with the bytes in `memory`; default planner: torch's."""
+        return LocalPlan(
+            plan=lambda: self.kept.plan,
+            planner=planner or DefaultSavePlanner(),
+            source=_StagedItems(self, memory),
+            ties=self.ties,
+            structure=self.kept.structure,
+        )
 
 
-def staged_part(
-    kept: Kept,
-    places: Places,
-    memory: NDArray[np.uint8],
-    planner: SavePlanner | None,
-) -> LocalPlan:
-    """Return what a save takes of items whose bytes are in `memory`; default planner: torch's."""
-    return LocalPlan(
-        plan=lambda: kept.plan,
-        planner=planner or DefaultSavePlanner(),
-        source=StagedItems(kept.plan, places, memory),
-        ties=places.ties,
-        structure=kept.structure,
-    )
-
-
-class StagedItems:
+class _StagedItems:
     """An `ItemSource` over the memory of an arena."""
 
-    def __init__(self, plan: SavePlan, places: Places, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, staged: StagedPlan, memory: NDArray[np.uint8]) -> None:
         self._memory = memoryview(memory)  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
-        self._places = places
-        self._numbers: dict[MetadataIndex, int] = {
-            item.index: number for number, item in enumerate(plan.items)
-        }
+        self._rows = staged.rows
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
         """Yield the items of a final plan. Raises `InvalidInputError` for one not staged."""
-        places = self._places
         for item in plan.items:
-            number = self._numbers.get(item.index)
-            if number is None:
+            row = self._rows.get(item.index)
+            if row is None:
                 raise InvalidInputError(
                     f"{item.index.fqn} is not in the local plan, so it was not copied.",
                     phase="write",
                     next_step="Save with a planner whose finish_plan adds no items.",
                 )
-            start, size_bytes = places.starts[number], places.sizes[number]
+            start, size_bytes, dtype, unsafe = row
             chunk = None if item.tensor_data is None else item.tensor_data.chunk
             yield Item(
                 fqn=item.index.fqn,
-                dtype=places.dtypes[number],
+                dtype=dtype,
                 offsets=() if chunk is None else tuple(chunk.offsets),
                 sizes=() if chunk is None else tuple(chunk.sizes),
                 payload_bytes=size_bytes,
                 views=partial(self._views, start, start + size_bytes),
-                unsafe=places.unsafe.get(number),
+                unsafe=unsafe,
             )
 
     def _views(self, start: int, end: int, window_bytes: int) -> Iterator[memoryview]:
@@ -139,12 +123,11 @@ class StagingJob:
                 next_step="Give a dict of names to tensors, objects or further dicts.",
             )
         plain = plain_state(state)
-        with naming_refused(plain), torch.no_grad():
+        with torch.no_grad():
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            self.plan = _planned_by(live)
-            self.places = Places(ties=live.ties)
+            self.staged = StagedPlan(kept=_planned_by(live), ties=live.ties)
             self._sources: list[torch.Tensor] = []
             self._starts: list[int] = []
             try:
@@ -161,16 +144,14 @@ class StagingJob:
 
     def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
         """Decide where each item goes and what is copied; return blobs, and the bytes of all."""
-        found, places = _Found(live.planner), self.places
         blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
-        for number, item in enumerate(found.items(self.plan.plan)):
-            tensor, size_bytes = found.tensor, item.payload_bytes
-            start = end
+        plan = self.staged.kept.plan
+        items = LiveItems(live.planner).with_tensors(plan)
+        for planned, (item, tensor) in zip(plan.items, items, strict=True):
+            size_bytes, start = item.payload_bytes, end
             if tensor is None:
                 blobs.append((start, item))
-                if item.unsafe is not None:
-                    places.unsafe[number] = item.unsafe
             elif size_bytes:
                 # What is the same elements of the same memory is copied once.
                 first = known.setdefault(tensor.data_ptr(), len(self._sources))
@@ -179,9 +160,7 @@ class StagingJob:
                 else:
                     self._sources.append(tensor)
                     self._starts.append(start)
-            places.starts.append(start)
-            places.sizes.append(size_bytes)
-            places.dtypes.append(item.dtype)
+            self.staged.rows[planned.index] = start, size_bytes, item.dtype, item.unsafe
             if start == end:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return blobs, end
@@ -241,13 +220,12 @@ class StagingJob:
                 run = torch.from_numpy(memory[start : start + size_bytes])
                 targets.append(run.view(source.dtype).view(source.shape))
                 sources.append(source)
-            with torch.no_grad():
-                for device, (targets, sources) in pairs.items():
-                    stream = self._streams.get(device)
-                    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                        # One call for many: half of their own, and other threads run between.
-                        for batch in _batches([target.nbytes for target in targets]):
-                            torch._foreach_copy_(targets[batch], sources[batch], stream is not None)
+            for device, (targets, sources) in pairs.items():
+                stream = self._streams.get(device)
+                on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+                with torch.no_grad(), on_stream:
+                    # One call for many: half of their own, and other threads run meanwhile.
+                    torch._foreach_copy_(targets, sources, stream is not None)
             for stream in self._streams.values():
                 stream.synchronize()
         except (RuntimeError, MemoryError) as error:
@@ -258,20 +236,6 @@ class StagingJob:
             ) from error
 
 
-class _Found(LiveItems):
-    """Live items; `tensor` is that of the last one, None if it was a blob."""
-
-    tensor: torch.Tensor | None = None
-
-    def _blob(self, fqn: str, data: object) -> Item:
-        self.tensor = None
-        return super()._blob(fqn, data)
-
-    def _tensor(self, item: WriteItem, data: object) -> Item:
-        self.tensor = data if isinstance(data, torch.Tensor) else None
-        return super()._tensor(item, data)
-
-
 def _planned_by(live: LocalPlan) -> Kept:
     """Return the plan of a planner that is set up, as the last time where nothing changed."""
     kept = _planned.find(live.structure)
@@ -279,9 +243,8 @@ def _planned_by(live: LocalPlan) -> Kept:
         plan = live.plan()
         if not plan.usable:
             # With plan caching: the same as the last time, which this rank copies all the same.
-            plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
-        plan, plan_id = checked(plan), os.urandom(16).hex()
-        kept = Kept(plan_id=plan_id, plan=plan, structure=live.structure)
+            plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
+        kept = Kept(plan_id="", plan=plan, structure=live.structure)
         _planned.keep(kept)
     return kept
 
@@ -320,12 +283,3 @@ def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.S
         elif device.type != "cpu":
             torch.accelerator.synchronize(device)
     return streams
-
-
-def _batches(sizes: list[int]) -> Iterator[slice]:
-    first = total = 0
-    for last, size_bytes in enumerate(sizes, start=1):
-        total += size_bytes
-        if total >= BATCH_BYTES or last == len(sizes):
-            yield slice(first, last)
-            first, total = last, 0

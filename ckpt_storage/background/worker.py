@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -21,20 +22,16 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import Kept
 from ckpt_storage.saves.save import run_save
 from ckpt_storage.store.calls import abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
 
 from .arena import map_shared
-from .staging import Places, staged_part
+from .staging import StagedPlan
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-KEPT_PLANS = 2
-"""How many local plans a worker remembers."""
 
 BEAT_S = 0.25
 """How often a worker tells its trainer how far it is."""
@@ -42,21 +39,12 @@ BEAT_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One save; with `with_file` the descriptor of its arena follows.
+    """One save; the descriptor of its arena follows."""
 
-    `plan` is None for one of the last `KEPT_PLANS`; `arena_ids` are all arenas still in use.
-    """
-
-    number: int
     url: str
     options: bytes
-    plan_id: str
-    plan: bytes | None
-    places: Places
-    arena_id: int
+    staged: bytes
     arena_bytes: int
-    arena_ids: Sequence[int]
-    with_file: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +53,6 @@ class Reply:
 
     value: Any = None
     error: CheckpointError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """Why a job cannot go on: another rank failed, or somebody cancelled it."""
-
-    number: int
-    error: CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +66,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life, with what is done in this phase; `failure` is told to all ranks at once."""
+    """A sign of life, with what is done in this phase."""
 
     done_bytes: int = 0
     total_bytes: int = 0
     done_files: int = 0
-    failure: CheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +93,9 @@ class PipedOperation(Operation):
     """The trainer's `Operation`, borrowed: each step is a call that the trainer carries out."""
 
     def __init__(
-        self, send: Callable[[object], None], group: RankGroup, number: int, timeouts: Timeouts
+        self, send: Callable[[object], None], group: RankGroup, timeouts: Timeouts
     ) -> None:
         super().__init__(group, "", timeouts)
-        self.number = number
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._send = send
 
@@ -146,7 +124,7 @@ class PipedOperation(Operation):
         """Let the trainer tell all ranks of a failure before it leaves the save."""
         if self.failure() is None:
             self.end(error)
-            self._send(Beat(failure=travelling(error)))
+            self._send(travelling(error))
 
     def phase(
         self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
@@ -170,12 +148,10 @@ class _Worker:
     def __init__(self, group: RankGroup, pipe: Connection) -> None:
         self._group = group
         self._pipe = pipe
-        self._arenas: dict[int, NDArray[np.uint8]] = {}
-        self._plans: dict[str, Kept] = {}
         self._sending = threading.Lock()
         self._operation: PipedOperation | None = None
         self._is_busy = False
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, NDArray[np.uint8]]] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""
@@ -183,31 +159,28 @@ class _Worker:
             name = f"ckpt-storage {target.__name__.strip('_')}"
             threading.Thread(target=target, name=name, daemon=True).start()
         while True:
-            job = self._jobs.get()
-            self._is_busy = True
-            outcome = self._outcome(job)
-            self._is_busy, self._operation = False, None
-            self._send(outcome)
+            # Held in no variable while waiting: the trainer may want the memory back.
+            self._carry_out(*self._jobs.get())
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _carry_out(self, job: Job, memory: NDArray[np.uint8]) -> None:
+        self._is_busy = True
         found: CheckpointInfo | CheckpointError
         try:
             with as_checkpoint_errors(f"the save to {job.url}", self._group.rank):
-                found = self._run(job)
+                found = self._run(job, memory)
         except CheckpointError as error:
             found = travelling(error)
         begun = self._operation
-        return Outcome(
+        outcome = Outcome(
             found=found,
             is_clean=abandoned_thread_count() == 0,
             is_void=begun is not None and begun.is_void,
         )
+        self._is_busy, self._operation = False, None
+        self._send(outcome)
 
-    def _run(self, job: Job) -> CheckpointInfo:
-        if job.plan is not None:
-            self._plans[job.plan_id] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
-            for key in list(self._plans)[:-KEPT_PLANS]:
-                del self._plans[key]
+    def _run(self, job: Job, memory: NDArray[np.uint8]) -> CheckpointInfo:
+        staged: StagedPlan = pickle.loads(job.staged)  # noqa: S301  # our trainer's
         try:
             options: SaveOptions = pickle.loads(job.options)  # noqa: S301  # our trainer's
         except BaseException as error:
@@ -217,10 +190,9 @@ class _Worker:
                 phase="plan",
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
-        plan, memory = self._plans[job.plan_id], self._arenas[job.arena_id]
-        part = staged_part(plan, job.places, memory, options.planner)
-        self._operation = PipedOperation(self._send, self._group, job.number, options.timeouts)
-        return run_save(self._operation, job.url, options, lambda: part, in_background=True)
+        part = staged.part(memory, options.planner)
+        self._operation = PipedOperation(self._send, self._group, options.timeouts)
+        return run_save(self._operation, job.url, options, lambda _: part, in_background=True)
 
     def _beat(self) -> None:
         pause, parent_pid = threading.Event(), os.getppid()
@@ -245,16 +217,12 @@ class _Worker:
                 message = self._pipe.recv()
                 operation = self._operation
                 if isinstance(message, Job):
-                    for arena_id in set(self._arenas) - set(message.arena_ids):
-                        del self._arenas[arena_id]
-                    if message.with_file:
-                        file = reduction.recv_handle(self._pipe)
-                        self._arenas[message.arena_id] = map_shared(file, message.arena_bytes)
-                    self._jobs.put(message)
+                    file = reduction.recv_handle(self._pipe)
+                    self._jobs.put((message, map_shared(file, message.arena_bytes)))
                 elif operation is not None and isinstance(message, Reply):
                     operation.replies.put(message)
-                elif operation is not None and message.number == operation.number:
-                    operation.end(message.error)
+                elif operation is not None:
+                    operation.end(message)
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)
@@ -266,4 +234,6 @@ def worker_main(rank: int, world_size: int, log_level: int, pipe: Connection) ->
     # decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("ckpt_storage").setLevel(log_level)
+    # What was imported is no garbage: to look for some there takes longer than to read a plan.
+    gc.freeze()
     _Worker(RankGroup.alone(rank, world_size), pipe).serve()

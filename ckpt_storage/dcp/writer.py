@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
+    Phase,
     Progress,
     RetryPolicy,
     StockMetadata,
@@ -38,7 +38,19 @@ from ckpt_storage.saves.ties import ties_of
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import at_dcp_border, rank_of_call
+from .border import at_dcp_border, done, rank_of_call
+
+
+@dataclass(slots=True)
+class _Caller:
+    """A rank of a save, as DCP tells of it."""
+
+    rank: int
+    is_coordinator: bool
+    timeouts: Timeouts
+
+    def phase(self, phase: Phase) -> Deadline:
+        return Deadline.of(self.timeouts, phase)
 
 
 class _OfThread(threading.local):
@@ -49,7 +61,6 @@ class _OfThread(threading.local):
     save_id: str | None = None
     session: SaveSession | None = None
     hello: Hello | None = None
-    granted: Granted | None = None
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -179,14 +190,8 @@ class CheckpointStorageWriter(StorageWriter):
             )
         of, options = self._threads, self._options
         checkpoint_id, of.pending, of.asked = of.pending, None, False
-        of.session = SaveSession(
-            self._path,
-            options,
-            rank=rank_of_call(kwargs),
-            is_coordinator=is_coordinator,
-            phase=partial(Deadline.of, options.timeouts),
-            checkpoint_id=checkpoint_id,
-        )
+        caller = _Caller(rank_of_call(kwargs), is_coordinator, options.timeouts)
+        of.session = SaveSession(self._path, options, caller, checkpoint_id)
 
     def _session(self) -> SaveSession:
         session = self._threads.session
@@ -215,10 +220,42 @@ class CheckpointStorageWriter(StorageWriter):
         Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal is answered
         to all ranks and raised by their `write_data`; no byte was written then.
         """
-        session, hello, group = self._session(), self._threads.hello, self._process_group
-        assert hello is not None  # noqa: S101  # DCP has called `prepare_local_plan`
-        group_size = None if group is None else dist.get_world_size(group)
-        return _answers_to(hello, plans, session, group_size)
+        session, own, group = self._session(), self._threads.hello, self._process_group
+        assert own is not None  # noqa: S101  # DCP has called `prepare_local_plan`
+        found, world_size = {**inbox().hellos, own.rank: own}, len(plans)
+        # The items of all ranks are many: nobody keeps them.
+        inbox().hellos.clear()
+        missing = sorted(set(range(world_size)) - set(found))
+        if missing:
+            raise InvalidInputError(
+                f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+                phase="plan",
+                next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
+                "keeps SavePlan objects.",
+            )
+        hellos = [found[rank] for rank in range(world_size)]
+        leave: Granted | CheckpointError
+        try:
+            group_size = world_size if group is None else dist.get_world_size(group)
+            if group_size != world_size:
+                raise InvalidInputError(
+                    f"The save runs on {world_size} ranks; the writer's process_group has "
+                    f"{group_size}.",
+                    phase="plan",
+                    next_step="Pass the same process_group to dcp.save and to the writer.",
+                )
+            check_terms({hello.rank: hello.terms for hello in hellos}, phase="plan")
+            refusal = unlike([hello.items for hello in hellos])
+            # Plans that a planner dropped count as 0.
+            item_count = sum(len(plan.items) for plan in plans)
+            leave = refusal or session.begin(world_size, item_count)
+        except CheckpointError as error:
+            leave = error
+        answers = [_Answer(nonce=hello.nonce, leave=leave) for hello in hellos]
+        inbox().answers[own.nonce] = answers[own.rank]
+        return [
+            replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)
+        ]
 
     @at_dcp_border
     def write_data(
@@ -232,9 +269,19 @@ class CheckpointStorageWriter(StorageWriter):
         session, of = self._session(), self._threads
         hello, of.hello = of.hello, None
         assert hello is not None  # noqa: S101  # as above
-        of.granted = granted = _leave_for(hello)
-        report = session.write(granted, plan, LiveItems(planner), ties_of(planner))
-        of.save_id = granted.grant.save_id
+        answer = inbox().answers.get(hello.nonce)
+        if not isinstance(answer, _Answer):
+            raise InvalidInputError(
+                f"Rank {hello.rank} got no save id for this save; it writes nothing.",
+                rank=hello.rank,
+                phase="write",
+                next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
+                "(enable_plan_caching=False).",
+            )
+        if not isinstance(answer.leave, Granted):
+            raise answer.leave
+        report = session.write(answer.leave, plan, LiveItems(planner), ties_of(planner))
+        of.save_id = answer.leave.grant.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator
         result = WriteResult(
@@ -242,9 +289,7 @@ class CheckpointStorageWriter(StorageWriter):
             size_in_bytes=sum(file.size_bytes for file in report.files),
             storage_data=report,
         )
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result([result])
-        return future
+        return done([result])
 
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -254,11 +299,9 @@ class CheckpointStorageWriter(StorageWriter):
         committed), `CommitConflictError` (not committed), `CommitUnknownError`,
         `NotPublishedError` (committed).
         """
-        session, granted = self._session(), self._threads.granted
-        assert granted is not None  # noqa: S101  # DCP has called `write_data`
         told = [[result.storage_data for result in of_rank] for of_rank in results]
         reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
-        session.finish(granted, metadata, reports)
+        self._session().finish(metadata, reports)
         self._threads.session = None
 
 
@@ -279,56 +322,3 @@ class _Answer:
 def _receive(nonce: str, leave: Granted | CheckpointError) -> _Answer:
     answer = inbox().answers[nonce] = _Answer(nonce=nonce, leave=leave)
     return answer
-
-
-def _answers_to(
-    own: Hello, plans: Sequence[SavePlan], session: SaveSession, group_size: int | None
-) -> list[SavePlan]:
-    """Check that all ranks agree, begin the save, and return the plans with an answer for each."""
-    found, world_size = {**inbox().hellos, own.rank: own}, len(plans)
-    # The items of all ranks are many: nobody keeps them.
-    inbox().hellos.clear()
-    missing = sorted(set(range(world_size)) - set(found))
-    if missing:
-        raise InvalidInputError(
-            f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
-            phase="plan",
-            next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
-            "keeps SavePlan objects.",
-        )
-    hellos = [found[rank] for rank in range(world_size)]
-    leave: Granted | CheckpointError
-    try:
-        if group_size not in {None, world_size}:
-            raise InvalidInputError(
-                f"The save runs on {world_size} ranks; the writer's process_group has "
-                f"{group_size}.",
-                phase="plan",
-                next_step="Pass the same process_group to dcp.save and to the writer.",
-            )
-        check_terms({hello.rank: hello.terms for hello in hellos}, phase="plan")
-        refusal = unlike([hello.items for hello in hellos])
-        # Plans that a planner dropped count as 0.
-        item_count = sum(len(plan.items) for plan in plans)
-        leave = refusal or session.begin(world_size, item_count)
-    except CheckpointError as error:
-        leave = error
-    answers = [_Answer(nonce=hello.nonce, leave=leave) for hello in hellos]
-    inbox().answers[own.nonce] = answers[own.rank]
-    return [replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)]
-
-
-def _leave_for(hello: Hello) -> Granted:
-    """Return the coordinator's leave. Raises what it refused the save for."""
-    answer = inbox().answers.get(hello.nonce)
-    if not isinstance(answer, _Answer):
-        raise InvalidInputError(
-            f"Rank {hello.rank} got no save id for this save; it writes nothing.",
-            rank=hello.rank,
-            phase="write",
-            next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
-            "(enable_plan_caching=False).",
-        )
-    if not isinstance(answer.leave, Granted):
-        raise answer.leave
-    return answer.leave

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import queue
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -19,83 +16,6 @@ MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it 
 
 _MOST_WINDOW_BYTES = 4 << 20
 """Long enough to hide the start of a copy, short enough to be done while as much is written."""
-
-_WINDOWS_A_BUFFER = 2
-
-_ALIGN_BYTES = 64
-
-
-class DeviceCopies:
-    """Copies through pinned buffers, each free again once no view of it is left; for one thread."""
-
-    def __init__(self, device: torch.device, most_bytes: int) -> None:
-        """Copy windows of at most `most_bytes`, or fewer where more gain nothing."""
-        self.window_bytes = min(most_bytes, _MOST_WINDOW_BYTES)
-        self._buffer_bytes = _WINDOWS_A_BUFFER * self.window_bytes
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-        # Buffers come back from whatever thread drops the last view, perhaps in a collection.
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        self._array: Any = None
-        self._buffer: torch.Tensor | None = None
-        self._used_bytes = 0
-
-    def views(self, windows: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-        """Yield the copied bytes of each window while the next one is being copied."""
-        # What the producer has enqueued must be in the tensors before they are copied.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        pending: deque[tuple[memoryview, torch.cuda.Event]] = deque()
-        try:
-            for window in windows:
-                pending.append(self._begin(window))
-                if len(pending) > 1:
-                    yield _arrived(*pending.popleft())
-            while pending:
-                yield _arrived(*pending.popleft())
-        finally:
-            # Nothing may be on its way when the tensor, or a buffer, goes to somebody else.
-            self._stream.synchronize()
-
-    def _begin(self, window: torch.Tensor) -> tuple[memoryview, torch.cuda.Event]:
-        view, target = self._room(window)
-        with torch.cuda.stream(self._stream):
-            target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
-            # An intermediate copy made here belongs to this stream, and is not given to another
-            # before this stream has read it.
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-            event.record(self._stream)
-        return view, event
-
-    def _room(self, window: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
-        """Return the next free pinned bytes, and the same as a tensor of the window's form."""
-        size = window.numel() * window.element_size()
-        if self._buffer is None or self._used_bytes + size > self._buffer.numel():
-            self._next_buffer(size)
-        start = self._used_bytes
-        self._used_bytes += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-        assert self._buffer is not None  # noqa: S101  # for the type checker
-        target = self._buffer[start : start + size].view(window.dtype).view(window.shape)
-        return memoryview(self._array)[start : start + size], target
-
-    def _next_buffer(self, size: int) -> None:
-        self._array = None
-        try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            buffer = _pinned(max(size, self._buffer_bytes))
-        self._buffer, self._used_bytes = buffer, 0
-        self._array = buffer.numpy()
-        weakref.finalize(self._array, self._free.put, buffer).atexit = False
-
-
-def _pinned(byte_count: int) -> torch.Tensor:
-    return torch.empty(byte_count, dtype=torch.uint8, pin_memory=True)
-
-
-def _arrived(view: memoryview, event: torch.cuda.Event) -> memoryview:
-    event.synchronize()
-    return view
-
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -140,10 +60,10 @@ def host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class HostCopies:
-    """Tensors as host memory, one after the other, with one `window_bytes`; for one thread."""
+    """Tensors as host memory, one after the other; for one thread."""
 
     def __init__(self) -> None:
-        self._device_copies: dict[torch.device, DeviceCopies] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def views(self, tensor: torch.Tensor, window_bytes: int) -> Iterator[memoryview]:
         """Yield the elements of `tensor` in C order as consecutive byte views.
@@ -157,25 +77,58 @@ class HostCopies:
         if is_as_stored(tensor):
             yield _view(tensor)
             return
-        if tensor.device.type == "cuda":
-            copies = self._device_copies.get(tensor.device)
-            if copies is None:
-                copies = DeviceCopies(tensor.device, window_bytes)
-                self._device_copies[tensor.device] = copies
-            yield from copies.views(_windows(tensor, _count(tensor, copies.window_bytes)))
+        is_cuda = tensor.device.type == "cuda"
+        most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
+        windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
+        if is_cuda:
+            yield from self.from_device(tensor.device, windows)
             return
-        for window in _windows(tensor, _count(tensor, window_bytes)):
+        for window in windows:
             yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
+
+    def from_device(
+        self, device: torch.device, windows: Iterator[torch.Tensor]
+    ) -> Iterator[memoryview]:
+        """Yield the copied bytes of each window while the next one is being copied."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+        # What the producer has enqueued must be in the tensors before they are copied.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        pending: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        try:
+            for window in windows:
+                target = _pinned(window)
+                with torch.cuda.stream(stream):
+                    target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
+                    # An intermediate copy made here belongs to this stream, and is not given to
+                    # another before this stream has read it.
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+                    event.record(stream)
+                pending.append((target, event))
+                if len(pending) > 1:
+                    yield _arrived(*pending.popleft())
+            while pending:
+                yield _arrived(*pending.popleft())
+        finally:
+            # Nothing may be on its way when the tensor, or host memory, goes to somebody else.
+            stream.synchronize()
+
+
+def _pinned(window: torch.Tensor) -> torch.Tensor:
+    """Return pinned memory for a window; torch uses it again once no view of it is left."""
+    return torch.empty(window.shape, dtype=window.dtype, pin_memory=True)
+
+
+def _arrived(target: torch.Tensor, event: torch.cuda.Event) -> memoryview:
+    event.synchronize()
+    return _view(target)
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is what is to be written."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy
-
-
-def _count(tensor: torch.Tensor, window_bytes: int) -> int:
-    return max(1, window_bytes // max(1, tensor.element_size()))
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

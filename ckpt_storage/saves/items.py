@@ -39,10 +39,14 @@ class LiveItems:
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
         """Yield each item of `plan`; its bytes are copied no sooner than they are asked for."""
+        return (item for item, _ in self.with_tensors(plan))
+
+    def with_tensors(self, plan: SavePlan) -> Iterator[tuple[Item, torch.Tensor | None]]:
+        """Yield each item of `plan`, and the tensor that it is, if it is one."""
         for item in plan.items:
             data = self._resolved(item)
             if item.type is WriteItemType.BYTE_IO:
-                yield self._blob(item.index.fqn, data)
+                yield self._blob(item.index.fqn, data), None
             else:
                 yield self._tensor(item, data)
 
@@ -77,7 +81,7 @@ class LiveItems:
             unsafe=None if refusal is None else name_in(refusal),
         )
 
-    def _tensor(self, item: WriteItem, data: object) -> Item:
+    def _tensor(self, item: WriteItem, data: object) -> tuple[Item, torch.Tensor]:
         fqn = item.index.fqn
         if not isinstance(data, torch.Tensor) or item.tensor_data is None:
             raise InvalidInputError(
@@ -106,9 +110,10 @@ class LiveItems:
         views: Callable[[int], Any] = (
             partial(_small, data) if length <= _SMALL_BYTES else partial(self._copies.views, data)
         )
-        return Item(
+        made = Item(
             fqn=fqn, dtype=dtype, offsets=offsets, sizes=sizes, payload_bytes=length, views=views
         )
+        return made, data
 
 
 def _small(tensor: torch.Tensor, _window_bytes: int) -> tuple[bytes]:

@@ -154,26 +154,25 @@ class LocalPlan:
     ) -> LocalPlan:
         """Set up a planner with a state that stays while it is written. Raises what it raises."""
         chosen: Any = planner or DefaultSavePlanner()
-        is_coordinator = rank == 0
-        if takes(chosen.set_up_planner, "storage_meta"):
-            meta = StorageMeta(checkpoint_id=url)
-            chosen.set_up_planner(
-                state_dict=state, storage_meta=meta, is_coordinator=is_coordinator
-            )
-        else:
-            chosen.set_up_planner(state, is_coordinator)
         structure = None
-        if planner is None:
-            structure = structure_of(
-                chosen.state_dict, chosen.mappings, rank=rank, world_size=world_size
-            )
-        return cls(
-            plan=chosen.create_local_plan,
-            planner=chosen,
-            source=LiveItems(chosen),
-            ties=ties_of(chosen),
-            structure=structure,
-        )
+        with naming_refused(state):
+            if takes(chosen.set_up_planner, "storage_meta"):
+                meta = StorageMeta(checkpoint_id=url)
+                chosen.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0)
+            else:
+                chosen.set_up_planner(state, rank == 0)
+            if planner is None:
+                structure = structure_of(
+                    chosen.state_dict, chosen.mappings, rank=rank, world_size=world_size
+                )
+            ties = ties_of(chosen)
+
+        def plan() -> SavePlan:
+            with naming_refused(state):
+                return checked(chosen.create_local_plan())
+
+        source = LiveItems(chosen)
+        return cls(plan=plan, planner=chosen, source=source, ties=ties, structure=structure)
 
 
 _Proposal = tuple[SavePlan, str | None]
@@ -224,11 +223,11 @@ def exchange(
             for plan in plans
         ]
 
-    own = (checked(local.plan()), None) if kept is None else (SavePlan([]), kept.plan_id)
+    own = (local.plan(), None) if kept is None else (SavePlan([]), kept.plan_id)
     answer = operation.exchange(own, decide)
     if answer.plan is None:
         kept = None
-        answer = operation.exchange((checked(local.plan()), None), decide)
+        answer = operation.exchange((local.plan(), None), decide)
     if kept is not None and kept.plan_id == answer.plan_id:
         plan = kept.plan
     else:

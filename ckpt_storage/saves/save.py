@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -43,13 +42,10 @@ from ckpt_storage.options import (
 )
 
 from .options import Chained, SaveOptions
-from .planning import LocalPlan, exchange, naming_refused
-from .session import Granted, SaveSession
+from .planning import LocalPlan, exchange
+from .session import SaveSession
 
 log = logging.getLogger("ckpt_storage")
-
-State = Callable[[], dict[str, Any] | LocalPlan]
-"""Gives a state, or this rank's part of planning, made before."""
 
 
 def save(  # the public surface, all keyword-only
@@ -126,11 +122,24 @@ def save(  # the public surface, all keyword-only
 
 
 def save_on(
-    ranks: RankGroup, state: State, url: str | os.PathLike[str], options: SaveOptions
+    ranks: RankGroup,
+    state: Callable[[], dict[str, Any]],
+    url: str | os.PathLike[str],
+    options: SaveOptions,
 ) -> CheckpointInfo:
     """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
+
+    def part(session: SaveSession) -> LocalPlan:
+        return LocalPlan.of(
+            state(),
+            options.planner,
+            url=session.url,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
     with save_operation(ranks, url, options) as operation:
-        return run_save(operation, url, options, state)
+        return run_save(operation, url, options, part)
 
 
 @contextmanager
@@ -145,27 +154,30 @@ def save_operation(
             yield operation
     finally:
         if operation is not None and operation.save_id is not None and operation.is_void:
-            SaveSession.on(operation, url, options).discard(operation.save_id, is_whole=True)
+            SaveSession(url, options, operation).discard(operation.save_id, is_whole=True)
 
 
 def run_save(
     operation: Operation,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    state: State,
+    part: Callable[[SaveSession], LocalPlan],
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run a save, and its consolidation, in `operation`; in the background exits are errors."""
+    """Run a save of this rank's `part`, and its consolidation, in `operation`.
+
+    In the background exits are errors.
+    """
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-        session = SaveSession.on(operation, url, options)
+        session = SaveSession(url, options, operation)
         operation.what = f"the save to {session.url}"
         job = options.consolidation(session.location)
-        part = state()
+        local = part(session)
         operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
         save = _Save(operation, session, in_background=in_background)
-        info = save.lead(part) if operation.is_coordinator else save.follow(part)
+        info = save.lead(local) if operation.is_coordinator else save.follow(local)
         if job is None:
             return info
         operation.committed = info
@@ -180,13 +192,12 @@ class _Save:
         self._operation = operation
         self._session = session
         self._in_background = in_background
-        self._granted: Granted | None = None
         self._metadata: Metadata | None = None
 
-    def follow(self, state: dict[str, Any] | LocalPlan) -> CheckpointInfo:
+    def follow(self, local: LocalPlan) -> CheckpointInfo:
         """Write this rank's part; return what the coordinator commits."""
         operation, timeouts = self._operation, self._session.options.timeouts
-        written = self._write_part(state)
+        written = self._write_part(local)
         write = operation.deadline
         try:
             operation.gather(written)
@@ -202,14 +213,13 @@ class _Save:
         operation.phase("commit", write.remaining_s() + timeouts.commit)
         return hear_outcome(operation, self._session)
 
-    def lead(self, state: dict[str, Any] | LocalPlan) -> CheckpointInfo:
+    def lead(self, local: LocalPlan) -> CheckpointInfo:
         """Write this rank's part, commit once all have written theirs, and tell what came of it."""
         operation = self._operation
         try:
-            reports = self._gathered(state)
-            granted, metadata = self._granted, self._metadata
-            assert granted is not None and metadata is not None  # noqa: S101, PT018  # planning set both
-            info = self._session.finish(granted, metadata, reports)
+            reports = self._gathered(local)
+            assert self._metadata is not None  # noqa: S101  # planning gave it
+            info = self._session.finish(self._metadata, reports)
         except CheckpointError as error:
             failure = operation.failure()
             is_open = isinstance(error, CommitUnknownError | NotPublishedError)
@@ -231,34 +241,21 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[RankReport]:
+    def _gathered(self, local: LocalPlan) -> list[RankReport]:
         """Write this rank's part; return the reports of all ranks."""
         try:
-            return self._operation.gather(self._write_part(state))
+            return self._operation.gather(self._write_part(local))
         except CheckpointError as error:
             # A storage or a rank that hangs would keep this one waiting once more.
             hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            self._operation.is_void = self._granted is not None and not hangs
+            self._operation.is_void = self._session.granted is not None and not hangs
             raise
 
-    def _write_part(self, state: dict[str, Any] | LocalPlan) -> RankReport:
+    def _write_part(self, local: LocalPlan) -> RankReport:
         """Plan and write; return this rank's report."""
         operation, session = self._operation, self._session
         operation.phase("plan")
-        with naming_refused({} if isinstance(state, LocalPlan) else state):
-            local = (
-                state
-                if isinstance(state, LocalPlan)
-                else LocalPlan.of(
-                    state,
-                    session.options.planner,
-                    url=session.url,
-                    rank=operation.rank,
-                    world_size=operation.world_size,
-                )
-            )
-            plan, granted, self._metadata = exchange(operation, session, local)
-        self._granted = granted
+        plan, granted, self._metadata = exchange(operation, session, local)
         # Before the phase is told to anyone who watches.
         operation.save_id = granted.grant.save_id
         return session.write(granted, plan, local.source, local.ties)
@@ -283,12 +280,10 @@ def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUn
     )
 
 
-def hear_outcome(
-    operation: Operation, session: SaveSession, word: bytes | None = None
-) -> CheckpointInfo:
+def hear_outcome(operation: Operation, session: SaveSession) -> CheckpointInfo:
     """Return what the coordinator committed, once this part is told. Raises why it did not."""
     try:
-        outcome = operation.outcome() if word is None else pickle.loads(word)  # noqa: S301  # the same
+        outcome = operation.outcome()
     except CheckpointError as error:
         if operation.is_last_word(error):
             raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -18,7 +19,6 @@ from ckpt_storage.commit.cleaning import delete_attempt, free_dead
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     CommitConflictError,
@@ -46,8 +46,15 @@ _MOST_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
 
-PhaseClock = Callable[[Phase], Deadline]
-"""Begins a phase and returns its deadline."""
+
+class Caller(Protocol):
+    """Whose save it is: an `Operation`, or a rank as DCP tells of it."""
+
+    rank: int
+    is_coordinator: bool
+
+    def phase(self, phase: Phase, /) -> Deadline:
+        """Begin a phase and return its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,31 +73,16 @@ class SaveSession:
         self,
         url: str | os.PathLike[str],
         options: SaveOptions,
-        *,
-        rank: int,
-        is_coordinator: bool,
-        phase: PhaseClock,
+        caller: Caller,
         checkpoint_id: str | os.PathLike[str] | None = None,
     ) -> None:
         """Take up a save to `url`, or where `checkpoint_id` leads. Raises `InvalidInputError`."""
         self.location = options.place(url).join(checkpoint_id)
-        self.rank = rank
-        self.is_coordinator = is_coordinator
+        self.rank = caller.rank
+        self.is_coordinator = caller.is_coordinator
         self.options = options
-        self._phase = phase
-
-    @classmethod
-    def on(
-        cls, operation: Operation, url: str | os.PathLike[str], options: SaveOptions
-    ) -> SaveSession:
-        """Take up a save to `url` whose phases are those of an operation."""
-        return cls(
-            url,
-            options,
-            rank=operation.rank,
-            is_coordinator=operation.is_coordinator,
-            phase=operation.phase,
-        )
+        self._phase = caller.phase
+        self.granted: Granted | None = None
 
     @property
     def url(self) -> str:
@@ -143,6 +135,7 @@ class SaveSession:
 
         A full storage is freed of dead attempts first. After an error nothing of it is committed.
         """
+        self.granted = granted
         grant, deadline = granted.grant, self._phase("write")
         try:
             try:
@@ -239,14 +232,14 @@ class SaveSession:
                 more,
             )
 
-    def finish(
-        self, granted: Granted, metadata: Metadata, reports: Sequence[RankReport | None]
-    ) -> CheckpointInfo:
+    def finish(self, metadata: Metadata, reports: Sequence[RankReport | None]) -> CheckpointInfo:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
         `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
-        options, deadline, save_id = self.options, self._phase("commit"), granted.grant.save_id
+        granted, options, deadline = self.granted, self.options, self._phase("commit")
+        assert granted is not None  # noqa: S101  # it has written its part
+        save_id = granted.grant.save_id
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self.rank):
                 record = commit_save(

@@ -57,8 +57,6 @@ class ShardFileWriter:
         # Of what was handed on, piece by piece: a payload, or all that was gathered before one.
         self._crcs: list[int] = []
         self._lengths: list[int] = []
-        # Of each large payload: its piece, and its first block.
-        self._payloads: list[tuple[int, int]] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
@@ -81,8 +79,8 @@ class ShardFileWriter:
         if self._gathered_bytes >= _GATHER_BYTES:
             self._hand_on_gathered()
 
-    def payload(self, views: Iterable[memoryview]) -> int:
-        """Append one payload given as consecutive byte views; return its length in bytes."""
+    def payload(self, views: Iterable[memoryview]) -> None:
+        """Append one payload given as consecutive byte views."""
         self._end_frame()
         start = self.position
         hasher = BlockHasher(self.block_bytes)
@@ -93,12 +91,10 @@ class ShardFileWriter:
                 hasher.update(piece)
                 self.position += len(piece)
                 self._writer.write(piece)
-        self._payloads.append((len(self._crcs), len(self.block_crcs)))
-        self.block_crcs.extend(hasher.finish())
-        # Known at the end: those of many payloads together cost less.
-        self._crcs.append(0)
-        self._lengths.append(self.position - start)
-        return self.position - start
+        blocks, length = hasher.finish(), self.position - start
+        self.block_crcs.extend(blocks)
+        self._crcs.append(combine_blocks(blocks, self.block_bytes, length))
+        self._lengths.append(length)
 
     def _end_frame(self) -> None:
         data = b"".join(self._frame)
@@ -120,10 +116,6 @@ class ShardFileWriter:
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C."""
         self._end_frame()
-        for piece, first in self._payloads:
-            size = self._lengths[piece]
-            blocks = self.block_crcs[first : first - (-size // self.block_bytes)]
-            self._crcs[piece] = combine_blocks(blocks, self.block_bytes, size)
         self._writer.complete()
         return self.position, combine_many(self._crcs, self._lengths)
 

@@ -10,6 +10,7 @@ from typing import Any
 import dcp_cases
 import pytest
 import torch
+from dcp_cases import freed
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -65,7 +66,7 @@ BY_TORCH: dict[str, type[Exception]] = {"nested": RuntimeError, "opaque": NotImp
 BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
 
 
-@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("kind", "make", "reason"),
@@ -77,6 +78,16 @@ BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
             "nested",
         ),
         ("sparse", lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+        ("csr", lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
+        ("meta", lambda: torch.empty(3, device="meta"), "meta device"),
+        ("freed", lambda: freed(3), "memory was given back"),
+        ("freed, large", lambda: freed(1 << 20), "memory was given back"),
+        ("freed parameter", lambda: nn.Parameter(freed(3)), "memory was given back"),
+        (
+            "quantised",
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+            "quantised",
+        ),
         ("wrapper", lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
         ("opaque", lambda: Opaque(3), "Opaque"),
         ("uint4", lambda: torch.empty(4, dtype=UINT4), "uint4"),

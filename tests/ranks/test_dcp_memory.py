@@ -20,7 +20,7 @@ from ckpt_storage import open_checkpoint
 from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20
-STATE_MIB = 400
+STATE_MIB = 200
 SLACK_MIB = 40
 """Clients, checksums, tables, and what the allocator does not give back."""
 
@@ -56,7 +56,7 @@ class Peak:
 
 
 def big_state(count: int = 10) -> dict[str, Any]:
-    """Return tensors of 400 MiB in all, every page of them written."""
+    """Return tensors of 200 MiB in all, every page of them written."""
     length = STATE_MIB * MIB // 2 // count
     return {f"w{i}": torch.full((length,), i + 0.5, dtype=torch.bfloat16) for i in range(count)}
 
@@ -102,14 +102,14 @@ def peaks_of_saves(_rank: int, path: Path) -> list[float]:
 
 
 def test_saves_are_bounded_by_the_options(ranks: RankPool, tmp_path: Path) -> None:
-    """Contiguous tensors of 400 MiB are not copied; others within `memory_limit_bytes`.
+    """Contiguous tensors of 200 MiB are not copied; others within `memory_limit_bytes`.
 
-    A planner's ten conversions of 80 MiB each never exist all at once: two at the most.
+    A planner's ten conversions of 40 MiB each never exist all at once: two at the most.
     """
     ((plain_mib, converted_mib, strided_mib),) = ranks.run(peaks_of_saves, tmp_path, world_size=1)
     limit_mib = OPTIONS["memory_limit_bytes"] / MIB + SLACK_MIB
     assert plain_mib < SLACK_MIB
-    assert converted_mib < 2 * 80 + limit_mib
+    assert converted_mib < 2 * 40 + limit_mib
     assert strided_mib < limit_mib
 
 
@@ -130,7 +130,7 @@ def peaks_of_loads(_rank: int, path: Path) -> list[float]:
 
 
 def test_loading_needs_no_second_copy(ranks: RankPool, tmp_path: Path) -> None:
-    """A load of 400 MiB reads into the targets; with a conversion it stays within its limit."""
+    """A load of 200 MiB reads into the targets; with a conversion it stays within its limit."""
     ((direct_mib, converted_mib),) = ranks.run(peaks_of_loads, tmp_path, world_size=1)
     assert direct_mib < SLACK_MIB
     assert converted_mib < 32 + SLACK_MIB

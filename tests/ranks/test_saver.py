@@ -399,68 +399,40 @@ def test_step_guard_raises_no_failure_of_a_save(
     saver.close()
 
 
-def _overlapping(rank: int, folder: str) -> list[str]:
-    hold = Hold(folder, "local plan", rank)
-    options: dict[str, Any] = {"sync_files": False, "timeout": quick_timeouts()}
-    first = save_async(state_of(rank, 0), f"{folder}/step-0", planner=held(hold), **options)
-    second = save_async(state_of(rank, 1), f"{folder}/step-1", **options)
-    assert not first.done()
-    assert not second.done()
-    hold.go()
-    infos = [first.result(END_S), second.result(END_S)]
-    for step in range(2):
-        assert same(loaded(f"{folder}/step-{step}", rank), state_of(rank, step))
-    return [info.name for info in infos]
-
-
-def test_save_async_overlaps_to_different_places(ranks: RankPool, tmp_path: Path) -> None:
-    """Two saves in flight go where they were sent, each with its own state."""
-    names = ranks.run(_overlapping, str(tmp_path), world_size=2)
-    assert names == [["step-0", "step-1"]] * 2
-
-
-def _two_savers(rank: int, folder: str, mode: Any) -> None:
-    with quick_saver(mode) as one, quick_saver("thread", name="two") as two:
-        # One is held in the middle: the other does not wait for it.
+def _side_by_side(rank: int, folder: str) -> None:
+    """Hold a save in the middle: another saver's does not wait for it, nor do its next ones mix."""
+    with quick_saver("process") as one, quick_saver("thread", name="two") as two:
         hold = Hold(folder, "write", rank)
         first = save_step(one, f"{folder}/one", rank, 0, planner=held(hold))
         hold.reached()
-        second = save_step(two, f"{folder}/two", rank, 5)
-        second.result(END_S)
+        save_step(two, f"{folder}/two", rank, 5).result(END_S)
+        options: dict[str, Any] = {"sync_files": False, "timeout": quick_timeouts()}
+        late = Hold(f"{folder}/two", "local plan", rank)
+        where = f"{folder}/two/step-6"
+        second = save_async(state_of(rank, 6), where, planner=held(late), **options)
+        third = save_async(state_of(rank, 7), f"{folder}/two/step-7", **options)
+        assert [second.done(), third.done()] == [False, False]
+        late.go()
+        assert [second.result(END_S).name, third.result(END_S).name] == ["step-6", "step-7"]
         assert not first.done()
         hold.go()
         first.result(END_S)
-    assert same(loaded(f"{folder}/one/step-0", rank), state_of(rank, 0))
-    assert same(loaded(f"{folder}/two/step-5", rank), state_of(rank, 5))
+    for name, step in (("one", 0), ("two", 5), ("two", 6), ("two", 7)):
+        assert same(loaded(f"{folder}/{name}/step-{step}", rank), state_of(rank, step))
 
 
-def test_two_savers_do_not_meet(ranks: RankPool, tmp_path: Path) -> None:
+def test_savers_do_not_meet(ranks: RankPool, tmp_path: Path) -> None:
     """Savers of one group run side by side; ranks never take one's save for the other's."""
-    ranks.run(_two_savers, str(tmp_path), "process", world_size=2)
-
-
-def _sub_group(rank: int, folder: str, mode: Any) -> str:
-    if rank == 1:
-        return "does not take part"
-    group = dist.new_group([0, 2], use_local_synchronization=True)
-    with quick_saver(mode, process_group=group) as saver:
-        info = save_step(saver, folder, rank, 0).result(END_S)
-        save_step(saver, folder, rank, 1).result(END_S)
-    assert same(loaded(f"{folder}/step-0", rank), state_of(rank, 0))
-    return info.name
-
-
-def test_sub_group_saves_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """Members of a sub-group save; the others never call anything."""
-    names = ranks.run(_sub_group, str(tmp_path), "process", world_size=3)
-    assert names == ["step-0", "does not take part", "step-0"]
+    ranks.run(_side_by_side, str(tmp_path), world_size=2)
 
 
 def _short_group(rank: int, folder: str) -> list[object]:
     """Save in a group from several threads, and with a saver; leave it and forget it."""
-    alone = dist.new_group([0])
-    refused = 0
     if rank == 1:
+        return ["does not take part"]
+    alone = dist.new_group([0], use_local_synchronization=True)
+    refused = 0
+    if rank == 2:
         for call in (
             lambda: AsyncSaver(alone),
             lambda: save_async({}, folder, process_group=alone),
@@ -469,20 +441,23 @@ def _short_group(rank: int, folder: str) -> list[object]:
             with pytest.raises(InvalidInputError, match="not a member"):
                 call()
             refused += 1
-    group: Any = dist.new_group([0, 1])
-    with quick_saver("thread", process_group=group) as saver:
-        save_step(saver, folder, rank, 0).result(END_S)
-    save_async(state_of(rank, 1), f"{folder}/step-1", process_group=group).result(END_S)
+    group: Any = dist.new_group([0, 2], use_local_synchronization=True)
+    with quick_saver("process", process_group=group) as saver:
+        info = save_step(saver, folder, rank, 0).result(END_S)
+        save_step(saver, folder, rank, 1).result(END_S)
+    assert same(loaded(f"{folder}/step-0", rank), state_of(rank, 0))
+    save_async(state_of(rank, 2), f"{folder}/step-2", process_group=group).result(END_S)
     dist.destroy_process_group(group)
     there = weakref.ref(group)
     del group, saver
     gc.collect()
-    return [refused, there()]
+    return [refused, info.name, there()]
 
 
-def test_group_is_not_kept_by_its_savers(ranks: RankPool, tmp_path: Path) -> None:
-    """A group ends with its last user, whatever it saved; who is no member is told so."""
-    assert ranks.run(_short_group, str(tmp_path), world_size=2) == [[0, None], [3, None]]
+def test_a_group_saves_alone_and_is_not_kept(ranks: RankPool, tmp_path: Path) -> None:
+    """Others call nothing; a group ends with its last user; who is no member is told so."""
+    outcomes = ranks.run(_short_group, str(tmp_path), world_size=3)
+    assert outcomes == [[0, "step-0", None], ["does not take part"], [3, "step-0", None]]
 
 
 def test_close_and_wait_may_be_called_again(tmp_path: Path) -> None:

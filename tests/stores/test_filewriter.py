@@ -89,7 +89,7 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
             file.small_payload(payload)
         else:
             cut = length // 3
-            assert file.payload([memoryview(payload)[:cut], memoryview(payload)[cut:]]) == length
+            file.payload([memoryview(payload)[:cut], memoryview(payload)[cut:]])
         content += frame + payload
         assert file.position == len(content)
         frames.append(frame)

@@ -33,6 +33,13 @@ def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
+def freed(count: int) -> torch.Tensor:
+    """Return a tensor whose memory was given back, as FSDP does with gathered parameters."""
+    tensor = torch.arange(float(count))
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor in C order as bytes, by way of numpy."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

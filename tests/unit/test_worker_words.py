@@ -24,20 +24,18 @@ class Child:
     has_spoken = True
     process = types.SimpleNamespace(pid=1)
 
-    def __init__(self) -> None:
+    def __init__(self, committed: object = None) -> None:
+        self.committed = committed
         self.gone = threading.Event()
         self.told = threading.Event()
 
-    def send_job(self, job: object) -> None:
-        """Take it."""
-
-    def send(self, message: object) -> None:
+    def send(self, message: object, *, file: int | None = None) -> None:
         """Take what the pipe holds, though nobody reads it."""
 
     def messages(self, limit_s: float) -> Iterator[Step]:
         """Ask, and be gone."""
         del limit_s
-        yield Step(name="gather_bytes", args=(b"part",), facts={})
+        yield Step(name="gather_bytes", args=(b"part",), facts={"committed": self.committed})
         self.gone.wait()
         raise link.GoneError("gave no sign of life")
 
@@ -45,7 +43,9 @@ class Child:
 def served(child: Child, operation: Operation) -> object:
     """Return what the trainer's thread ends with, within 10 seconds."""
     options = types.SimpleNamespace(timeouts=Timeouts(), progress=None)
-    job = types.SimpleNamespace(options=options, url="/x", number=1)
+    arena = types.SimpleNamespace(size_bytes=1, file=0)
+    staging = types.SimpleNamespace(staged=None, arena=arena)
+    job = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
     run = link._Run(cast("Any", child), operation, cast("Any", job))  # noqa: SLF001  # the unit
     ends: list[object] = []
 
@@ -82,11 +82,13 @@ def test_a_worker_that_is_gone_is_noticed_though_others_cannot_be_told(
     assert isinstance(served(child, operation), link.GoneError)
 
 
-def test_a_worker_that_dies_once_its_part_is_told_fails_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("committed", [None, "what was committed"])
+def test_a_worker_that_dies_once_its_part_is_told_fails_only_a_consolidation(
+    monkeypatch: pytest.MonkeyPatch, committed: object
 ) -> None:
-    """Its rank's part is written, and the others commit without it."""
-    child, operation = Child(), Operation(RankGroup.alone(1, 2), "the save", Timeouts())
+    """Its rank's part is written, and the others commit without it; not so what comes after."""
+    child = Child(committed)
+    operation = Operation(RankGroup.alone(1, 2), "the save", Timeouts())
     operation.id = "1"
     operation.phase("write")
     told: list[CheckpointError] = []
@@ -99,4 +101,4 @@ def test_a_worker_that_dies_once_its_part_is_told_fails_nothing(
     monkeypatch.setattr(operation, "gather_bytes", gather)
     monkeypatch.setattr(operation, "_tell", told.append)
     assert isinstance(served(child, operation), link.GoneError)
-    assert told == []
+    assert len(told) == (committed is not None)
