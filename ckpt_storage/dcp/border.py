@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ckpt_storage.errors import CheckpointError
@@ -47,10 +46,3 @@ def rank_of_call(kwargs: Mapping[str, Any]) -> int:
     if rank is not None:
         return rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def done(value: _R) -> torch.futures.Future[_R]:
-    """Return what DCP waits for, at its end."""
-    future: torch.futures.Future[_R] = torch.futures.Future()
-    future.set_result(value)
-    return future

@@ -38,7 +38,7 @@ from ckpt_storage.saves.ties import ties_of
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import at_dcp_border, done, rank_of_call
+from .border import at_dcp_border, rank_of_call
 
 
 @dataclass(slots=True)
@@ -289,7 +289,9 @@ class CheckpointStorageWriter(StorageWriter):
             size_in_bytes=sum(file.size_bytes for file in report.files),
             storage_data=report,
         )
-        return done([result])
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([result])
+        return future
 
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
