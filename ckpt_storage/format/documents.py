@@ -23,6 +23,10 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from .crc import crc32c_of
 from .names import checked_path
 
+MOST_COUNT = (1 << 63) - 1
+"""What tensor libraries and file systems count with; a larger number only overflows in them."""
+MOST_DIMS = 64
+"""Torch has no tensors of more."""
 MOST_RANKS = 1 << 20
 MOST_NAMES = 1 << 24
 """In one list of a document."""
@@ -51,8 +55,6 @@ _FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
 _CRC = re.compile("[0-9a-f]{8}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# What tensor libraries and file systems count with; a larger number only overflows in them.
-_MOST = (1 << 63) - 1
 _PLAIN_COUNT = 64
 _PLAIN_CHARS = 2048
 _INTEGER_BYTES = 8
@@ -214,10 +216,11 @@ class Allowance:
     left_bytes: int = MOST_INFLATED_BYTES
 
 
-def _are_counts(value: object, least: int = 0) -> bool:
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+def are_counts(value: object, least: int = 0) -> bool:
+    """Return whether `value` is a list or tuple of integers, none of them a truth value."""
+    if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int}:
         return False
-    return not value or (min(value) >= least and max(value) <= _MOST)
+    return not value or (min(value) >= least and max(value) <= MOST_COUNT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,7 @@ class Fields:
 
     def count(self, key: str) -> int:
         """Return an integer from 0 on."""
-        return self._get(key, int, lambda n: 0 <= n <= _MOST)
+        return self._get(key, int, lambda n: 0 <= n <= MOST_COUNT)
 
     def items(self, key: str) -> list[Any]:
         """Return a list of anything."""
@@ -286,7 +289,7 @@ class Fields:
 
     def lists_of_counts(self, key: str) -> list[list[int]]:
         """Return a list of lists of integers from 0 on."""
-        return self._get(key, list, lambda v: all(map(_are_counts, v)))
+        return self._get(key, list, lambda v: all(map(are_counts, v)))
 
     def object(self, key: str) -> Fields:
         """Return access to an object."""
@@ -328,7 +331,7 @@ class Fields:
     ) -> Counts:
         """Return `count` integers from `least` on, less than `below`."""
         if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
-            plain = self._get(key, list, lambda v: _are_counts(v, least))
+            plain = self._get(key, list, lambda v: are_counts(v, least))
             lowest, highest = least, max(plain, default=least)
             self._take(key, len(plain) * _INTEGER_BYTES)
             column = np.array(plain, dtype=np.int64)

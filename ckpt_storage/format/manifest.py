@@ -35,15 +35,15 @@ PlannerData = dict[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """What tensors that are alike have in common; `owners` are the ranks that wrote the chunks.
+    """What tensors that are alike have in common; `boxes` are the chunks, a `Grid` if they can be.
 
-    `boxes` are the chunks, a `Grid` of a regular cut.
+    `owners` are the ranks that wrote them, where that is known.
     """
 
     dtype: str
     shape: tuple[int, ...]
     boxes: Sequence[Box]
-    owners: Sequence[int]
+    owners: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,20 @@ from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .boxes import Box
 from .crc import combine_blocks
-from .documents import Counts, Fields, FileRef, format_of, pack_column, pack_crcs, pack_names
+from .documents import (
+    MOST_COUNT,
+    MOST_DIMS,
+    Counts,
+    Fields,
+    FileRef,
+    format_of,
+    pack_column,
+    pack_crcs,
+    pack_names,
+)
 from .dtypes import DTYPES
 from .names import is_save_id, shard_path
 
-_MOST = (1 << 63) - 1
-_MOST_DIMS = 64
 _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 
 COLUMNS = ("fqn", "dtype", "box", *_POSITIONS)
@@ -156,7 +164,7 @@ class RankManifest:
         save_id, rank, fqns = save_id_of(get), get.count("rank"), get.names("fqns")
         dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
         item_bytes = np.array([DTYPES[name].item_bytes for name in dtypes], dtype=np.int64)
-        volumes = [box.volume if box.volume <= _MOST else -1 for box in boxes]
+        volumes = [box.volume if box.volume <= MOST_COUNT else -1 for box in boxes]
         payload_bytes = np.array(volumes, dtype=np.int64)
         return cls(
             save_id=save_id,
@@ -187,7 +195,7 @@ def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
 
 def boxes_from_json(get: Fields) -> list[Box]:
     """Return the boxes that columns spell. Raises `FormatError`."""
-    ndim = get.column("ndim", below=_MOST_DIMS + 1)
+    ndim = get.column("ndim", below=MOST_DIMS + 1)
     ends = np.cumsum(ndim).tolist()
     offsets, sizes = (
         get.column(key, count=int(ndim.sum())).tolist() for key in ("offsets", "sizes")

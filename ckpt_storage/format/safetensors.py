@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.errors import FormatError, InvalidInputError
 
-from .documents import strict_json
+from .documents import MOST_DIMS, are_counts, strict_json
 from .dtypes import DTYPES
 from .shard_item import NeedMoreBytes
 
@@ -21,9 +21,6 @@ from .shard_item import NeedMoreBytes
 _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 
-# Torch has no tensors of more dimensions, and addresses elements with 63 bits.
-_MAX_DIMS = 64
-_MAX_SIZE = (1 << 63) - 1
 _METADATA_KEY = "__metadata__"
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _DTYPE_OF_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
@@ -196,8 +193,7 @@ def _entry(name: str, value: object) -> SafetensorsEntry:
 
 
 def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
-    # `type() is`, because JSON's true is an int to isinstance.
-    if len(values) > _MAX_DIMS or not all(type(v) is int and 0 <= v <= _MAX_SIZE for v in values):
+    if len(values) > MOST_DIMS or not are_counts(values):
         raise _BadHeaderError(f"has sizes or offsets that are no counts for {name!r}")
     return tuple(values)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpt_storage.errors import FormatError, UnsafeContentError
 
 from .boxes import Box
+from .documents import MOST_DIMS, are_counts
 from .dtypes import DTYPES
 from .inert_pickle import (
     Allowed,
@@ -24,23 +25,11 @@ from .inert_pickle import (
     build_ordered_dict,
     interpret,
 )
+from .manifest import TensorRecord
 from .names import STOCK_METADATA, checked_path
 
 MOST_STOCK_BYTES = 4 << 30
 """Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""
-
-# Torch has no tensors of more dimensions, and addresses elements with 63 bits.
-_MAX_DIMS = 64
-_MAX_COUNT = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockTensor:
-    """A tensor as the metadata describes it; its dtype may be one that `DTYPES` lacks."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +49,12 @@ class StockItem:
 class StockMetadata:
     """What a stock `.metadata` says.
 
-    `blobs` are the FQNs of what is no tensor. `paths` maps an FQN to the keys and indices that lead
-    to it in the nested state dict; None where a planner kept something else or nothing. `items` are
-    by FQN and chunk offsets, None for a blob.
+    A dtype may be one that `DTYPES` lacks. `blobs` are the FQNs of what is no tensor. `paths` maps
+    an FQN to the keys and indices that lead to it in the nested state dict; None where a planner
+    kept something else or nothing. `items` are by FQN and chunk offsets, None for a blob.
     """
 
-    tensors: Mapping[str, StockTensor]
+    tensors: Mapping[str, TensorRecord]
     blobs: frozenset[str]
     paths: Mapping[str, tuple[str | int, ...]] | None
     items: Mapping[tuple[str, tuple[int, ...] | None], StockItem]
@@ -158,16 +147,10 @@ _ALLOWED: Allowed = {
 }
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
-        raise PickleMalformedError("a size, offset or length is no count")
-    return value
-
-
 def _counts(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
-        raise PickleMalformedError("a shape is no tuple of sizes")
-    return tuple(map(_count, value))
+    if not isinstance(value, tuple | list) or len(value) > MOST_DIMS or not are_counts(value):
+        raise PickleMalformedError("a size, offset or length is no count")
+    return tuple(value)
 
 
 def _text(value: object) -> str:
@@ -205,7 +188,7 @@ class _Decoder:
 
     def metadata(self, value: object) -> StockMetadata:
         fields = _fields(value, _METADATA)
-        found: dict[str, StockTensor | None] = {}
+        found: dict[str, TensorRecord | None] = {}
         for key, described in _pairs(fields.get("state_dict_metadata")):
             self._spend(1)
             if (fqn := _text(key)) in found:
@@ -219,7 +202,7 @@ class _Decoder:
             items=self._items(fields.get("storage_data")),
         )
 
-    def _tensor(self, value: object) -> StockTensor:
+    def _tensor(self, value: object) -> TensorRecord:
         fields = _fields(value, _TENSOR)
         match fields.get("properties"):
             # Torch 2.15 adds strides to the five that there were. None but the first counts.
@@ -235,7 +218,7 @@ class _Decoder:
             raise PickleMalformedError("a tensor has no list of chunks")
         self._spend(len(described))
         chunks = tuple(_chunk(chunk, shape) for chunk in described)
-        return StockTensor(dtype=_DTYPES[dtype], shape=shape, chunks=chunks)
+        return TensorRecord(dtype=_DTYPES[dtype], shape=shape, boxes=chunks)
 
     def _items(self, value: object) -> dict[tuple[str, tuple[int, ...] | None], StockItem]:
         items: dict[tuple[str, tuple[int, ...] | None], StockItem] = {}
@@ -259,10 +242,11 @@ class _Decoder:
         if not isinstance(transforms, tuple | list):
             raise PickleMalformedError("the transforms of an item are no list")
         self._spend(len(transforms))
+        offset, length = _counts((fields.get("offset"), fields.get("length")))
         return StockItem(
             relative_path=relative_path,
-            offset=_count(fields.get("offset")),
-            length=_count(fields.get("length")),
+            offset=offset,
+            length=length,
             transforms=tuple(map(_text, transforms)),
         )
 

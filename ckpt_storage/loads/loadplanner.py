@@ -72,9 +72,6 @@ class _Entries(Mapping[str, _Entry]):
     def __len__(self) -> int:
         return len(self._tensors) + len(self._blobs)
 
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self._tensors or fqn in self._blobs
-
 
 @functools.cache
 def _properties(dtype: str) -> TensorProperties:

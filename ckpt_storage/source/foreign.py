@@ -21,10 +21,11 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.boxes import Box, find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
-from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
+from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
@@ -40,6 +41,10 @@ log = logging.getLogger("ckpt_storage")
 _HEAD_BYTES = 2048
 _HEADER_GUESS_BYTES = 64 * 1024
 _RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
+
+
+def _damaged(what: str, path: str, fqn: str | None = None) -> IntegrityError:
+    return IntegrityError(what, fqn=fqn, path=path, offset=0, next_step=_RESTORE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,13 +70,8 @@ class ForeignSource:
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is not there."""
-        return IntegrityError(
-            f"{self.store.url}: {place.path}, which {place.fqn} needs, is missing.",
-            fqn=place.fqn,
-            path=place.path,
-            offset=0,
-            next_step=_RESTORE,
-        )
+        what = f"{self.store.url}: {place.path}, which {place.fqn} needs, is missing."
+        return _damaged(what, place.path, place.fqn)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,29 +121,27 @@ class StockSource(ForeignSource):
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie; the heads of items not known yet are read."""
-        wanted = {key: (self._item_place(key), _HEAD_BYTES) for key in keys if key not in self.held}
-        while wanted:
-            buffers = {
-                key: bytearray(min(size, place.size_bytes))
-                for key, (place, size) in wanted.items()
-                if place.kind == "opaque"
+        items = {key: self._item_place(key) for key in keys if key not in self.held}
+        self.held.update((key, place) for key, place in items.items() if place.kind == "raw")
+        head_bytes = {key: _HEAD_BYTES for key in items if key not in self.held}
+        while head_bytes:
+            heads = {
+                key: bytearray(min(size, items[key].size_bytes)) for key, size in head_bytes.items()
             }
-            self._read([(wanted[key][0], buffer) for key, buffer in buffers.items()])
-            again: dict[Key, tuple[ChunkPlace, int]] = {}
-            for key, (place, _) in wanted.items():
-                found = self._raw_place(key, place, buffers[key]) if key in buffers else place
+            self._read([(items[key], head) for key, head in heads.items()])
+            head_bytes = {}
+            for key, head in heads.items():
+                found = self._raw_place(key, items[key], head)
                 if isinstance(found, NeedMoreBytes):
-                    again[key] = (place, found.total_bytes)
+                    head_bytes[key] = found.total_bytes
                 else:
                     self.held[key] = found
-            wanted = again
         return [self.held[key] for key in keys]
 
     def _read(self, heads: Sequence[tuple[ChunkPlace, bytearray]]) -> None:
         ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
-        reads = [bytes_read(place, memoryview(buffer)) for place, buffer in heads]
         try:
-            ChunkReader(ranges).read(reads)
+            ChunkReader(ranges).read([bytes_read(place, memoryview(head)) for place, head in heads])
         except StorageError as error:
             place = next((place for place, _ in heads if concerns(error, place.path)), None)
             if error.kind != "not-found" or place is None:
@@ -173,7 +171,7 @@ class StockSource(ForeignSource):
         )
 
 
-def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
+def _stock_info(fqn: str, tensor: TensorRecord) -> TensorInfo:
     if tensor.dtype not in DTYPES:
         raise FormatError(
             f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
@@ -181,7 +179,7 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
             next_step="Load it with torch's FileSystemReader.",
         )
     # Ranks that hold replicas may each have stored an equal chunk.
-    flaw = find_flaw(tensor.shape, list(dict.fromkeys(tensor.chunks)))
+    flaw = find_flaw(tensor.shape, list(dict.fromkeys(tensor.boxes)))
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
@@ -189,7 +187,7 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
             path=STOCK_METADATA,
             next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
         )
-    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=tensor.chunks)
+    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=tensor.boxes)
 
 
 def open_stock(
@@ -228,12 +226,8 @@ def open_safetensors(
         listed = sorted(set(weight_map.values()))
         missing = [name for name in listed if name not in weights]
         if missing:
-            raise IntegrityError(
-                f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing.",
-                path=missing[0],
-                offset=0,
-                next_step=_RESTORE,
-            )
+            what = f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing."
+            raise _damaged(what, missing[0])
         weights = listed
     sizes = {name: sizes[name] for name in weights}
     headers = _read_headers(store, sizes, options=options, deadline=deadline)
@@ -266,13 +260,8 @@ def open_safetensors(
             )
     for fqn in sorted((weight_map or {}).keys() - boxes.keys())[:1]:
         name = (weight_map or {})[fqn]
-        raise IntegrityError(
-            f"{store.url}: {name} does not hold {fqn}, which {INDEX_NAME} says it does.",
-            fqn=fqn,
-            path=name,
-            offset=0,
-            next_step=_RESTORE,
-        )
+        what = f"{store.url}: {name} does not hold {fqn}, which {INDEX_NAME} says it does."
+        raise _damaged(what, name, fqn)
     if sharded:
         log.warning(
             "%s: torch's sharded safetensors do not record the tensors' shapes; a missing last "

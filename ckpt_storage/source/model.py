@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, chain
 from typing import Literal, Protocol
 
 from ckpt_storage.commit import publishing, slotlog
@@ -134,32 +135,23 @@ class _RankIndex:
     @classmethod
     def of(cls, manifest: RankManifest) -> _RankIndex:
         """Return the index; of chunks at one place the first counts that has elements."""
+        files, fqns = manifest.files, manifest.fqns
         # -1, which is a blob's, is the last.
-        fqns, boxes = manifest.fqns, [*manifest.boxes, (None, None)]
+        offsets = [*(box.offsets for box in manifest.boxes), None]
+        is_empty = [*(box.is_empty for box in manifest.boxes), False]
         items: dict[Key, int] = {}
-        sizes: list[Sequence[int] | None] = []
-        item_starts = []
-        for file in manifest.files:
-            item_starts.append(len(sizes))
-            for number, (name, at) in enumerate(zip(file.fqn, file.box, strict=True), len(sizes)):
-                offsets, size = boxes[at]
-                sizes.append(size)
-                key = (fqns[name], offsets)
-                known = items.setdefault(key, number)
-                if known != number and _is_first_solid(sizes[known], size):
-                    items[key] = number
+        empty: dict[Key, int] = {}
+        columns = (zip(file.fqn, file.box, strict=True) for file in files)
+        for number, (name, at) in enumerate(chain.from_iterable(columns)):
+            found = empty if is_empty[at] else items
+            found.setdefault((fqns[name], offsets[at]), number)
         return cls(
             manifest,
-            items,
-            item_starts,
-            [memoryview(array("I", file.block_crcs)) for file in manifest.files],
-            [file.block_starts() for file in manifest.files],
+            empty | items,
+            list(accumulate((len(file.fqn) for file in files[:-1]), initial=0)),
+            [memoryview(array("I", file.block_crcs)) for file in files],
+            [file.block_starts() for file in files],
         )
-
-
-def _is_first_solid(before: Sequence[int] | None, sizes: Sequence[int] | None) -> bool:
-    """Return whether an item has elements and the one that is known at its place has none."""
-    return before is not None and sizes is not None and 0 in before and 0 not in sizes
 
 
 _FEW = 4

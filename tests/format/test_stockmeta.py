@@ -47,7 +47,7 @@ def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
         described: Any = told[fqn]
         assert f"torch.{tensor.dtype}" == str(described.properties.dtype)
         assert tensor.shape == tuple(described.size)
-        assert list(tensor.chunks) == [(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
+        assert list(tensor.boxes) == [(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
     items = {}
     for index, info in (expected.storage_data or {}).items():
         key = (index.fqn, None if index.offset is None else tuple(index.offset))
