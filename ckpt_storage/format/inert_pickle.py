@@ -23,15 +23,15 @@ _MAX_GLOBAL_NAME_BYTES = 512
 _MAX_FIELDS = 64
 
 
-class PickleTruncatedError(Exception):
-    """The bytes end inside the pickle."""
-
-
 class PickleMalformedError(Exception):
     """The bytes are no pickle that torch would write; the text says where and why."""
 
 
-class ForbiddenGlobalError(Exception):
+class PickleTruncatedError(PickleMalformedError):
+    """The bytes end inside the pickle."""
+
+
+class ForbiddenGlobalError(PickleMalformedError):
     """The pickle names a class or function outside the allow-list; the text is its dotted name."""
 
 
@@ -85,7 +85,7 @@ def interpret(data: bytes, allowed: Allowed) -> object:
     `allowed` maps dotted names to None, or to a builder that gets the arguments of a
     call and returns an inert value; a builder may raise `PickleMalformedError`.
 
-    Raises `PickleTruncatedError`, `PickleMalformedError`, `ForbiddenGlobalError`.
+    Raises `PickleMalformedError`, also as `PickleTruncatedError` or `ForbiddenGlobalError`.
     """
     machine = _Machine(data, allowed)
     try:
@@ -312,7 +312,7 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
     allowed = {name: partial(build, name.rpartition(".")[2]) for name in _NUMPY}
     try:
         interpret(pickled, allowed)
-    except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
+    except PickleMalformedError:
         return False
     return all(map(_is_finished, made))
 

@@ -18,12 +18,10 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from .dtypes import DTYPES, DType
 from .inert_pickle import (
     Allowed,
-    ForbiddenGlobalError,
     Global,
     Pairs,
     PersistentId,
     PickleMalformedError,
-    PickleTruncatedError,
     Record,
     build_ordered_dict,
     interpret,
@@ -235,7 +233,7 @@ def parse_tensor_item(
         if wanted <= item_bytes or len(head) < item_bytes:
             wanted = min(wanted, item_bytes)
             return NeedMoreBytes(total_bytes=wanted) if wanted <= _MAX_HEAD_BYTES else None
-    except (_NotPlainError, PickleMalformedError, PickleTruncatedError, ForbiddenGlobalError):
+    except (_NotPlainError, PickleMalformedError):
         return None
     else:
         if found.payload_offset + found.payload_bytes <= item_bytes:

@@ -146,19 +146,14 @@ def test_ours_loads_what_stock_writers_save_on_two_ranks(ranks: RankPool, tmp_pa
 
 
 def test_ours_loads_what_one_process_saved(tmp_path: Path) -> None:
-    """A checkpoint of torch without a process group, one file for all or one for each."""
-    for one_file in (True, False):
-        path = tmp_path / str(one_file)
-        writer = dcp.FileSystemWriter(path, single_file_per_rank=one_file)
+    """Torch's checkpoint in one file or one for each value, and what its converter makes."""
+    for name, one_file in (("one", True), ("each", False)):
+        writer = dcp.FileSystemWriter(tmp_path / name, single_file_per_rank=one_file)
         dcp.save(whole_state(), storage_writer=writer)
-        assert_ours_loads(path, whole_state(), "dcp")
-
-
-def test_ours_loads_converted_checkpoints(tmp_path: Path) -> None:
-    """What torch's converter makes of a torch.save file loads, the nesting included."""
     torch.save(whole_state(), tmp_path / "one.pt")
     torch_save_to_dcp(tmp_path / "one.pt", tmp_path / "converted")
-    assert_ours_loads(tmp_path / "converted", whole_state(), "dcp")
+    for name in ("one", "each", "converted"):
+        assert_ours_loads(tmp_path / name, whole_state(), "dcp")
 
 
 def test_ours_loads_tensors_that_torch_saved_in_another_order(tmp_path: Path) -> None:
