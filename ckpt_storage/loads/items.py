@@ -41,10 +41,9 @@ class LoadItems:
         self._resolve = target_resolver(planner)
         self._allow_lossy = allow_lossy
         self._sizes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._items = plan.items
         # In columns: thousands of rows are as many objects for the collector to look at.
-        self._items: list[ReadItem] = []
         self._targets: list[torch.Tensor] = []
-        self._read_items: list[ReadItem] = []
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
@@ -57,7 +56,6 @@ class LoadItems:
                 buffer = bytearray(found.size_bytes)
                 self._blobs.append((item, buffer, found))
                 self.reads.append(bytes_read(found, memoryview(buffer)))
-                self._read_items.append(item)
                 continue
             info = source.tensors[item.storage_index.fqn]
             target = self._target(item, info.dtype)
@@ -65,14 +63,9 @@ class LoadItems:
                 known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
                 if known != number:
                     _check_memory((plan.items[known], places[known]), (item, place))
-            self._items.append(item)
             self._targets.append(target)
-            read = self._read(item, info, target, found)
-            if found.kind == "opaque":
-                self._opaque.append(read)
-            else:
-                self.reads.append(read)
-                self._read_items.append(item)
+            reads = self._opaque if found.kind == "opaque" else self.reads
+            reads.append(self._read(item, info, target, found))
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
@@ -151,10 +144,13 @@ class LoadItems:
     def split(
         self, chunks: AbstractSet[Key], unit_bytes: int
     ) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
-        """Return the other reads, and those of `chunks`; None if a block lies in two units."""
+        """Return the other reads, and those of `chunks`; None if a block lies in two units.
+
+        Nothing here is opaque: such chunks are not shared.
+        """
         shared: dict[Key, list[ChunkRead]] = {key: [] for key in chunks}
         own: list[ChunkRead] = []
-        for item, read in zip(self._read_items, self.reads, strict=True):
+        for item, read in zip(self._items, self.reads, strict=True):
             offsets = _offsets_of(item)
             mine = None if offsets is None else shared.get((read.place.fqn, offsets))
             if mine is None:
@@ -180,7 +176,8 @@ class LoadItems:
         if not unsafe_pickle:
             for _, buffer, place in self._blobs:
                 scan_blob(buffer, place)
-        for item, target in zip(self._items, self._targets, strict=True):
+        tensors = (item for item in self._items if item.type is not LoadItemType.BYTE_IO)
+        for item, target in zip(tensors, self._targets, strict=True):
             self._planner.commit_tensor(item, target)
         for item, buffer, _ in self._blobs:
             self._planner.load_bytes(item, io.BytesIO(buffer))
