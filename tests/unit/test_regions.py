@@ -7,12 +7,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import (
     Box,
     box_selection,
@@ -107,13 +105,6 @@ def test_an_interval_is_cut_into_few_boxes_in_order(
     values = np.arange(total).reshape(shape)
     elements = [int(value) for box in boxes for value in values[slices(box)].ravel()]
     assert elements == list(range(start, stop))
-
-
-@pytest.mark.parametrize("region", [Box((1, 0), (2, 4)), Box((-1, 0), (2, 4)), Box((0,), (2,))])
-def test_a_region_that_leaves_its_chunk_is_refused(region: Box) -> None:
-    """No byte positions are given for elements that are not in the payload."""
-    with pytest.raises(InvalidInputError, match="leaves a chunk"):
-        touched_spans((2, 4), box_selection(region), 2)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=12).map(
