@@ -203,12 +203,7 @@ def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: by
         return False
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
-        if not store.capabilities.if_match:
-            store.replace(STOCK_METADATA, data)
-        elif current is None:
-            store.create(STOCK_METADATA, data)
-        else:
-            store.replace(STOCK_METADATA, data, if_match=current.version)
+        store.replace_seen(STOCK_METADATA, data, current)
     except StorageError as error:
         if error.kind in {"precondition", "exists", "not-found"}:
             return False

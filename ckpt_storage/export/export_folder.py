@@ -143,17 +143,11 @@ class ExportFolder(FolderOutput):
 
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
-        store, before = self.store, self._index
         try:
-            if not store.capabilities.if_match:
-                store.replace(INDEX_NAME, index)
-            elif before is None:
-                store.create(INDEX_NAME, index)
-            else:
-                store.replace(INDEX_NAME, index, if_match=before.version)
+            self.store.replace_seen(INDEX_NAME, index, self._index)
         except StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(store, INDEX_NAME)
+            now = read_if_there(self.store, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:

@@ -203,7 +203,7 @@ class Sealed:
         Raises `IntegrityError`, `FormatError`.
         """
         get = Fields.of(unseal(data, path=path), "weight_file", path)
-        if _fingerprint(get, "fingerprint") != fingerprint is not None:
+        if _fingerprint(get, "fingerprint") != fingerprint and fingerprint is not None:
             get.fail("is of another output")
         parts = get.items("parts") if "parts" in get else []
         if not all(isinstance(part, list) for part in parts):

@@ -17,6 +17,7 @@ import numpy as np
 
 from .boxes import Box, Grid, compact, find_flaw
 from .documents import (
+    MOST_DIMS,
     MOST_RANKS,
     Fields,
     FileRef,
@@ -256,7 +257,7 @@ def _tensors_of(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
             )
             boxes = Grid(cut, shape)
         else:
-            is_whole = find_flaw(shape, cut) is None
+            is_whole = len(shape) <= MOST_DIMS and find_flaw(shape, cut) is None
             boxes = cut
         if not is_whole:
             fqn = fqns[keys.index(key)]

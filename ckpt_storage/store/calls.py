@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import SystemRandom
 from typing import Any, Literal, TypeVar
@@ -244,7 +245,7 @@ def nothing_was_done(error: StorageError) -> bool:
     return cause is not None or error.kind == "throttled"
 
 
-class Caller:
+class Caller(ABC):
     """Makes the calls of one store, each within `request_timeout_s` seconds an attempt.
 
     `clock`, `sleep` and `random` stand in for time in tests.
@@ -270,9 +271,9 @@ class Caller:
         self._refreshing = threading.Lock()
         self._refreshed: list[None] = []
 
+    @abstractmethod
     def _look_up(self) -> None:
         """Look credentials up again."""
-        raise NotImplementedError
 
     def call(
         self, what: str, call: Callable[[], T], *, repeat: Repeat = "always", extra_s: float = 0.0

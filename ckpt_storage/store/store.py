@@ -243,6 +243,19 @@ class Store(Caller):
         else:
             put_settled(self, "replace", path, data, if_match=if_match)
 
+    def replace_seen(self, path: str, data: bytes, seen: Content | None) -> None:
+        """Put a whole object in place of what was read there, None for nothing.
+
+        Raises `StorageError` of kind "exists", "precondition" or "not-found" if it has changed.
+        A storage that knows no conditions replaces whatever is there.
+        """
+        if not self.capabilities.if_match:
+            self.replace(path, data)
+        elif seen is None:
+            self.create(path, data)
+        else:
+            self.replace(path, data, if_match=seen.version)
+
     def put_once(
         self,
         path: str,

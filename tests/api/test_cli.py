@@ -181,9 +181,20 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     save(state_at(1), tmp_path / "src")
     out = tmp_path / "out"
     body = answer(
-        "consolidate", tmp_path / "src", out, "--include", "model.*", "--exclude", "*0]",
-        "--rename", "model.w=weight", "--dtype", "bfloat16", "--max-file-bytes", "1GB",
-    )  # fmt: skip
+        "consolidate",
+        tmp_path / "src",
+        out,
+        "--include",
+        "model.*",
+        "--exclude",
+        "*0]",
+        "--rename",
+        "model.w=weight",
+        "--dtype",
+        "bfloat16",
+        "--max-file-bytes",
+        "1GB",
+    )
     assert body["tensor_count"] == 2
     found = load_file(out / "model.safetensors")
     assert found["weight"].dtype == torch.bfloat16

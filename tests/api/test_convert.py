@@ -95,8 +95,10 @@ def write_sharded(state: dict[str, Any], path: Path) -> None:
 def write_weights(state: dict[str, Any], path: Path) -> None:
     """By the library of safetensors, as two files with an index."""
     path.mkdir()
-    weight_map = {name: f"model-0000{1 + (at > 2)}-of-00002.safetensors" for at, name in
-                  enumerate(sorted(state))}  # fmt: skip
+    weight_map = {
+        name: f"model-0000{1 + (at > 2)}-of-00002.safetensors"
+        for at, name in enumerate(sorted(state))
+    }
     for file in set(weight_map.values()):
         held = {name: state[name].clone() for name in state if weight_map[name] == file}
         save_file(held, path / file)
@@ -568,10 +570,10 @@ def test_what_cannot_be_pickled_costs_no_old_file(
 
 def test_a_file_that_takes_long_is_converted_while_bytes_move(tmp_path: Path) -> None:
     """However long the whole takes: the limit is of standing still."""
-    torch.save({f"t{number}": torch.rand(100) for number in range(12)}, tmp_path / "m.pt")
+    torch.save({f"t{number}": torch.rand(2_000_000) for number in range(12)}, tmp_path / "m.pt")
 
     def wait(_event: object) -> None:
-        time.sleep(0.3)
+        time.sleep(0.35)
 
     report = convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", timeout=1.5, progress=wait)
     assert report.format == "dcp"

@@ -89,8 +89,9 @@ def test_what_cannot_be_converted_leaves_the_target_alone(
     if flaw in {"error", "drop"}:
         saved_stock({"__metadata__": seeded(1, 3)}, tmp_path / "reserved")
         with pytest.raises(InvalidInputError):
-            convert(tmp_path / "reserved", target, to="safetensors", unsupported=flaw,
-                    overwrite=True)  # fmt: skip
+            convert(
+                tmp_path / "reserved", target, to="safetensors", unsupported=flaw, overwrite=True
+            )
     else:
         next(source.glob("*.distcp")).unlink()
         with pytest.raises(CheckpointError, match=r"missing|is gone"):

@@ -395,8 +395,13 @@ def test_a_bucket_with_other_options_is_not_copied_onto_itself(
     before = server.dump("bkt")
     for options in (other, {**one, "key": "other"}):
         with pytest.raises(InvalidInputError, match=r"same place|inside"):
-            copy("s3://bkt/x", f"s3://bkt/x{inner}", overwrite=True, storage_options=one,
-                 destination_storage_options=options)  # fmt: skip
+            copy(
+                "s3://bkt/x",
+                f"s3://bkt/x{inner}",
+                overwrite=True,
+                storage_options=one,
+                destination_storage_options=options,
+            )
         assert server.dump("bkt") == before
     copy("s3://bkt/x", tmp_path / "back", storage_options=one)
     assert same(load_stock(state_of(1), tmp_path / "back"), state_of(1))

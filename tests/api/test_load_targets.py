@@ -54,13 +54,15 @@ def test_a_cast_that_changes_the_kind_of_value_needs_leave(
     tmp_path: Path, door: Callable[..., object]
 ) -> None:
     """What would lose a fraction, an imaginary part or all but truth names key and both types."""
-    for number, (stored, wanted) in enumerate([
-        (torch.float32, torch.int64),
-        (torch.complex64, torch.float32),
-        (torch.complex64, torch.int32),
-        (torch.int64, torch.bool),
-        (torch.bfloat16, torch.bool),
-    ]):  # fmt: skip
+    for number, (stored, wanted) in enumerate(
+        [
+            (torch.float32, torch.int64),
+            (torch.complex64, torch.float32),
+            (torch.complex64, torch.int32),
+            (torch.int64, torch.bool),
+            (torch.bfloat16, torch.bool),
+        ]
+    ):
         value = torch.tensor([0.5, 2]).to(stored)
         path = tmp_path / str(number)
         dcp_cases.save({"value": value}, path)

@@ -93,3 +93,12 @@ def test_no_document_makes_a_reader_allocate_much(tmp_path: Path, hostile: dict[
     change(tmp_path, lambda body: body.update(hostile))
     with pytest.raises(FormatError, match="declares more than"):
         ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_a_shape_of_very_many_dimensions_is_told(tmp_path: Path) -> None:
+    """It is an error of the document, and not of Python's stack."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    none: dict[str, list[int]] = {"ndim": [], "offsets": [], "sizes": [], "ranks": []}
+    change(tmp_path, lambda body: body.update(shapes=[[1] * 3000], layouts=[none]))
+    with pytest.raises(FormatError, match="each of its elements once"):
+        ckpt_storage.open_checkpoint(tmp_path)

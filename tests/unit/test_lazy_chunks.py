@@ -23,9 +23,10 @@ def chunk(*pairs: tuple[int, int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(a for a, _ in pairs), torch.Size(b for _, b in pairs))
 
 
-EXPECTED = [chunk((a, s), (b, t)) for (a, s), (b, t) in itertools.product(
-    [(0, 4), (4, 4), (8, 2)], [(0, 3), (3, 2)]
-)]  # fmt: skip
+EXPECTED = [
+    chunk((a, s), (b, t))
+    for (a, s), (b, t) in itertools.product([(0, 4), (4, 4), (8, 2)], [(0, 3), (3, 2)])
+]
 GRID = Grid((range(0, 12, 4), (0, 3)), (10, 5))
 LISTED = [Box(tuple(c.offsets), tuple(c.sizes)) for c in EXPECTED]
 

@@ -69,13 +69,21 @@ def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bo
 def spelt(plan: LoadPlan) -> list[str]:
     """Return items in an order of their own, without hints."""
     return sorted(
-        repr((
-            item.type, item.dest_index.fqn, item.dest_index.offset, item.dest_offsets,
-            item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths,
-        ))
+        repr(
+            (
+                item.type,
+                item.dest_index.fqn,
+                item.dest_index.offset,
+                item.dest_offsets,
+                item.storage_index.fqn,
+                item.storage_index.offset,
+                item.storage_offsets,
+                item.lengths,
+            )
+        )
         for item in plan.items
         if 0 not in item.lengths or item.type.name == "BYTE_IO"
-    )  # fmt: skip
+    )
 
 
 def planned(state: dict[str, Any], *tensors: Any, **options: Any) -> Any:
