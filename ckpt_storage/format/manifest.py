@@ -118,12 +118,11 @@ class Manifest:
         save_id, world_size = save_id_of(get), get.count("world_size")
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
-        records = _tensors_of(get, world_size)
-        tensors = dict(records)
+        tensors = _tensors_of(get, world_size)
         blobs = get.object("blobs")
         blob_fqns = blobs.names("fqns")
         blob_ranks = blobs.column("rank", count=len(blob_fqns), below=world_size)
-        if len({*tensors, *blob_fqns}) != len(records) + len(blob_fqns):
+        if len({*tensors, *blob_fqns}) != len(tensors) + len(blob_fqns):
             get.fail("has two values of one name")
         hosts = get.object("hosts")
         names = hosts.names("names")
@@ -235,7 +234,7 @@ def _layout_to_json(tensor: TensorRecord) -> dict[str, Any]:
     return body | {"ranks": pack_column(tensor.owners)}
 
 
-def _tensors_of(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
+def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
     """Return the tensors of a manifest, by name. Raises `FormatError`."""
     dtypes, sizes = dtypes_of(get), list(map(tuple, get.lists_of_counts("shapes")))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
@@ -263,7 +262,10 @@ def _tensors_of(get: Fields, world_size: int) -> list[tuple[str, TensorRecord]]:
             fqn = fqns[keys.index(key)]
             get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
         records[key] = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=owners)
-    return list(zip(fqns, map(records.__getitem__, keys), strict=True))
+    tensors = dict(zip(fqns, map(records.__getitem__, keys), strict=True))
+    if len(tensors) != len(fqns):
+        get.fail("has two values of one name")
+    return tensors
 
 
 def _layout_of(
@@ -293,26 +295,32 @@ _spell = json.JSONEncoder(ensure_ascii=False).encode
 
 _decode = json.JSONDecoder(parse_constant=no_constant).decode
 
+_BATCH = 256
+"""Entries that are decoded together: few enough that the collector never sees their lists."""
+
 
 def _planner_data_of(get: Fields) -> PlannerData | None:
     if "planner_data" not in get:
         return None
     entries = get.names("planner_data")
-    try:
-        # All at a time: one by one they take ten times as long. Between them stands what no
-        # entry holds, so that each must be a value by itself.
-        found = _decode(f"[{',null,'.join(entries)}]")
-        if any("\\u" in entry for entry in entries):
-            # Half of a surrogate pair is no text.
-            _spell(found).encode()
-    except (RecursionError, ValueError):
-        found = []
-    pairs, between = found[::2], found[1::2]
-    is_whole = len(pairs) == len(entries) and between == [None] * (len(entries) - 1)
-    if not is_whole or not all(map(_is_planned, pairs)):
-        get.fail("has planner_data with an entry that is no name and path")
-    data = {fqn: tuple(path) for fqn, path in pairs}
-    if len(data) != len(pairs):
+    data: PlannerData = {}
+    for start in range(0, len(entries), _BATCH):
+        batch = entries[start : start + _BATCH]
+        try:
+            # Many at a time: one by one they take ten times as long. Between them stands what no
+            # entry holds, so that each must be a value by itself.
+            found = _decode(f"[{',null,'.join(batch)}]")
+            if any("\\u" in entry for entry in batch):
+                # Half of a surrogate pair is no text.
+                _spell(found).encode()
+        except (RecursionError, ValueError):
+            found = []
+        pairs, between = found[::2], found[1::2]
+        is_whole = len(pairs) == len(batch) and between == [None] * (len(batch) - 1)
+        if not is_whole or not all(map(_is_planned, pairs)):
+            get.fail("has planner_data with an entry that is no name and path")
+        data.update((fqn, tuple(path)) for fqn, path in pairs)
+    if len(data) != len(entries):
         get.fail("has two planner_data entries of one name")
     return data
 

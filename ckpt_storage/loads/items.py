@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -203,8 +203,13 @@ def _dtype(name: str) -> tuple[torch.dtype, int]:
 def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
     if item.type is LoadItemType.BYTE_IO:
         return None
-    # A size is a tuple, and equal to one: no copy of each.
-    return item.storage_index.offset or ()
+    return _exact(item.storage_index.offset or ())
+
+
+@lru_cache(1024)
+def _exact(offsets: tuple[int, ...]) -> tuple[int, ...]:
+    # One for all that are equal, and no subclass of a tuple: the collector forgets it.
+    return tuple(offsets)
 
 
 def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, ChunkPlace]) -> None:

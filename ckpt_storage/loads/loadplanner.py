@@ -222,13 +222,20 @@ class _Cuts:
         return found
 
 
+def _index(fqn: str, offset: torch.Size, number: int) -> MetadataIndex:
+    # With an offset of its own for each there would be half as many objects more to collect.
+    index = MetadataIndex(fqn, index=number)
+    object.__setattr__(index, "offset", offset)
+    return index
+
+
 def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
     kind = LoadItemType.TENSOR
     items = []
     for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts:
-        index = MetadataIndex(fqn, dest, number)
+        index = _index(fqn, dest, number)
         # Of what is cut as it was saved one index does: nobody can change it.
-        source = index if number == at and dest == saved else MetadataIndex(fqn, saved, at)
+        source = index if number == at and dest == saved else _index(fqn, saved, at)
         items.append(ReadItem(kind, index, dest_offsets, source, saved_offsets, sizes))
     return items
 

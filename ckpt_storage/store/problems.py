@@ -218,7 +218,7 @@ def _answer_in(error: BaseException) -> HttpFailure | None:
     for holder in (error, response):
         for name in ("status", "status_code", *(["code"] if is_gcsfs else [])):
             status = _number(getattr(holder, name, None))
-            if status in _FAILURE_STATUSES:
+            if status is not None and status in _FAILURE_STATUSES:
                 found = getattr(error, "error_code", None)
                 code = str(getattr(found, "value", found) or "")
                 message = str(getattr(error, "message", None) or error)
