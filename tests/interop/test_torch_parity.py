@@ -1,12 +1,17 @@
-"""The facts of torch's own DCP tests hold with our plug-ins, as they do with torch's classes."""
+"""The facts of torch's own DCP tests hold with our plug-ins, as they do with torch's classes.
+
+With `CKPT_STORAGE_STOCK=1` every case runs twice, also with torch's own `FileSystemWriter` and
+`FileSystemReader`: for a new release of torch, to see which facts are still its own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -36,25 +41,40 @@ from torch.distributed.tensor.parallel import (
 import ckpt_storage
 from ckpt_storage.testing.ranks import RankPool
 
+Kind = Literal["stock", "ours"]
+KINDS: tuple[Kind, ...] = ("stock", "ours") if os.environ.get("CKPT_STORAGE_STOCK") else ("ours",)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 
-def writer(path: Path) -> ckpt_storage.CheckpointStorageWriter:
-    """Return our storage writer; it may be called for a folder that holds a save."""
+def writer(kind: Kind, path: Path) -> Any:
+    """Return a storage writer of a kind; both may be called for a folder that holds a save."""
+    if kind == "stock":
+        return dcp.FileSystemWriter(path, sync_files=False)
     return ckpt_storage.CheckpointStorageWriter(path, sync_files=False, overwrite=True)
 
 
-def save(state: dict[str, Any], path: Path) -> None:
+def reader(kind: Kind, path: Path) -> Any:
+    """Return a storage reader of a kind."""
+    return (
+        dcp.FileSystemReader(path)
+        if kind == "stock"
+        else ckpt_storage.CheckpointStorageReader(path)
+    )
+
+
+def save(kind: Kind, state: dict[str, Any], path: Path, **options: Any) -> None:
     """Save by `dcp.save`."""
-    dcp.save(state, storage_writer=writer(path))
+    dcp.save(state, storage_writer=writer(kind, path), **options)
 
 
-def load(state: dict[str, Any], path: Path) -> None:
+def load(kind: Kind, state: dict[str, Any], path: Path, **options: Any) -> None:
     """Load by `dcp.load`, in place."""
-    dcp.load(state, storage_reader=ckpt_storage.CheckpointStorageReader(path))
+    dcp.load(state, storage_reader=reader(kind, path), **options)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -165,52 +185,58 @@ def distributed(data: torch.Tensor, cut: Cut) -> DTensor:
     return distribute_tensor(data, init_device_mesh("cpu", cut[0]), cut[1])
 
 
-def reshard(_rank: int, path: Path, sources: Sequence[Cut], targets: Sequence[Cut]) -> None:
+def reshard(
+    _rank: int, kind: Kind, path: Path, sources: Sequence[Cut], targets: Sequence[Cut]
+) -> None:
     """Save a tensor cut in each of some ways, and load each into every other cut."""
     for shape in ((8, 12), (5, 3)):  # the second leaves ranks with less, or with nothing
         data = numbers(*shape)
         for number, source in enumerate(sources):
             at = path / f"{shape[0]}-{number}"
-            save({"data": distributed(data, source)}, at)
+            save(kind, {"data": distributed(data, source)}, at)
             for target in targets:
                 found = {"data": distributed(torch.zeros(shape), target)}
-                load(found, at)
+                load(kind, found, at)
                 assert_same(found["data"], data)
 
 
+@each_kind
 @pytest.mark.parametrize("to", ["1d", "2d"])
 @pytest.mark.parametrize("of", ["1d", "2d"])
-def test_dtensors_reshard(ranks: RankPool, tmp_path: Path, of: str, to: str) -> None:
+def test_dtensors_reshard(ranks: RankPool, tmp_path: Path, of: str, to: str, kind: Kind) -> None:
     """A tensor saved in any cut of a mesh loads into any other cut of a mesh."""
     cuts = {"1d": ONE_D, "2d": TWO_D}
-    ranks.run(reshard, tmp_path, cuts[of], cuts[to])
+    ranks.run(reshard, kind, tmp_path, cuts[of], cuts[to])
 
 
-def reshard_to_fewer(_rank: int, path: Path, cut: Cut) -> None:
+def reshard_to_fewer(_rank: int, kind: Kind, path: Path, cut: Cut) -> None:
     """Load the first tensor of `reshard`, cut otherwise."""
     found = {"data": distributed(torch.zeros(8, 12), cut)}
-    load(found, path / "8-0")
+    load(kind, found, path / "8-0")
     assert_same(found["data"], numbers(8, 12))
 
 
-def test_a_save_of_four_ranks_loads_on_two_and_on_one(ranks: RankPool, tmp_path: Path) -> None:
+@each_kind
+def test_a_save_of_four_ranks_loads_on_two_and_on_one(
+    ranks: RankPool, tmp_path: Path, kind: Kind
+) -> None:
     """The world that loads may be smaller than the one that saved."""
-    ranks.run(reshard, tmp_path, ONE_D[:1], [])
+    ranks.run(reshard, kind, tmp_path, ONE_D[:1], [])
     for count in (2, 1):
-        ranks.run(reshard_to_fewer, tmp_path, ((count,), (Shard(1),)), world_size=count)
+        ranks.run(reshard_to_fewer, kind, tmp_path, ((count,), (Shard(1),)), world_size=count)
 
 
-def sharded_tensors(_rank: int, path: Path) -> None:
+def sharded_tensors(_rank: int, kind: Kind, path: Path) -> None:
     """Save a ShardedTensor and load it into another sharding of it."""
 
     def spec(dim: int, order: Sequence[int]) -> ChunkShardingSpec:
         return ChunkShardingSpec(dim=dim, placements=[f"rank:{rank}/cpu" for rank in order])
 
     source = sharded_tensor.rand(spec(0, (0, 1, 2, 3)), 10, 20)
-    save({"data": source}, path)
+    save(kind, {"data": source}, path)
     for dim, order in ((0, (3, 2, 1, 0)), (1, (0, 1, 2, 3)), (0, (1, 0)), (1, (2,))):
         target = sharded_tensor.zeros(spec(dim, order), 10, 20)
-        load({"data": target}, path)
+        load(kind, {"data": target}, path)
         found = torch.zeros(10, 20) if dist.get_rank() == 0 else None
         saved = torch.zeros(10, 20) if dist.get_rank() == 0 else None
         target.gather(0, found)
@@ -219,21 +245,23 @@ def sharded_tensors(_rank: int, path: Path) -> None:
             assert_same(found, saved)
 
 
-def test_sharded_tensors_reshard(ranks: RankPool, tmp_path: Path) -> None:
+@each_kind
+def test_sharded_tensors_reshard(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     """ShardedTensors load into other dimensions, orders and numbers of shards."""
-    ranks.run(sharded_tensors, tmp_path)
+    ranks.run(sharded_tensors, kind, tmp_path)
 
 
-def model_and_optimizer(_rank: int, path: Path, of: str, to: str) -> None:
+def model_and_optimizer(_rank: int, kind: Kind, path: Path, of: str, to: str) -> None:
     """Save a trained model and its optimizer, and load them, by torch too, sharded otherwise."""
     model, optimizer = trained(SHARDINGS[of])
     states = get_state_dict(model, optimizer)
-    save({"model": states[0], "optimizer": states[1]}, path)
+    save(kind, {"model": states[0], "optimizer": states[1]}, path)
     full = StateDictOptions(full_state_dict=True)
-    for made in (ckpt_storage.CheckpointStorageReader(path), dcp.FileSystemReader(path)):
+    readers: set[Kind] = {kind, "stock"}
+    for by in sorted(readers):
         other, other_optimizer = trained(SHARDINGS[to], seed=1, steps=2)
         found = get_state_dict(other, other_optimizer)
-        dcp.load({"model": found[0], "optimizer": found[1]}, storage_reader=made)
+        load(by, {"model": found[0], "optimizer": found[1]}, path)
         set_state_dict(other, other_optimizer, model_state_dict=found[0], optim_state_dict=found[1])
         for mine, theirs in zip(
             get_state_dict(other, other_optimizer, options=full),
@@ -243,6 +271,7 @@ def model_and_optimizer(_rank: int, path: Path, of: str, to: str) -> None:
             assert_same(mine, theirs)
 
 
+@each_kind
 @pytest.mark.parametrize(
     ("of", "to"),
     [
@@ -259,22 +288,24 @@ def model_and_optimizer(_rank: int, path: Path, of: str, to: str) -> None:
         ("fsdp", "replicated"),
     ],
 )
-def test_models_and_optimizers(ranks: RankPool, tmp_path: Path, of: str, to: str) -> None:
+def test_models_and_optimizers(
+    ranks: RankPool, tmp_path: Path, of: str, to: str, kind: Kind
+) -> None:
     """FSDP, HSDP, TP and both together: a trained model and AdamW's state come back whole."""
-    ranks.run(model_and_optimizer, tmp_path, of, to)
+    ranks.run(model_and_optimizer, kind, tmp_path, of, to)
 
 
-def fine_tuned(_rank: int, path: Path) -> None:
+def fine_tuned(_rank: int, kind: Kind, path: Path) -> None:
     """Load a part of a model, and save and load only what is trained of it."""
     pretrained, _ = trained(by_fsdp)
-    save({"model": get_model_state_dict(pretrained)}, path / "pretrained")
+    save(kind, {"model": get_model_state_dict(pretrained)}, path / "pretrained")
     model, _ = trained(by_fsdp, seed=1)
     part = {
         name: value
         for name, value in get_model_state_dict(model).items()
         if not name.startswith("last")
     }
-    load({"model": part}, path / "pretrained")
+    load(kind, {"model": part}, path / "pretrained")
     set_model_state_dict(model, part, options=StateDictOptions(strict=False))
     found = get_model_state_dict(model)
     expected = get_model_state_dict(pretrained)
@@ -285,15 +316,16 @@ def fine_tuned(_rank: int, path: Path) -> None:
     trainable = StateDictOptions(ignore_frozen_params=True)
     head: dict[str, Any] = get_model_state_dict(model, options=trainable)
     assert {name.split(".")[0] for name in head} == {"last"}
-    save({"model": head}, path / "head")
+    save(kind, {"model": head}, path / "head")
     again = {name: torch.zeros_like(value) for name, value in head.items()}
-    load({"model": again}, path / "head")
+    load(kind, {"model": again}, path / "head")
     assert_same(again, head)
 
 
-def test_parts_of_models(ranks: RankPool, tmp_path: Path) -> None:
+@each_kind
+def test_parts_of_models(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     """A backbone loads without its head, and a head is saved without its frozen backbone."""
-    ranks.run(fine_tuned, tmp_path)
+    ranks.run(fine_tuned, kind, tmp_path)
 
 
 class Counter:
@@ -312,7 +344,7 @@ class Counter:
         self.count, self.rng = state["count"], state["rng"]
 
 
-def stateful(rank: int, path: Path) -> None:
+def stateful(rank: int, kind: Kind, path: Path) -> None:
     """Save stateful objects beside plain values, whose names come in another order on each rank."""
     names = ["counter", "schedule", "words"]
     values: dict[str, Any] = {
@@ -320,20 +352,21 @@ def stateful(rank: int, path: Path) -> None:
         "schedule": Counter(8),
         "words": ["a", {"b": None}],
     }
-    save({name: values[name] for name in names[rank:] + names[:rank]}, path)
+    save(kind, {name: values[name] for name in names[rank:] + names[:rank]}, path)
     counter, schedule = Counter(0), Counter(0)
     found = {"schedule": schedule, "words": ["", {"b": 1}], "counter": counter}
-    load(found, path)
+    load(kind, found, path)
     assert (counter.count, schedule.count, found["words"]) == (7, 8, ["a", {"b": None}])
     assert_same(counter.rng, torch.full((3,), 7.0))
 
 
-def test_stateful_objects(ranks: RankPool, tmp_path: Path) -> None:
+@each_kind
+def test_stateful_objects(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     """Objects with `state_dict` are asked for it, and given it again, in any order of names."""
-    ranks.run(stateful, tmp_path, world_size=2)
+    ranks.run(stateful, kind, tmp_path, world_size=2)
 
 
-def in_the_background(_rank: int, path: Path, how: str) -> None:
+def in_the_background(_rank: int, kind: Kind, path: Path, how: str) -> None:
     """Save twice in the background, the state changed in between, and load both."""
     rows, columns = (((2,), (Shard(dimension),)) for dimension in range(2))
     state = {"data": distributed(numbers(8, 4), rows), "step": 1}
@@ -341,23 +374,24 @@ def in_the_background(_rank: int, path: Path, how: str) -> None:
         saved = whole(state["data"]).clone()
         future = dcp.async_save(
             state,
-            storage_writer=writer(path / str(turn)),
+            storage_writer=writer(kind, path / str(turn)),
             async_checkpointer_type=AsyncCheckpointerType(how),
         )
         future.result()  # type: ignore[union-attr]  # no stager, so a future
         found = {"data": distributed(torch.zeros(8, 4), columns), "step": 0}
-        load(found, path / str(turn))
+        load(kind, found, path / str(turn))
         assert_same(found["data"], saved)
         state["data"].to_local().add_(1)  # type: ignore[attr-defined]  # a DTensor
 
 
+@each_kind
 @pytest.mark.parametrize("how", ["thread", "process"])
-def test_background_saves(ranks: RankPool, tmp_path: Path, how: str) -> None:
+def test_background_saves(ranks: RankPool, tmp_path: Path, how: str, kind: Kind) -> None:
     """`dcp.async_save` in a thread or a process saves what the state was at the call."""
-    ranks.run(in_the_background, tmp_path, how, world_size=2)
+    ranks.run(in_the_background, kind, tmp_path, how, world_size=2)
 
 
-def hf_round_trip(_rank: int, path: Path) -> None:
+def hf_round_trip(_rank: int, kind: Kind, path: Path) -> None:
     """Save safetensors by torch's writer, and load them into another sharding."""
     state = {"a": distributed(numbers(8, 4), ONE_D[0]), "b": distributed(numbers(6, 2), ONE_D[2])}
     hf = HuggingFaceStorageWriter(str(path), save_distributed=True)
@@ -366,32 +400,33 @@ def hf_round_trip(_rank: int, path: Path) -> None:
         "a": distributed(torch.zeros(8, 4), ONE_D[1]),
         "b": distributed(torch.zeros(6, 2), ONE_D[0]),
     }
-    load(dict(found), path)
+    plug_in = dcp.HuggingFaceStorageReader(str(path)) if kind == "stock" else reader(kind, path)
+    dcp.load(dict(found), storage_reader=plug_in)
     assert_same(found, state)
 
 
-def test_safetensors_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+@each_kind
+def test_safetensors_of_ranks(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     """What torch's Hugging Face writer leaves of a sharded state loads into any sharding."""
-    ranks.run(hf_round_trip, tmp_path)
+    ranks.run(hf_round_trip, kind, tmp_path)
 
 
-def test_plug_ins_tell_who_they_are(tmp_path: Path) -> None:
+@each_kind
+def test_plug_ins_tell_who_they_are(tmp_path: Path, kind: Kind) -> None:
     """The checkpoint id is the path as given; a save and a load each have an id of their own."""
     path = tmp_path / "run"
-    made = writer(path)
+    made = writer(kind, path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"a": torch.ones(1)}, storage_writer=made, no_dist=True)
-    told: Any = made.storage_meta()
+    told = made.storage_meta()
     assert told.checkpoint_id == path
     published = dcp.FileSystemReader(path).read_metadata().storage_meta
     assert published is not None
     assert published.save_id == told.save_id
     assert published.save_id
-    opened = ckpt_storage.CheckpointStorageReader(path)
-    meta = opened.read_metadata().storage_meta
-    assert meta is not None
-    assert meta.load_id == opened.load_id
+    opened = reader(kind, path)
+    assert opened.read_metadata().storage_meta.load_id == opened.load_id
     first = opened.load_id
     assert first
     opened.reset(path)
