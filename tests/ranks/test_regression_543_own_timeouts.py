@@ -20,7 +20,7 @@ from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 GROUP_TIMEOUT_S = 2.0
-SLOW_S = 8.0
+SLOW_S = 5.0
 
 
 def state_of(rank: int) -> dict[str, Any]:
@@ -111,6 +111,6 @@ def test_regression_fast_llm_543_waiting_on_the_training_group_times_out(
 def test_regression_fast_llm_543_save_outlasts_the_training_groups_timeout(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """`save` on that group, with storage that takes four times its timeout, succeeds."""
+    """`save` on that group, with storage that takes more than twice its timeout, succeeds."""
     results = run_with_slow_server(ranks, tmp_path / "ours", save_by_ours, "__0_")
     assert results == ["saved", "saved"]
