@@ -1,4 +1,4 @@
-"""DCP's plans between ranks: carried by an operation, or themselves carrying our messages.
+"""States as DCP takes them, and messages of ours that ride in its plans.
 
 Under bare `dcp.save` and `dcp.load` a message rides in a plan (decision 3). It takes effect when it
 is unpickled: it enters the inbox of the thread that runs the collective. So it arrives even when
@@ -7,7 +7,6 @@ the planner drops the plan, as `DefaultSavePlanner` does with `enable_plan_cachi
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +32,6 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
     }
-
-
-def takes(function: object, name: str) -> bool:
-    """Return whether a planner's method takes the parameter `name`, which DCP added later."""
-    return name in inspect.signature(function).parameters  # type: ignore[arg-type]  # a method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

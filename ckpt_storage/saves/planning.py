@@ -5,6 +5,7 @@ Kept plans are used only if every rank sends the same id and the coordinator has
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.plans import takes
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
@@ -156,7 +156,8 @@ class LocalPlan:
         chosen: Any = planner or DefaultSavePlanner()
         structure = None
         with naming_refused(state):
-            if takes(chosen.set_up_planner, "storage_meta"):
+            # DCP added it later; a planner may be older.
+            if "storage_meta" in inspect.signature(chosen.set_up_planner).parameters:
                 meta = StorageMeta(checkpoint_id=url)
                 chosen.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0)
             else:

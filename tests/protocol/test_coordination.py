@@ -54,13 +54,6 @@ SILENCE_S = 2.0
 """Longer than a thread of a live rank goes without the processor on a busy machine."""
 
 
-@pytest.mark.parametrize("world_size", [1, 5])
-def test_every_rank_gets_what_all_gave(world_size: int) -> None:
-    """Gather, scatter, broadcast and all_gather move each rank's bytes to where they belong."""
-    every = [b"%d" % rank for rank in range(world_size)]
-    assert values(run(group(MemoryKeys(), world_size), together)) == [every] * world_size
-
-
 def test_ranks_that_disagree_are_listed_by_value() -> None:
     """Each rank raises the same mismatch, which maps each value to its ranks."""
 

@@ -36,20 +36,6 @@ def everybody(world_size: int) -> list[bytes]:
     return [b"%d" % rank for rank in range(world_size)]
 
 
-def in_default_group(_rank: int) -> list[list[bytes]]:
-    """Speak several times, and once in another lane."""
-    assert RankGroup.of(None) is RankGroup.of(None) or dist.get_world_size() == 1
-    assert RankGroup.of(None) is not RankGroup.of(None, lane="other")
-    return [speak() for _ in range(3)]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_the_default_group_coordinates(ranks: RankPool, world_size: int) -> None:
-    """Ranks of the default group hear each other, time after time."""
-    expected = [[everybody(world_size)] * 3] * world_size
-    assert ranks.run(in_default_group, world_size=world_size) == expected
-
-
 def in_other_groups(rank: int, folder: str) -> list[list[bytes]]:
     """Speak in a group of our own kind, end it, and speak in its successor."""
     heard = []
