@@ -6,6 +6,7 @@ It imports nothing of the package, runs nothing that a checkpoint holds, and che
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import itertools
 import json
@@ -53,6 +54,7 @@ for _ in range(8):
     TABLE = [crc >> 1 ^ (0x82F63B78 if crc & 1 else 0) for crc in TABLE]
 
 
+@functools.lru_cache(maxsize=256)
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of some bytes."""
     crc = 0xFFFFFFFF
