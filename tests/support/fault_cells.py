@@ -118,13 +118,15 @@ _CONSOLIDATE = {
     "clean": Hold(_OUT, _ALL_BUT_CTRL_C | {"oversleep"}, "bulk_delete", "^$", member_step=_LATE),
 }
 
+# What is saved in the background is planned while it is staged, before ranks meet.
+_STAGED = {"before meeting", "plan"}
+
 # An interrupt of the trainer does not end what its threads do.
 _ASYNC = {
     name: replace(
         hold,
         faults=hold.faults - {"interrupt"},
-        # What a state dict raises, it raises while the state is staged.
-        names=hold.names | ({"stage"} if name == "before meeting" else set()),
+        names=hold.names | ({"stage"} if name in _STAGED else set()),
     )
     for name, hold in _SAVE.items()
 }
@@ -191,7 +193,8 @@ class Cell:
         if self.fault in {"error", "interrupt"}:
             return REPORTED_S
         phase_s = TIMEOUTS.write  # all are alike
-        if self.fault == "hang" or self.phase == "before meeting":
+        early = _STAGED if self.operation == "async save" else {"before meeting"}
+        if self.fault == "hang" or self.phase in early:
             return phase_s + SLACK_S
         return TIMEOUTS.silence + SLACK_S
 
