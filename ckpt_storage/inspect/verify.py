@@ -24,9 +24,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
-from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, begun_path
+from ckpt_storage.format.rank_manifest import FileChecks
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_source

@@ -120,16 +120,6 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
-    def __add__(self, other: Sequence[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
-        return [*self, *other]
-
-    def __radd__(self, other: Sequence[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
-        return [*other, *self]
-
-    def copy(self) -> list[ChunkStorageMetadata]:
-        """Return a list that may be changed."""
-        return list(self)
-
     def __repr__(self) -> str:
         return repr(list(self))
 
