@@ -332,7 +332,6 @@ class Fields:
         """Return `count` integers from `least` on, less than `below`."""
         if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
             plain = self._get(key, list, lambda v: are_counts(v, least))
-            lowest, highest = least, max(plain, default=least)
             self._take(key, len(plain) * _INTEGER_BYTES)
             column = np.array(plain, dtype=np.int64)
         else:
@@ -340,10 +339,9 @@ class Fields:
             size_bytes = packed.count("count") * _INTEGER_BYTES
             words = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
             column = np.cumsum(words, dtype=np.int64)
-            lowest, highest = int(column.min(initial=least)), int(column.max(initial=least))
         if count is not None and len(column) != count:
             self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
-        if len(column) and (lowest < least or highest >= below):
+        if len(column) and not least <= int(column.min()) <= int(column.max()) < below:
             self.fail(f"has a number in {key!r} that cannot be")
         return column
 
