@@ -64,14 +64,7 @@ class TensorInfo:
         return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
 
 
-class Explains(Protocol):
-    """What knows why a file is not there."""
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when the file of `place` is not there."""
-
-
-class Source(Explains, Protocol):
+class Source(Protocol):
     """What a checkpoint of any format offers to readers.
 
     `save_id` is None where the format has no such thing; `blobs` are the FQNs of what is no tensor;
@@ -87,8 +80,11 @@ class Source(Explains, Protocol):
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
 
-    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[ChunkPlace]:
+    def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
         """Return where chunks and blobs lie; fetches what tells it, in one go."""
+
+    def explain_missing(self, place: ChunkPlace) -> Exception:
+        """Return the error to raise when the file of `place` is not there."""
 
 
 def value_keys(tensors: Mapping[str, TensorInfo], blobs: Iterable[str]) -> list[Key]:
@@ -189,20 +185,9 @@ class CommittedSource:
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Return the manifest of one rank, fetched and checked."""
-        found = self._ranks.get(rank)
-        if found is None:
-            found = read_rank_manifest(
-                self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
-            )
-            if (found.rank, found.save_id) != (rank, self.manifest.save_id):
-                raise FormatError(
-                    f"{self.manifest.ranks[rank].path} is the manifest of rank {found.rank} of "
-                    f"save {found.save_id}.",
-                    path=self.manifest.ranks[rank].path,
-                    next_step=_RESTORE,
-                )
-            self._ranks[rank] = found
-        return found
+        if rank not in self._ranks:
+            self._ranks[rank] = read_rank_manifest(self.store, self.manifest, rank)
+        return self._ranks[rank]
 
     def _fetch_all(self, ranks: set[int]) -> None:
         if len(ranks) == 1:
@@ -308,7 +293,7 @@ class CommittedSource:
 def explained(
     error: StorageError | IntegrityError,
     places: Iterable[ChunkPlace],
-    source: Explains,
+    source: Source,
     *,
     phase: str | None,
     effect: str = "",
@@ -378,11 +363,18 @@ def read_document(
         ) from error
 
 
-def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
-    """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
-    document = read_document(store, reference, save_id=save_id)
-    body = unseal(document, path=reference.path)
-    return RankManifest.from_body(body, where=reference.path)
+def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
+    """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
+    path, save_id = manifest.ranks[rank].path, manifest.save_id
+    document = read_document(store, manifest.ranks[rank], save_id=save_id)
+    found = RankManifest.from_body(unseal(document, path=path), where=path)
+    if (found.rank, found.save_id) != (rank, save_id):
+        raise FormatError(
+            f"{path} is the manifest of rank {found.rank} of save {found.save_id}.",
+            path=path,
+            next_step=_RESTORE,
+        )
+    return found
 
 
 def read_manifest(store: Store, record: SlotRecord) -> Manifest:
