@@ -32,19 +32,23 @@ class Bucket:
 
     def __init__(self, server: S3Server, kind: str) -> None:
         self.server = server
-        self._kind = kind
         self._given: dict[str, Any] = {"storage_options": server.storage_options, "retry": RETRY}
         server.create_bucket("bkt")
         for version in (1, 2):
             ckpt_storage.save(cases.small_model(version), f"s3://bkt/run{version}", **self._given)
+        if kind == "replace":
+            consolidate("s3://bkt/run1", "s3://bkt/out", **self._given)
+        self._before = self._output()
+
+    def _output(self) -> dict[str, bytes]:
+        return {k: data for k, data in self.server.dump("bkt").items() if k.startswith("out/")}
 
     def fresh(self) -> None:
-        """Empty the folder; for "replace", export version 1 to it."""
-        for key in self.server.dump("bkt"):
-            if key.startswith("out/"):
-                assert servers.ask(self.server.endpoint_url, "DELETE", f"/bkt/{key}")[0] == 204
-        if self._kind == "replace":
-            consolidate("s3://bkt/run1", "s3://bkt/out", **self._given)
+        """Make the folder as it was: empty, or for "replace" with an export of version 1."""
+        for key in self._output():
+            assert servers.ask(self.server.endpoint_url, "DELETE", f"/bkt/{key}")[0] == 204
+        for key, data in self._before.items():
+            assert servers.ask(self.server.endpoint_url, "PUT", f"/bkt/{key}", data)[0] == 200
         self.server.reset_counters()
 
     def export(self) -> CheckpointError | None:
@@ -58,8 +62,7 @@ class Bucket:
     @property
     def version(self) -> int | None:
         """Which version the index leads to, None if to no file; fails for a mixture."""
-        dump = self.server.dump("bkt")
-        files = {key[4:]: data for key, data in dump.items() if key.startswith("out/")}
+        files = {key.removeprefix("out/"): data for key, data in self._output().items()}
         weight_map = json.loads(files.get(cases.INDEX, b'{"weight_map": {}}'))["weight_map"]
         if not files.keys() & weight_map.values():
             return None
@@ -71,7 +74,7 @@ class Bucket:
         """Assert that the next export ends with version 2 and nothing else."""
         assert self.export() is None, at
         assert self.version == 2, at
-        assert len([k for k in self.server.dump("bkt") if k.startswith("out/model-")]) == 2, at
+        assert len([key for key in self._output() if key.startswith("out/model-")]) == 2, at
         assert self.server.open_upload_count == 0, at
 
 
