@@ -129,9 +129,17 @@ def choose_model(
     `ties` maps alias to target, both FQNs, as recorded by the save. An alias goes out in its own
     right while its target does not. Raises `InvalidInputError`.
     """
-    tensors = source.tensors
+    tensors, values = source.tensors, source.tensors.keys() | source.blobs
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors}
-    left = _left_out(paths, source, options)
+    left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
+    if options.include is None:
+        left |= _outside(paths)
+    else:
+        others = paths.keys() - matching(options.include, values, "include")
+        left |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
+    if options.exclude is not None:
+        for fqn in matching(options.exclude, values, "exclude"):
+            left.setdefault(fqn, ("excluded", "`exclude` names it"))
     going = sorted(tensors.keys() - left.keys())
     if not going:
         raise InvalidInputError(
@@ -200,21 +208,6 @@ def _apart(key: str) -> Reason | None:
 
 
 _Left = dict[str, tuple[Reason, str]]
-
-
-def _left_out(paths: Mapping[str, KeyPath], source: Source, options: ConsolidateOptions) -> _Left:
-    """Return which values do not go out, and why; ties not considered."""
-    values = paths.keys() | source.blobs
-    left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
-    if options.include is None:
-        left |= _outside(paths)
-    else:
-        others = paths.keys() - matching(options.include, values, "include")
-        left |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
-    if options.exclude is not None:
-        for fqn in matching(options.exclude, values, "exclude"):
-            left.setdefault(fqn, ("excluded", "`exclude` names it"))
-    return left
 
 
 def _outside(paths: Mapping[str, KeyPath]) -> _Left:
