@@ -61,7 +61,6 @@ def pool() -> Iterator[RankPool]:
     ("victim", "holder", "name"),
     [
         (1, Upload, "write_part"),
-        (1, Upload, "receipts"),
         (0, Upload, "complete"),
         (0, ExportFolder, "publish"),
     ],
