@@ -83,7 +83,7 @@ def elements_of(
     return Elements(
         name=name or info.fqn,
         fqn=info.fqn,
-        box=box or _whole(info),
+        box=box or Box((0,) * len(info.shape), info.shape),
         source_dtype=info.dtype,
         dtype=dtype or info.dtype,
     )
@@ -92,11 +92,7 @@ def elements_of(
 def boxes_of(info: TensorInfo) -> list[Box]:
     """Return the chunks of a tensor, each once; one for a tensor without elements."""
     boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
-    return boxes or [_whole(info)]
-
-
-def _whole(info: TensorInfo) -> Box:
-    return Box((0,) * len(info.shape), info.shape)
+    return boxes or [elements_of(info).box]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
