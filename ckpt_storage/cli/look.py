@@ -27,6 +27,7 @@ from .options import (
 from .output import COULD_NOT_RUN, FOUND, SOUND, check_root, tensor_of
 
 _MOST_CHUNKS = 40
+_SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 
 
 @click.command(short_help="Committed checkpoints below a root.")
@@ -82,9 +83,8 @@ def show(
         if fqn is None:
             more: dict[str, Any] = {"files": checkpoint.files} if with_files else {}
             if with_history:
-                keys = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
                 slots = checkpoint.history
-                more["history"] = [{key: getattr(one, key) for key in keys} for one in slots]
+                more["history"] = [{key: getattr(one, key) for key in _SLOT} for one in slots]
             _show_checkpoint(checkpoint, more, as_json=as_json)
         elif (tensor := tensor_of(checkpoint, fqn)) is not None:
             _show_tensor(tensor, as_json=as_json)
@@ -102,7 +102,7 @@ def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], *, as_json
         "url": checkpoint.url,
         "format": checkpoint.format,
         "save_id": checkpoint.save_id,
-        "step": info.step if info.step is not None else checkpoint.step,
+        "step": checkpoint.step,
         "metrics": info.metrics,
         "created_at": info.created_at,
         "world_size": checkpoint.world_size,
@@ -121,16 +121,8 @@ def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], *, as_json
         output.line()
         output.table(("file", "rank", "bytes"), rows, right="rank bytes")
     if "history" in more:
-        slots = [
-            (
-                *(one[key] for key in ("slot", "type", "created_at")),
-                f"{one['host']} {one['pid']}",
-                one["save_id"] or one["fenced"],
-            )
-            for one in more["history"]
-        ]
         output.line()
-        output.table(("slot", "what", "when", "by", "save id"), slots, right="slot")
+        output.table(_SLOT, [one.values() for one in more["history"]], right="slot pid")
 
 
 def _show_tensor(tensor: LazyTensor, *, as_json: bool) -> None:

@@ -138,7 +138,7 @@ def facts(pairs: Mapping[str, object]) -> None:
         click.echo(f"{name:<{width}}  {shown(text)}")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, right: str = "") -> None:
+def table(head: Sequence[str], rows: Iterable[Iterable[object]], *, right: str = "") -> None:
     """Print a table; columns named in `right`, a list with spaces, are aligned to the right."""
     lines = [head, *([shown("" if cell is None else str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

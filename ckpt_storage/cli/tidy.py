@@ -43,11 +43,10 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     by which a save that was under way finds out; so does what another tool wrote.
     """
     with open_checkpoint(url, **options) as checkpoint:
-        found = checkpoint.info
         told = {
             "url": checkpoint.url,
             "save_id": checkpoint.save_id,
-            "step": found.step if found.step is not None else checkpoint.step,
+            "step": checkpoint.step,
             "file_count": len(checkpoint.files),
             "total_bytes": sum(file.size_bytes for file in checkpoint.files),
         }
