@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import ml_dtypes
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
@@ -83,12 +84,8 @@ def save_hugging_face(folder: Path) -> None:
 
 def numpy_of(tensor: torch.Tensor) -> Any:
     """Return a tensor as numpy has it, types of ml_dtypes by way of their bytes."""
-    import ml_dtypes  # noqa: PLC0415  # where it is needed
-
-    plain = tensor.contiguous()
-    if tensor.dtype in {torch.bfloat16, torch.float8_e4m3fn}:
-        name = str(tensor.dtype).removeprefix("torch.")
-        raw = plain.view(torch.uint8).numpy() if tensor.dtype.itemsize == 1 else None
-        raw = plain.view(torch.int16).numpy() if raw is None else raw
-        return raw.view(getattr(ml_dtypes, name))
-    return plain.numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in {"bfloat16", "float8_e4m3fn"}:
+        return tensor.contiguous().numpy()
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw.view(getattr(ml_dtypes, name)).reshape(tuple(tensor.shape))
