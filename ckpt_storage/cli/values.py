@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pprint import pformat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -20,15 +20,12 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
-from ckpt_storage.inspect.reading import elements_of, slabs
+from ckpt_storage.inspect.reading import Words, elements_of, slabs
 from ckpt_storage.inspect.views import shown
 
 from . import output
 from .options import memory_option, parse_slice, reads, url_argument
 from .output import SOUND, tensor_of, value_of
-
-if TYPE_CHECKING:
-    from ckpt_storage.inspect.reading import Words
 
 _MOST_JSON_ELEMENTS = 1_000_000
 _MOST_SHOWN = 1000

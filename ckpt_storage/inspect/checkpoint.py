@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from numpy.typing import NDArray
+
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
@@ -40,8 +42,6 @@ from .views import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from .torchload import Device
 
 

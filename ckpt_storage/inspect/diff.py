@@ -7,7 +7,10 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.format.boxes import Selection
@@ -24,9 +27,6 @@ from .reading import (
     slabs,
 )
 from .views import Entry, shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _PIECE = 1 << 20
 """Elements that are compared at a time: 8 MiB a side as float64."""
@@ -50,8 +50,6 @@ class Findings:
 
     def as_fields(self, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return the findings as fields of a `ValueDiff` of tensors of `shape`."""
-        import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
         found = dataclasses.asdict(self)
         del found["absolute"], found["relative"]
         if self.at is not None:
@@ -75,8 +73,6 @@ class Findings:
             self.count += len(x)
 
     def _add_numbers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
-        import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
         # Of the NaN of types that it does not know numpy warns.
         with np.errstate(all="ignore"):
             distance, size, x_nan, y_nan = _distances(x, y)
@@ -93,8 +89,6 @@ class Findings:
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return |x - y| and max(|x|, |y|) as float64, and where x and y are NaN."""
-    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
     kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
     a, b = x.astype(kind), y.astype(kind)
     if x.dtype == y.dtype and x.dtype.kind in "iu":

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.dtypes import DTYPES
 
-from .reading import Handle, elements_of, read_tensors
+from .reading import Handle, Words, elements_of, read_tensors
 from .views import Sharding, shape_text, shown
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
-
-    from .reading import Words
     from .torchload import Device, Tensor
 
 
@@ -40,8 +40,6 @@ class Indexed:
 
 def select(index: object, shape: Sequence[int]) -> Indexed:
     """Return what numpy's basic indexing means by `index`. Raises `IndexError` for the rest."""
-    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
     entries = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, entries)):
         raise IndexError(
@@ -157,8 +155,6 @@ class LazyTensor:
         bfloat16 and float8 are types of `ml_dtypes`. Raises as indexing
         does, and `CheckpointError` for types that numpy cannot have.
         """
-        import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
         array: NDArray[Any] = np.asarray(self[index])
         return array
 

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -36,12 +39,7 @@ from ckpt_storage.transfer.ranges import RangeReader, ignore
 
 from .views import Entry, Sharding
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Words = NDArray[np.generic]
-
+Words = NDArray[np.generic]
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
 
@@ -196,8 +194,6 @@ class ArrayRead(ChunkRead):
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         """Copy elements into the array."""
-        import numpy as np  # noqa: PLC0415  # the caller imported it
-
         for copy in copies:
             strides = [stride * self.item_bytes for stride in copy.source_strides]
             at = copy.source_offset_elements * self.item_bytes
@@ -224,8 +220,6 @@ def read_tensors(
     All are read in one batch. Raises `IntegrityError` (file, FQN, offset), `CheckpointGoneError`,
     `StorageError`, `FormatError`, `PhaseTimeoutError`.
     """
-    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
     arrays: list[Words] = []
     parts: list[tuple[Key, Callable[..., ArrayRead]]] = []
     for fqn, ranges in wanted:

@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 
 from .views import DASH, shape_text, shown
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 _PIECE = 1 << 20
 """Elements that are converted at a time: 8 MiB as float64."""
@@ -81,8 +79,6 @@ def summarise(
     bin_count: int,
 ) -> TensorStats:
     """Return what is in a tensor, whose elements `pieces()` yields as flat arrays; asked twice."""
-    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
     counts: Counter[str] = Counter()
     means: list[tuple[int, float]] = []
     extremes: list[float] = []
@@ -141,8 +137,6 @@ def _wide(
     pieces: Iterable[NDArray[Any]],
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.float64]]]:
     """Yield pieces of bounded size with their elements as float64."""
-    import numpy as np  # noqa: PLC0415  # summarise imported it
-
     for whole in pieces:
         for at in range(0, len(whole), _PIECE):
             piece = whole[at : at + _PIECE]
@@ -152,8 +146,6 @@ def _wide(
 
 
 def _edges(low: float, high: float, bin_count: int) -> NDArray[np.float64]:
-    import numpy as np  # noqa: PLC0415  # summarise imported it
-
     low, high = float(low), float(high)
     if low == high:
         # As numpy does: a bin needs some width.
