@@ -266,7 +266,7 @@ def test_objects_are_compared_by_value(tmp_path: Path) -> None:
         "tensors": ((shared, shared), (shared, shared.clone()), True),
         "narrow": ((narrow, narrow), (narrow, narrow.clone()), True),
         "scalars": ((nan, shared, shared), (nan, shared, shared.clone()), True),
-        "sets": (({"a", "b"},), ({"b", "a"},), True),
+        "sets": (({0, 8},), ({8, 0},), True),  # in another order
         "other": ((shared, shared), (shared, shared + 1), False),
         "pairs": (((1, 2),), ([1, 2],), False),
         "types": ((1, 0.9), (1.0, 0.9), False),
