@@ -29,7 +29,6 @@ from ckpt_storage import (
     InvalidInputError,
     UnsafeContentError,
 )
-from ckpt_storage.commit.cleaning import delete as delete_checkpoint
 from ckpt_storage.commit.cleaning import free_superseded
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
@@ -62,11 +61,6 @@ def is_equal(left: Any, right: Any) -> bool:
         and np.shape(left) == np.shape(right)
         and np.ascontiguousarray(left).tobytes() == np.ascontiguousarray(right).tobytes()
     )
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint as retention does."""
-    delete_checkpoint(open_store(path))
 
 
 def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
@@ -264,7 +258,7 @@ def test_history_lists_the_slots(tmp_path: Path) -> None:
     assert len(commits) == 3
     assert commits[-1].save_id == opened.save_id
     assert all(entry.created_at and entry.pid for entry in history)
-    delete(path)
+    ckpt_storage.delete(path)
     assert opened.history[-1].type == "deleted"
 
 
@@ -373,7 +367,7 @@ def test_a_save_that_is_gone_says_so(tmp_path: Path, how: str) -> None:
         assert opened["step"] == 1
         free_superseded(open_store(path), keep_previous=0)
     else:
-        delete(path)
+        ckpt_storage.delete(path)
     for read in (lambda: lazy[:], lazy.torch, lambda: opened["step"], opened.load, opened.verify):
         with pytest.raises(CheckpointGoneError):
             read()
