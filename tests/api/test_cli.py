@@ -22,15 +22,9 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three checkpoints; not to be changed."""
-    return make_run(tmp_path_factory.mktemp("cli") / "run")
-
-
-@pytest.fixture
-def last(run: Path) -> Path:
-    """The newest checkpoint."""
-    return run / "step-00001100"
+def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest of a run of three checkpoints; not to be changed."""
+    return make_run(tmp_path_factory.mktemp("cli") / "run") / "step-00001100"
 
 
 def s3_options(server: S3Server, name: str = "storage") -> list[str]:
@@ -59,11 +53,11 @@ def test_every_command_explains_itself() -> None:
         assert "--json" in page.stdout, name
 
 
-def test_ls_lists_steps_in_order(run: Path, tmp_path: Path) -> None:
+def test_ls_lists_steps_in_order(last: Path, tmp_path: Path) -> None:
     """Numbers in names count as numbers; what is no checkpoint is not listed."""
     names = [f"step-{step:08d}" for step in STEPS]
-    assert [one["name"] for one in answer("ls", run)["checkpoints"]] == names
-    head, *lines = call("ls", run).stdout.splitlines()
+    assert [one["name"] for one in answer("ls", last.parent)["checkpoints"]] == names
+    head, *lines = call("ls", last.parent).stdout.splitlines()
     assert head.split() == ["name", "step", "created", "format", "save", "id"]
     assert [line.split()[0] for line in lines] == names
     # An empty root is no error.
@@ -135,9 +129,9 @@ def test_verify_says_sound_or_what_is_damaged(last: Path, tmp_path: Path) -> Non
     assert answer("verify", target, "--shallow")["ok"] is True
 
 
-def test_diff_says_equal_or_what_differs(run: Path, tmp_path: Path) -> None:
+def test_diff_says_equal_or_what_differs(last: Path, tmp_path: Path) -> None:
     """Exit code 0 or 1, across formats too."""
-    first, second = (run / f"step-{step:08d}" for step in STEPS[:2])
+    first, second = (last.parent / f"step-{step:08d}" for step in STEPS[:2])
     call("convert", first, tmp_path / "dcp", "--to", "dcp")
     assert answer("diff", first, tmp_path / "dcp")["is_equal"] is True
     changed = {one["fqn"]: one for one in answer("diff", first, second, code=1)["changed"]}

@@ -25,18 +25,12 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three checkpoints; not to be changed."""
-    return make_run(tmp_path_factory.mktemp("cli") / "run")
+def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest of a run of three checkpoints; not to be changed."""
+    return make_run(tmp_path_factory.mktemp("cli") / "run") / "step-00001100"
 
 
-@pytest.fixture
-def last(run: Path) -> Path:
-    """The newest checkpoint."""
-    return run / "step-00001100"
-
-
-def test_looking_imports_no_torch(run: Path, last: Path) -> None:
+def test_looking_imports_no_torch(last: Path) -> None:
     """Neither ls, show, tree, verify nor the help; nor cat, stats and cp of plain tensors."""
     code = (
         "import sys\n"
@@ -50,7 +44,7 @@ def test_looking_imports_no_torch(run: Path, last: Path) -> None:
         "    assert code == 0, (line, code)\n"
         "    assert 'torch' not in sys.modules, line\n"
     )
-    result = process(run, last, run.parent / "copied", code=code)
+    result = process(last.parent, last, last.parent.parent / "copied", code=code)
     assert result.returncode == 0, result.stderr
 
 
@@ -75,9 +69,9 @@ def started(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
 
 
-def test_a_reader_that_leaves_is_no_error(run: Path) -> None:
+def test_a_reader_that_leaves_is_no_error(last: Path) -> None:
     """As in `ckpt-storage ls ... | head`: no traceback, and the code of SIGPIPE."""
-    with started("ls", run) as listing:
+    with started("ls", last.parent) as listing:
         assert listing.stdout is not None
         assert listing.stderr is not None
         listing.stdout.close()
