@@ -27,7 +27,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.options import Chained, SaveOptions
+from ckpt_storage.saves.options import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -124,15 +124,14 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        places = [Location.of(root_url, storage_options)]
-        if mirror is not None:
-            places.append(Location.of(mirror, mirror_storage_options))
         make = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
-        self._roots = [make(place) for place in places]
-        self._root = self._roots[0]
+        self._root = make(Location.of(root_url, storage_options))
+        self._roots = [self._root]
         copies: Mirror | None = None
         if mirror is not None:
-            copies = Mirror(self._root, self._roots[1], mirror_keep, timeouts=self._timeouts)
+            second = make(Location.of(mirror, mirror_storage_options))
+            copies = Mirror(self._root, second, mirror_keep)
+            self._roots.append(second)
         self._pruner: Pruner | None = None
         if keep is not None:
             others = (lambda *_: {}) if copies is None else copies.waiting
@@ -140,7 +139,7 @@ class CheckpointManager:
         self._terms = {
             "the root's URL": self.url,
             "the names of steps": names,
-            "the mirror's URL": places[-1].url,
+            "the mirror's URL": self._roots[-1].location.url,
         }
         # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
         what = f"{self.url}\n{names}".encode()
@@ -158,7 +157,6 @@ class CheckpointManager:
                 every_steps=every_steps,
                 every_s=None if every_s is None else seconds_of(every_s, what="every_s"),
                 timeouts=self._timeouts,
-                terms=self._terms,
             )
             undo.pop_all()
         is_first = self._ranks.is_coordinator
@@ -167,7 +165,6 @@ class CheckpointManager:
             self._pruner,
             copies if is_first else None,
             prunes=is_first and pruning == "background" and keep is not None,
-            timeout_s=self._timeouts.commit,
         )
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
@@ -285,8 +282,7 @@ class CheckpointManager:
         """Begin a save with the arguments of a call."""
         self._check_open()
         self._schedule.saved()
-        options = SaveOptions.of(given, timeouts=self._timeouts)
-        return StepSave(self._upkeep, given["step"], given["metrics"] or {}, options)
+        return StepSave(self._upkeep, given)
 
     @property
     def saver(self) -> AsyncSaver:
@@ -306,7 +302,7 @@ class CheckpointManager:
         Those of other names, or of other tools, come first; `step` is None for other names. Costs
         a listing, and two reads for each. Raises `StorageError`, `PhaseTimeoutError`.
         """
-        return all_of(self._roots, Deadline("load", self._timeouts.load))
+        return all_of(self._roots, Deadline.of(self._timeouts, "load"))
 
     def latest(self) -> CheckpointInfo | None:
         """Return the committed checkpoint of the highest step; any rank, not collective.
@@ -316,7 +312,7 @@ class CheckpointManager:
         and two reads as a rule, however many checkpoints there are.
         Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
         """
-        return newest_of(self._roots, Deadline("load", self._timeouts.load))
+        return newest_of(self._roots, Deadline.of(self._timeouts, "load"))
 
     def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Return the committed checkpoint with the smallest or largest `metric`; as `all`.
@@ -334,7 +330,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._meet()
-        return Resumer(self._ranks, self._roots, timeouts=self._timeouts).first()
+        return Resumer(self._ranks, self._roots).first()
 
     def restore(
         self,
@@ -367,21 +363,10 @@ class CheckpointManager:
         """
         given = {name: value for name, value in locals().items() if name not in _OWN_ARGUMENTS}
         self._check_open()
-
-        def load_one(root: Root, info: CheckpointInfo) -> None:
-            load(
-                state,
-                root.location.child(info.name).target,
-                process_group=self._process_group,
-                timeout=self._timeouts,
-                storage_options=root.location.storage_options,
-                retry=self._retry,
-                **given,
-            )
-
         self._meet()
-        resumer = Resumer(self._ranks, self._roots, check=check, step=step, timeouts=self._timeouts)
-        return resumer.run(load_one)
+        given |= {"process_group": self._process_group, "retry": self._retry}
+        one = partial(load, state, timeout=self._timeouts, **given)
+        return Resumer(self._ranks, self._roots, check=check, step=step).run(one)
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
@@ -403,7 +388,7 @@ class CheckpointManager:
         copies it, and what `ckpt_storage.delete` raises.
         """
         self._check_open()
-        return delete_step(self._roots, step, timeouts=self._timeouts)
+        return delete_step(self._roots, step)
 
     def prune(self, *, dry_run: bool = False) -> PruneReport | None:
         """Delete what no policy keeps, now; on the coordinator; others return None at once.
@@ -420,11 +405,7 @@ class CheckpointManager:
             )
         if not self._ranks.is_coordinator:
             return None
-        deadline = Deadline("commit", self._timeouts.commit)
-        report = self._pruner.prune(deadline, dry_run=dry_run)
-        if not dry_run:
-            self._pruner.sweep(deadline)
-        return report
+        return self._pruner.prune(Deadline.of(self._timeouts, "commit"), dry_run=dry_run)
 
     @property
     def last_prune(self) -> PruneReport | None:

@@ -19,7 +19,6 @@ from ckpt_storage.errors import (
     NotPublishedError,
 )
 from ckpt_storage.export.copy import copy
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
 from .prune import Pruner, is_sound
@@ -32,19 +31,18 @@ log = logging.getLogger("ckpt_storage")
 class Mirror:
     """Copies what `root` has and `copies` lacks; what `keep` would not keep there is left out."""
 
-    def __init__(self, root: Root, copies: Root, keep: Keep | None, *, timeouts: Timeouts) -> None:
+    def __init__(self, root: Root, copies: Root, keep: Keep | None) -> None:
         self._root = root
         self._copies = copies
         self._keep = keep
         self._pruner = None if keep is None else Pruner(copies, keep)
-        self._timeouts = timeouts
         # A copy has another save id where the mirror once deleted that of the original.
         self._copied: set[tuple[str, str | None]] = set()
 
     def waiting(self, found: Collection[Found], deadline: Deadline) -> Mapping[str, str]:
         """Return which checkpoints of the root are still to be copied, each with a reason."""
         ours = {one.name: one for one in found if one.is_sound}
-        listed = [name for _, name in self._copies.steps(self._copies.folders(deadline))]
+        listed = self._copies.steps(self._copies.folders(deadline))
         there = self._copies.look([one for one in listed if one in ours], deadline, fresh=True)
         missing = {name: one for name, one in ours.items() if self._lacks(there.get(name), one)}
         if self._keep is not None and missing:
@@ -79,7 +77,7 @@ class Mirror:
                 failures.append(error)
         if self._pruner is not None and not job.has_failed():
             try:
-                self._pruner.prune(Deadline("commit", self._timeouts.commit))
+                self._pruner.prune(Deadline.of(self._root.timeouts, "commit"))
             except CheckpointError as error:
                 log.warning("%s was not pruned: %s", self._copies.location.url, error)
                 failures.append(error)
@@ -89,10 +87,9 @@ class Mirror:
 
     def _next(self, tried: Collection[str]) -> CheckpointInfo | None:
         """Return the newest that is to be copied and was not tried."""
-        deadline = Deadline("load", self._timeouts.load)
-        links = self._root.links()
-        steps = self._root.steps(self._root.folders(deadline))
-        own = [name for _, name in steps if name not in links]
+        deadline = Deadline.of(self._root.timeouts, "load")
+        steps, links = self._root.steps(self._root.folders(deadline)), self._root.links()
+        own = [name for name in steps if name not in links]
         found = self._root.look(own, deadline, fresh=True)
         waiting = self.waiting(found.values(), deadline)
         left = [name for name in own if name in waiting and name not in tried]
@@ -101,7 +98,7 @@ class Mirror:
     def _copy(self, info: CheckpointInfo) -> None:
         """Copy one checkpoint, and keep our own pruner from it meanwhile."""
         by = "it is being copied to the mirror"
-        release = self._root.uses.take(info.name, by, timeout_s=self._timeouts.plan)
+        release = self._root.uses.take(info.name, by, timeout_s=self._root.timeouts.plan)
         try:
             copy(
                 self._root.location.child(info.name).target,
@@ -109,7 +106,7 @@ class Mirror:
                 storage_options=self._root.location.storage_options,
                 destination_storage_options=self._copies.location.storage_options or {},
                 overwrite=True,
-                timeout=self._timeouts,
+                timeout=self._root.timeouts,
                 retry=self._root.retry,
             )
         except NotPublishedError as error:
@@ -117,7 +114,7 @@ class Mirror:
             log.warning("%s", error)
         except IntegrityError:
             # If it is damaged, and not its copy, it is waited for no more.
-            deadline = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
+            deadline = stalling_deadline("load", self._root.timeouts.load, f"Checking {info.url}")
             with contextlib.suppress(CheckpointError):
                 is_sound(self._root, info, deadline, deep=True)
             raise

@@ -86,7 +86,7 @@ def prune(
     """
     place, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
     root = Root(place, StepNames(names), timeouts=timeouts, retry=retry)
-    return Pruner(root, keep).prune(Deadline("commit", timeouts.commit), dry_run=dry_run)
+    return Pruner(root, keep).prune(Deadline.of(timeouts, "commit"), dry_run=dry_run)
 
 
 class Pruner:
@@ -108,11 +108,16 @@ class Pruner:
         """Plan, and unless `dry_run` carry the plan out, oldest first; cut, the next goes on."""
         with self._in_turn(deadline):
             report = self._plan(deadline, is_dry_run=dry_run)
-            if not dry_run:
-                report = self.last = self.execute(report, deadline)
-                jobs = [(name, partial(self._end, name, deadline)) for name in self._tombstones]
-                self._carry_out(PruneReport(), jobs, deadline)
-            return report
+            if dry_run:
+                return report
+            self.last = self.execute(report, deadline)
+            jobs: list[tuple[str, _Job]] = [
+                *((name, partial(self._end, name, deadline)) for name in self._tombstones),
+                *((name, partial(self._free, name, deadline)) for name in self._to_sweep()),
+            ]
+            freed = self._carry_out(PruneReport(), jobs, deadline).freed
+            self.last = replace(self.last, freed=self.last.freed + freed)
+            return self.last
 
     def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
         """Carry out what a dry run planned. As `prune`."""
@@ -126,15 +131,13 @@ class Pruner:
                 probe_exclusive_create(self._root.open(deadline))
             return self._carry_out(plan, jobs, deadline)
 
-    def sweep(self, deadline: Deadline) -> PruneReport:
-        """Free what died beside later saves, below one kept step, the next one each time."""
-        with self._in_turn(deadline):
-            kept = () if self.last is None else self.last.kept
-            steps = [(one.step, one.name) for one in kept if one.step is not None]
-            later = [one for one in steps if one[0] > self._swept_step] or steps
-            self._swept_step = later[0][0] if later else -1
-            jobs = [(name, partial(self._free, name, deadline)) for _, name in later[:1]]
-            return self._carry_out(PruneReport(), jobs, deadline)
+    def _to_sweep(self) -> list[str]:
+        """Return one kept step, the next one each time: what died beside later saves goes."""
+        kept = () if self.last is None else self.last.kept
+        steps = [(one.step, one.name) for one in kept if one.step is not None]
+        later = [one for one in steps if one[0] > self._swept_step] or steps
+        self._swept_step = later[0][0] if later else -1
+        return [name for _, name in later[:1]]
 
     @contextmanager
     def _in_turn(self, deadline: Deadline) -> Iterator[None]:
@@ -150,37 +153,30 @@ class Pruner:
         root = self._root
         folders, links = root.folders(deadline), root.links()
         # What lies behind a link may be another checkpoint of this root, or of somebody else.
-        steps = [name for _, name in root.steps(folders) if name not in links]
+        steps = [name for name in root.steps(folders) if name not in links]
         checked = set(steps) - root.seen()
-        found = root.look(steps, deadline, fresh=False)
         now_s = time.time()
         if not is_dry_run and any("age" in one.needs for one in self._policies):
             now_s = root.open(deadline).server_time(probe_path())
-        self._tombstones = [name for name, one in found.items() if one.status == "empty"]
         while True:
-            dated = root.dated(found.values(), deadline, now_s)
-            protected = {**_pinned(links), **root.uses.now(), **self._others(dated, deadline)}
+            looked = root.look(steps, deadline, fresh=False).values()
+            found = root.dated(looked, deadline, now_s)
+            protected = {**_pinned(links), **root.uses.now(), **self._others(found, deadline)}
             if self.last_saved is not None:
                 protected[self.last_saved] = "it is what this manager saved last"
-            plan = plan_retention(dated, self._policies, protected=protected)
-            stale = counted_by(self._policies, dated) - checked if plan.planned else set[str]()
-            checked |= stale
-            fresh = root.look(sorted(stale), deadline, fresh=True)
-            is_settled = all(
-                (one.status, one.save_id) == (found[name].status, found[name].save_id)
-                for name, one in fresh.items()
-            )
-            found |= fresh
-            newest = plan.newest
-            if is_settled and plan.planned and newest and not is_sound(root, newest, deadline):
-                found[newest.name] = replace(found[newest.name], is_damaged=True)
-            elif is_settled:
+            plan = plan_retention(found, self._policies, protected=protected)
+            if not plan.planned or plan.newest is None:
                 break
+            stale = counted_by(self._policies, found) - checked
+            checked |= stale
+            root.look(sorted(stale), deadline, fresh=True)
+            if not stale and is_sound(root, plan.newest, deadline):
+                break
+        self._tombstones = [one.name for one in found if one.status == "empty"]
         kept = list(plan.kept)
-        for name in folders:
-            if name not in found:
-                why = _LINK if name in links else "it does not belong to this run"
-                kept.append(Decision(name=name, step=None, reasons=(why,)))
+        for name in sorted(set(folders).difference(steps)):
+            why = _LINK if name in links else "it does not belong to this run"
+            kept.append(Decision(name=name, step=None, reasons=(why,)))
         return replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
 
     def _carry_out(
@@ -309,7 +305,7 @@ def delete(
     location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
     root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
     is_link = location.is_local and _unlinked(Path(location.path))
-    is_deleted = is_link or _deleted(root, None, timeouts, missing_ok=missing_ok)
+    is_deleted = is_link or _deleted(root, None, missing_ok=missing_ok)
     if not is_deleted and not missing_ok:
         raise CheckpointNotFoundError(
             f"{location.url} holds no checkpoint.",
@@ -319,7 +315,7 @@ def delete(
     return is_deleted
 
 
-def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool:
+def delete_step(roots: Sequence[Root], step: int) -> bool:
     """Delete a step below each root; return whether it was there. Raises if it is in use."""
     is_deleted = False
     for root in roots:
@@ -332,18 +328,18 @@ def delete_step(roots: Sequence[Root], step: int, *, timeouts: Timeouts) -> bool
                     path=url,
                     next_step="Wait for that to end, then delete it.",
                 )
-            is_deleted |= _deleted(root, name, timeouts, missing_ok=True)
+            is_deleted |= _deleted(root, name, missing_ok=True)
             root.forget(name)
     return is_deleted
 
 
-def _deleted(root: Root, name: str | None, timeouts: Timeouts, *, missing_ok: bool) -> bool:
+def _deleted(root: Root, name: str | None, *, missing_ok: bool) -> bool:
     """Delete what lies below a root under `name`, or at the root; return whether it was there."""
     location = root.location if name is None else root.location.child(name)
     if location.is_local and not Path(location.path).is_dir():
         # To open a store there would make the folder.
         return False
-    store = root.open(Deadline("commit", timeouts.commit), name)
+    store = root.open(Deadline.of(root.timeouts, "commit"), name)
     found = read_log(store)
     if not is_foreign(store, found):
         is_there = found.head is not None or bool(attempts_there(store))

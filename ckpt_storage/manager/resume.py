@@ -22,7 +22,6 @@ from ckpt_storage.errors import (
     RankFailedError,
 )
 from ckpt_storage.inspect.verify import Part, check_part, part_bytes
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
 from .retention import Found, begun_of, by_step
@@ -67,8 +66,8 @@ class Restored:
 _Choice = tuple[CheckpointInfo | None, int, list[SkippedCheckpoint]]
 """What the coordinator chose, the number of its root, and what it passed over."""
 
-Load = Callable[[Root, CheckpointInfo], None]
-"""Loads one checkpoint on all ranks, and raises on all of them."""
+Load = Callable[..., None]
+"""Loads what lies at a URL, with `storage_options`, on all ranks, and raises on all of them."""
 
 
 class Resumer:
@@ -79,7 +78,6 @@ class Resumer:
         ranks: RankGroup,
         roots: Sequence[Root],
         *,
-        timeouts: Timeouts,
         check: Check = "read",
         step: int | None = None,
     ) -> None:
@@ -87,7 +85,7 @@ class Resumer:
         self._roots = roots
         self._check: Check = check
         self._step = step
-        self._timeouts = timeouts
+        self._timeouts = roots[0].timeouts
         self._url = " and ".join(root.location.url for root in roots)
         self._tried: set[tuple[int, str]] = set()
         self._problem: CheckpointError | None = None
@@ -115,7 +113,11 @@ class Resumer:
                 problem, now_id = self._try(load, root, info)
                 if now_id == info.save_id and problem is None:
                     root.found_sound(info.name, info.save_id)
-                    return self._restored(info, skipped)
+                    if skipped and self._ranks.is_coordinator:
+                        why = [f"{one.name} could not be loaded ({one.reason})" for one in skipped]
+                        text = "Resumed from %s, and not from what comes first: %s"
+                        log.warning(text, info.url, "; ".join(why))
+                    return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
                 if problem is None or now_id not in {"gone", info.save_id}:
                     self._again(place, info)
                     continue
@@ -125,13 +127,13 @@ class Resumer:
         finally:
             self._release()
         if skipped:
-            step = "Run verify on them, and restore one from a copy; an empty root begins anew."
             raise IntegrityError(
                 f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
                 f"loaded. {skipped[0].name}: {skipped[0].reason}",
                 path=self._url,
                 phase="load",
-                next_step=step,
+                next_step="Run verify on them, and restore one from a copy; an empty root begins "
+                "anew.",
             )
         if self._step is None:
             return None
@@ -142,44 +144,28 @@ class Resumer:
         )
 
     @contextmanager
-    def _together(self, what: str, info: CheckpointInfo | None = None) -> Iterator[Operation]:
-        """Give an operation of all ranks, which mean the same checkpoint."""
+    def _together(self, what: str) -> Iterator[Operation]:
+        """Give an operation of all ranks."""
         with (
             self._ranks.operation(what, timeouts=self._timeouts) as operation,
             as_checkpoint_errors(what, operation.rank),
         ):
-            if info is not None:
-                operation.meet({"the checkpoint": str(info.save_id or info.name)})
             yield operation
 
     def _told(self, choose: Callable[[Deadline], _T]) -> _T:
         """Return on all ranks what the coordinator chooses; all came with equal arguments."""
-        names = self._roots[0].names
         with self._together(f"the choice of a checkpoint below {self._url}") as operation:
             if self._check not in get_args(Check):
                 raise InvalidInputError(
                     f"check is {self._check!r}.", next_step="Give 'read' or 'deep'."
                 )
-            operation.meet(
-                {
-                    "the root's URL": self._url,
-                    "the names of steps": names.template,
-                    "check": self._check,
-                    "the step": str(self._step),
-                }
-            )
+            operation.meet({"check": self._check, "the step": str(self._step)})
             if self._step is not None:
-                names.name_of(self._step)  # what is no step is refused on each rank
+                self._roots[0].names.name_of(self._step)  # what is no step is refused on each rank
             deadline = operation.phase("load")
             chosen = choose(deadline) if operation.is_coordinator else None
             found: _T = operation.broadcast(chosen)  # type: ignore[assignment]  # the coordinator's
         return found
-
-    def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
-        if skipped and self._ranks.is_coordinator:
-            why = "; ".join(f"{one.name} could not be loaded ({one.reason})" for one in skipped)
-            log.warning("Resumed from %s, and not from what comes first: %s", info.url, why)
-        return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
 
     def _again(self, place: int, info: CheckpointInfo) -> None:
         """Let a checkpoint be chosen once more: which save of it was loaded is not known."""
@@ -235,7 +221,8 @@ class Resumer:
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
         """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
         part = Part(self._ranks.rank, self._ranks.world_size)
-        with self._together(f"the check of {info.url}", info) as operation:
+        with self._together(f"the check of {info.url}") as operation:
+            operation.meet(_terms_of(info))
             deadline = operation.phase("load")
             byte_count, most = part_bytes(root.open(deadline, info.name), part, deadline)
             # Alike on all ranks: who has little to read waits for who has most.
@@ -252,11 +239,13 @@ class Resumer:
         try:
             if self._check == "deep":
                 self._read_all(root, info)
-            load(root, info)
+            place = root.location.child(info.name)
+            load(place.target, storage_options=place.storage_options)
         except CheckpointError as failure:
             error = failure
         # One rank may have failed in what others ended well: all say how it went.
-        with self._together(f"the outcome of loading {info.url}", info) as operation:
+        with self._together(f"the outcome of loading {info.url}") as operation:
+            operation.meet(_terms_of(info))
             errors = operation.all_gather(None if error is None else travelling(error))
             found: list[CheckpointError] = [one for one in errors if one is not None]
             # A rank that was told of another's failure while it read says only that.
@@ -271,6 +260,10 @@ class Resumer:
             is_own = error is not None and not isinstance(error, USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave
         return (causes[0] if causes else None), now_id
+
+
+def _terms_of(info: CheckpointInfo) -> dict[str, str]:
+    return {"the checkpoint": str(info.save_id or info.name)}
 
 
 def _skipped(

@@ -46,6 +46,7 @@ USELESS = (
 )
 """Errors that say that another checkpoint is to be taken."""
 
+_DELETING = "it is being deleted"
 _BATCH_COUNT = 8
 _REMOTE_THREADS = 16
 _LOCAL_THREADS = 4
@@ -71,7 +72,7 @@ class Root:
         self.names = names
         self.uses = Uses()
         self.retry = retry or RetryPolicy()
-        self._timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
         self._seen: dict[str, Found] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
@@ -81,7 +82,7 @@ class Root:
     def open(self, deadline: Deadline, name: str | None = None) -> Store:
         """Return the store at the root, or at one checkpoint."""
         place = self.location if name is None else self.location.child(name)
-        return open_store(place, timeouts=self._timeouts, retry=self.retry).bounded(deadline)
+        return open_store(place, timeouts=self.timeouts, retry=self.retry).bounded(deadline)
 
     def folders(self, deadline: Deadline) -> list[str]:
         """Return the names of all folders, by one listing; [] without a root."""
@@ -91,20 +92,19 @@ class Root:
             if error.kind == "not-found":
                 return []
             raise
-        found = {entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")}
-        for name in set(self._seen) - found:
+        found = sorted({entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")})
+        for name in self.seen().difference(found):
             self.forget(name)
-        return sorted(found)
+        return found
 
-    def steps(self, folders: Iterable[str]) -> list[tuple[int, str]]:
-        """Return those of `folders` that are named after a step, as (step, name), oldest first."""
-        found = [(self.names.step_of(name), name) for name in folders]
-        return sorted((step, name) for step, name in found if step is not None)
+    def steps(self, folders: Iterable[str]) -> list[str]:
+        """Return those of `folders` that are named after a step, oldest first."""
+        found = ((self.names.step_of(name), name) for name in folders)
+        return [name for _, name in sorted(pair for pair in found if pair[0] is not None)]
 
     def seen(self) -> set[str]:
         """Return the names of which `look` without `fresh` knows already."""
-        lasting, seen = {"committed", "empty", "foreign"}, self._seen.copy()
-        return {name for name, one in seen.items() if one.status in lasting}
+        return set(self._seen.copy())
 
     def forget(self, name: str) -> None:
         """Forget a folder: somebody changed it."""
@@ -112,8 +112,7 @@ class Root:
 
     def look(self, names: Sequence[str], deadline: Deadline, *, fresh: bool) -> dict[str, Found]:
         """Look at folders, several at a time; without `fresh`, what was seen before will do."""
-        known = {} if fresh else self._seen.copy()
-        found = {name: known[name] for name in self.seen() & known.keys() & set(names)}
+        found = {} if fresh else self._seen.copy()
         missing = [name for name in names if name not in found]
         looks = self._all([partial(self.look_at, name, deadline) for name in missing], deadline)
         found |= zip(missing, looks, strict=True)
@@ -128,7 +127,9 @@ class Root:
             if isinstance(error, StorageError) and error.kind != "permission":
                 raise
             found = Found(name=name, step=step, status="unreadable", problem=error)
-        self._seen[name] = found
+        self.forget(name)
+        if found.status in {"committed", "empty", "foreign"}:
+            self._seen[name] = found
         return self._judged(found)
 
     def _found(self, store: Store, name: str, step: int | None) -> Found:
@@ -180,10 +181,10 @@ class Root:
 
     def all(self, deadline: Deadline) -> list[CheckpointInfo]:
         """Return all that is committed, by step, but links to steps of this root."""
-        folders, doubles = self.folders(deadline), self._doubles()
-        looked = self.look([one for one in folders if one not in doubles], deadline, fresh=True)
-        infos = [info for one in looked.values() if (info := self.listed(one)) is not None]
-        return sorted(infos, key=by_step)
+        doubles = self._doubles()
+        names = [name for name in self.folders(deadline) if name not in doubles]
+        infos = map(self.listed, self.look(names, deadline, fresh=True).values())
+        return sorted(filter(None, infos), key=by_step)
 
     def listed(self, found: Found) -> CheckpointInfo | None:
         """Return what is told of a folder in a list; warn if it cannot be read."""
@@ -195,7 +196,7 @@ class Root:
     def newest_first(self, deadline: Deadline) -> Iterator[Found]:
         """Yield what is found of each step, newest first, but links to steps of this root."""
         doubles, steps = self._doubles(), self.steps(self.folders(deadline))
-        names = [name for _, name in reversed(steps) if name not in doubles]
+        names = [name for name in reversed(steps) if name not in doubles]
         count = 1
         while names:
             batch, names = names[:count], names[count:]
@@ -209,10 +210,10 @@ class Root:
         """
         if not self.location.is_local:
             return {}
-        root = os.path.realpath(self.location.path)
+        root = Path(os.path.realpath(self.location.path))
         try:
             with os.scandir(root) as entries:
-                names = [entry.name for entry in entries if entry.is_symlink()]
+                links = {entry.name: entry.path for entry in entries if entry.is_symlink()}
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -221,11 +222,11 @@ class Root:
                 path=self.location.url,
                 next_step="Look why the root cannot be listed.",
             ) from error
-        found: dict[str, str | None] = {}
-        for name in names:
-            path = Path(os.path.realpath(os.path.join(root, name)))  # noqa: PTH118  # as it is
-            is_below = path != Path(root) and path.is_relative_to(root)
-            found[name] = path.relative_to(root).parts[0] if is_below else None
+        found: dict[str, str | None] = dict.fromkeys(links)
+        for name, link in links.items():
+            path = Path(os.path.realpath(link))
+            if root in path.parents:
+                found[name] = path.relative_to(root).parts[0]
         return found
 
     def _doubles(self) -> set[str]:
@@ -296,24 +297,24 @@ class Uses:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._uses: dict[object, tuple[str, str]] = {}
-        self._deleting: set[str] = set()
 
     def take(self, name: str, by: str, *, timeout_s: float) -> Callable[[], None]:
         """Note that `name` is used, and return what ends the use; waits while it is deleted."""
+        use = object()
         with self._changed:
-            if not self._changed.wait_for(lambda: name not in self._deleting, timeout_s):
+            if not self._changed.wait_for(lambda: self.now().get(name) != _DELETING, timeout_s):
                 raise PhaseTimeoutError(
                     f"{name} is being deleted by this manager, and was for {timeout_s:g} s.",
                     timeout_s=timeout_s,
                     phase="plan",
                     next_step="Look why the storage is slow; then try again.",
                 )
-            use = object()
             self._uses[use] = (name, by)
 
         def end() -> None:
             with self._changed:
                 self._uses.pop(use, None)
+                self._changed.notify_all()
 
         return end
 
@@ -321,16 +322,12 @@ class Uses:
     def deleting(self, name: str) -> Iterator[bool]:
         """Keep `name` from being used inside the block; False, where it is used, gives no leave."""
         with self._changed:
-            may = name not in self.now() and name not in self._deleting
-            if may:
-                self._deleting.add(name)
+            end = None if name in self.now() else self.take(name, _DELETING, timeout_s=0.0)
         try:
-            yield may
+            yield end is not None
         finally:
-            if may:
-                with self._changed:
-                    self._deleting.discard(name)
-                    self._changed.notify_all()
+            if end is not None:
+                end()
 
     def now(self) -> dict[str, str]:
         """Return the names that are used, each with by whom."""

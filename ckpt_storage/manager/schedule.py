@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ckpt_storage.coordination.failures import locate
 from ckpt_storage.coordination.group import RankGroup
@@ -124,7 +124,6 @@ class Schedule:
         every_steps: int | None,
         every_s: float | None,
         timeouts: Timeouts,
-        terms: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
@@ -137,7 +136,6 @@ class Schedule:
         self._every_s = every_s
         self._timeouts = timeouts
         self._terms = {
-            **(terms or {}),
             "every_steps": str(every_steps),
             "every_s": str(every_s),
             "signals or preemption": "given" if notices.are_asked_for else "not given",

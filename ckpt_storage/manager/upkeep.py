@@ -34,24 +34,17 @@ class Upkeep:
     """Prunes one root and fills its mirror; without both it does nothing, as on other ranks."""
 
     def __init__(
-        self,
-        root: Root,
-        pruner: Pruner | None,
-        mirror: Mirror | None,
-        *,
-        prunes: bool,
-        timeout_s: float,
+        self, root: Root, pruner: Pruner | None, mirror: Mirror | None, *, prunes: bool
     ) -> None:
         self.root = root
         self.pruner = pruner
         self._prunes = prunes
         self._mirror = mirror
-        self._timeout_s = timeout_s
         self.highest_begun = -1
         self._has_warned = False
-        url = root.location.url
-        self.tidying = Job(self._tidy, name=f"ckpt-storage prune {url}", timeout_s=timeout_s)
-        self.copying = Job(self._copy, name=f"ckpt-storage mirror {url}", timeout_s=timeout_s)
+        url, self._timeout_s = root.location.url, root.timeouts.commit
+        self.tidying = Job(self._tidy, name=f"ckpt-storage prune {url}", timeout_s=self._timeout_s)
+        self.copying = Job(self._copy, name=f"ckpt-storage mirror {url}", timeout_s=self._timeout_s)
         if mirror is not None:
             # What an earlier process has left.
             self.copying.wake()
@@ -89,76 +82,74 @@ class Upkeep:
                 "delete them, or save to another root.",
                 *(saved, f"step {newest.step} of {newest.url}", newest.step),
             )
-        self.pruner.sweep(deadline)
 
 
 class StepSave:
     """One save under a name that the pruner must leave alone meanwhile."""
 
-    def __init__(
-        self, upkeep: Upkeep, step: int, metrics: Mapping[str, Any], options: SaveOptions
-    ) -> None:
+    def __init__(self, upkeep: Upkeep, given: Mapping[str, Any]) -> None:
         self._upkeep = upkeep
         self._release: Callable[[], None] = lambda: None
         self._refusal: Exception | None = None
-        root = upkeep.root
-        self._name, self._target, user = "", root.location.target, {}
+        root, step = upkeep.root, given["step"]
+        self._name, place, user = "", root.location, {}
         try:
             self._name = root.names.name_of(step)
-            self._target = root.location.child(self._name).target
-            user = user_record(step, metrics)
+            place = place.child(self._name)
+            user = user_record(step, given["metrics"] or {})
             upkeep.highest_begun = max(step, upkeep.highest_begun)
-        except Exception as error:  # noqa: BLE001  # raised by `_prepare`, when all ranks are there
+        except Exception as error:  # noqa: BLE001  # raised by `prepare`, when all ranks are there
             self._refusal = error
-        self._options = replace(
-            options,
+        self.target = place.target
+        self.options = replace(
+            SaveOptions.of(given, timeouts=root.timeouts),
             retry=root.retry,
-            storage_options=root.location.storage_options,
+            storage_options=place.storage_options,
             user=user,
             replaces=root.damaged_ids(self._name),
         )
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Take the name; waits while it is deleted. Raises `PhaseTimeoutError`, and refusals."""
         if self._refusal is not None:
             raise self._refusal
-        uses, limit_s = self._upkeep.root.uses, self._options.timeouts.plan
+        uses, limit_s = self._upkeep.root.uses, self.options.timeouts.plan
         self._release = uses.take(self._name, "it is being saved", timeout_s=limit_s)
 
     def run(self, ranks: RankGroup, state: Mapping[str, Any]) -> CheckpointInfo:
         """Save now, and return what was committed; as `ckpt_storage.save`."""
 
         def prepared() -> dict[str, Any]:
-            self._prepare()
+            self.prepare()
             return plain_state(state)
 
         committed: CheckpointInfo | None = None
         try:
-            committed = save_on(ranks, prepared, self._target, self._options)
+            committed = save_on(ranks, prepared, self.target, self.options)
         except CheckpointError as error:
             # The checkpoint counts, whatever went wrong after its commit.
             committed = getattr(error, "info", None)
             raise
         finally:
-            self._end(None if committed is None else committed.save_id)
+            self.end(None if committed is None else committed.save_id)
         return committed
 
     def begin(
         self, saver: AsyncSaver, state: Mapping[str, Any], *, block_until_staged: bool
     ) -> SaveHandle:
         """Begin to save in the background; as `AsyncSaver.save`."""
-        given: dict[str, Any] = {"block_until_staged": block_until_staged, "prepare": self._prepare}
+        given: dict[str, Any] = {"block_until_staged": block_until_staged, "prepare": self.prepare}
         try:
-            handle = saver.begin(state, self._target, self._options, **given)
+            handle = saver.begin(state, self.target, self.options, **given)
         except BaseException:
-            self._release()
+            self.end(None)
             raise
         handle.add_done_callback(
-            lambda h: self._end(h.save_id if h.state is SaveState.COMMITTED else None)
+            lambda h: self.end(h.save_id if h.state is SaveState.COMMITTED else None)
         )
         return handle
 
-    def _end(self, save_id: str | None) -> None:
+    def end(self, save_id: str | None) -> None:
         """Note how the save ended, from any thread; only then may its name be deleted."""
         upkeep = self._upkeep
         upkeep.root.forget(self._name)

@@ -20,7 +20,6 @@ from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.deadline import Deadline
@@ -58,7 +57,7 @@ def one_turn(run: Path) -> None:
     fast, slow = (
         Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
     )
-    mirror = Mirror(fast, slow, KeepLatest(2), timeouts=Timeouts())
+    mirror = Mirror(fast, slow, KeepLatest(2))
     mirror.fill(Deadline("commit", 60))
     Pruner(fast, KeepLatest(1), others=mirror.waiting).prune(Deadline("commit", 60))
 

@@ -260,11 +260,8 @@ def test_prunes_sweep_the_kept_steps_in_turn() -> None:
         save(store, step)
     disk.clock_s += 2 * DAY_S
     before = heads(disk.files)
-    one, freed = pruner(store, KeepLatest(3), disk), []
-    for _ in range(4):
-        one.prune(FAR)
-        freed.append(len(one.sweep(FAR).freed))
-    assert freed == [1, 1, 1, 0]
+    one = pruner(store, KeepLatest(3), disk)
+    assert [len(one.prune(FAR).freed) for _ in range(4)] == [1, 1, 1, 0]
     assert heads(disk.files) == before
 
 

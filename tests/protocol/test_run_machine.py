@@ -28,7 +28,6 @@ from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.resume import newest_of
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.deadline import Deadline
@@ -119,7 +118,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), is_mirrored=st.booleans(), cut=CUTS)
     def prune(self, count: int, is_mirrored: bool, cut: int | None) -> None:  # noqa: FBT001
-        mirror = Mirror(self.fast_root, self.slow_root, None, timeouts=Timeouts())
+        mirror = Mirror(self.fast_root, self.slow_root, None)
         with self.dying(cut):
             more: dict[str, Any] = {"others": mirror.waiting} if is_mirrored else {}
             Pruner(self.fast_root, KeepLatest(count), **more).prune(Deadline("commit", 60))
@@ -137,9 +136,7 @@ class Run(RuleBasedStateMachine):
     @rule(cut=CUTS)
     def copy(self, cut: int | None) -> None:
         with self.dying(cut):
-            Mirror(self.fast_root, self.slow_root, None, timeouts=Timeouts()).fill(
-                Deadline("commit", 60)
-            )
+            Mirror(self.fast_root, self.slow_root, None).fill(Deadline("commit", 60))
         now = seen(self.folder / "slow")
         self.changed(self.slow, {**self.slow, **self.fast}, now)
         self.slow = now
