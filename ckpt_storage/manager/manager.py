@@ -372,13 +372,12 @@ class CheckpointManager:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
         if self._has_met or self._ranks.world_size == 1:
             return
-        ranks = RankGroup.of(self._process_group, lane="manager")
         what = f"the first use of the manager of {self.url}"
-        try:
-            with ranks.operation(what, timeouts=self._timeouts) as operation:
-                operation.meet(self._terms)
-        finally:
-            ranks.close()
+        with (
+            contextlib.closing(RankGroup.of(self._process_group, lane="manager")) as ranks,
+            ranks.operation(what, timeouts=self._timeouts) as operation,
+        ):
+            operation.meet(self._terms)
         self._has_met = True
 
     def delete(self, step: int) -> bool:

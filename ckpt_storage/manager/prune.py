@@ -96,7 +96,7 @@ class Pruner:
         self._root = root
         self._policies = policies_of(keep)
         self._others = others
-        self._turn = threading.RLock()
+        self._turn = threading.Lock()
         # By name, when to look whether the slots of a deleted checkpoint may go.
         self._tombstones_due_s: dict[str, float] = {}
         self._tombstones: Sequence[str] = ()
@@ -120,16 +120,15 @@ class Pruner:
             return self.last
 
     def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
-        """Carry out what a dry run planned. As `prune`."""
+        """Carry out what a dry run planned; one thread at a time. As `prune`."""
         jobs: list[tuple[str, _Job]] = [
             (one.name, partial(self._delete, one, plan.newest, deadline)) for one in plan.planned
         ]
         jobs += [(name, partial(self._free, name, deadline)) for name in plan.leftovers]
-        with self._in_turn(deadline):
-            if jobs:
-                # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
-                probe_exclusive_create(self._root.open(deadline))
-            return self._carry_out(plan, jobs, deadline)
+        if jobs:
+            # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
+            probe_exclusive_create(self._root.open(deadline))
+        return self._carry_out(plan, jobs, deadline)
 
     def _to_sweep(self) -> list[str]:
         """Return one kept step, the next one each time: what died beside later saves goes."""
@@ -213,9 +212,7 @@ class Pruner:
     ) -> str | None:
         """Delete one checkpoint; return why it was not."""
         name, info = decision.name, decision.info
-        if info is None or info.save_id is None or newest is None:
-            return "it was not looked at"
-        if decision.step is None or newest.step is None or decision.step >= newest.step:
+        if info is None or not info.save_id or newest is None or by_step(info) >= by_step(newest):
             return "nothing sound is newer"
         links = self._root.links()
         if name in links or name in _pinned(links):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -280,14 +281,13 @@ def _is_echo(error: CheckpointError) -> bool:
 
 def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
     """Yield each step, newest first, with its root's number; of one step the later save first."""
-
-    def keyed(place: int, root: Root) -> Iterator[tuple[tuple[int, int, int], int, Found]]:
-        for found in root.newest_first(deadline):
-            yield (-(found.step or 0), -begun_of(found.info), place), place, found
-
-    streams = [keyed(place, root) for place, root in enumerate(roots)]
-    merged = heapq.merge(*streams, key=lambda one: one[0])
-    return ((place, found) for _, place, found in merged)
+    streams = [
+        zip(itertools.repeat(place), root.newest_first(deadline), strict=False)
+        for place, root in enumerate(roots)
+    ]
+    return heapq.merge(
+        *streams, key=lambda one: (-(one[1].step or 0), -begun_of(one[1].info), one[0])
+    )
 
 
 def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:

@@ -48,6 +48,7 @@ class StepNames:
                 next_step=f"Put another character between them, as in {DEFAULT_TEMPLATE!r}.",
             )
         self._before, self._after, self._digit_count = before, after, int(found[1] or 1)
+        self._pattern = re.compile(rf"{re.escape(before)}([0-9]{{1,19}}){re.escape(after)}")
 
     def name_of(self, step: SupportsIndex) -> str:
         """Return the name of a step. Raises `InvalidInputError` for what is no step."""
@@ -63,12 +64,10 @@ class StepNames:
 
     def step_of(self, name: str) -> int | None:
         """Return the step whose name this is, None for the name of something else."""
-        digits = name[len(self._before) : len(name) - len(self._after)]
-        if not (digits.isascii() and digits.isdigit()) or len(digits) > len(str(_MOST_STEP)):
-            return None
-        step = int(digits)
+        found = self._pattern.fullmatch(name)
+        step = int(found[1]) if found else -1
         # Not every spelling of a number is the one that we give.
-        return step if step <= _MOST_STEP and self.name_of(step) == name else None
+        return step if 0 <= step <= _MOST_STEP and self.name_of(step) == name else None
 
 
 Need = Literal["metrics", "age"]
