@@ -135,7 +135,7 @@ class CheckpointManager:
         self._pruner: Pruner | None = None
         if keep is not None:
             others = (lambda *_: {}) if copies is None else copies.waiting
-            self._pruner = Pruner(self._root, keep, others=others)
+            self._pruner = Pruner(self._root, keep, others=others, sweeps=True)
         self._terms = {
             "the root's URL": self.url,
             "the names of steps": names,

@@ -90,9 +90,14 @@ def prune(
 
 
 class Pruner:
-    """Plans and prunes one root; keeps what `others` protects, and `last_saved`."""
+    """Plans and prunes one root; keeps what `others` protects, and `last_saved`.
 
-    def __init__(self, root: Root, keep: Keep, *, others: Others = lambda *_: {}) -> None:
+    If it `sweeps`, each prune frees what died beside later saves of one kept step, in turn.
+    """
+
+    def __init__(
+        self, root: Root, keep: Keep, *, others: Others = lambda *_: {}, sweeps: bool = False
+    ) -> None:
         self._root = root
         self._policies = policies_of(keep)
         self._others = others
@@ -100,6 +105,7 @@ class Pruner:
         # By name, when to look whether the slots of a deleted checkpoint may go.
         self._tombstones_due_s: dict[str, float] = {}
         self._tombstones: Sequence[str] = ()
+        self._sweeps = sweeps
         self._swept_step = -1
         self.last_saved: str | None = None
         self.last: PruneReport | None = None
@@ -110,13 +116,14 @@ class Pruner:
             report = self._plan(deadline, is_dry_run=dry_run)
             if dry_run:
                 return report
-            self.last = self.execute(report, deadline)
+            self.last = done = self.execute(report, deadline)
             jobs: list[tuple[str, _Job]] = [
-                *((name, partial(self._end, name, deadline)) for name in self._tombstones),
-                *((name, partial(self._free, name, deadline)) for name in self._to_sweep()),
+                (name, partial(self._end, name, deadline)) for name in self._tombstones
             ]
+            swept = self._to_sweep(done.kept)
+            jobs += [(name, partial(self._free, name, deadline)) for name in swept]
             freed = self._carry_out(PruneReport(), jobs, deadline).freed
-            self.last = replace(self.last, freed=self.last.freed + freed)
+            self.last = replace(done, freed=done.freed + freed)
             return self.last
 
     def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
@@ -130,10 +137,8 @@ class Pruner:
             probe_exclusive_create(self._root.open(deadline))
         return self._carry_out(plan, jobs, deadline)
 
-    def _to_sweep(self) -> list[str]:
-        """Return one kept step, the next one each time: what died beside later saves goes."""
-        kept = () if self.last is None else self.last.kept
-        steps = [(one.step, one.name) for one in kept if one.step is not None]
+    def _to_sweep(self, kept: Sequence[Decision]) -> list[str]:
+        steps = [(one.step, one.name) for one in kept if one.step is not None and self._sweeps]
         later = [one for one in steps if one[0] > self._swept_step] or steps
         self._swept_step = later[0][0] if later else -1
         return [name for _, name in later[:1]]

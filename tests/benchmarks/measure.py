@@ -111,19 +111,20 @@ class Meter:
         self._group = dist.new_group(backend="gloo")
 
     def take_turns(self, contenders: Sequence[Contender], run_count: int) -> dict[str, list[Run]]:
-        """Run every contender once to warm up and `run_count` times for good.
+        """Run every contender `run_count` times; if that is several, once before to warm up.
 
         The order rotates, so that none always inherits what the same other one leaves behind.
         """
         found: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
-        for turn in range(run_count + 1):
+        warm_up_count = int(run_count > 1)
+        for turn in range(run_count + warm_up_count):
             first = turn % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
                 contender.before()
                 run = self._measure(contender)
                 contender.after()
                 dist.barrier()
-                if turn:
+                if turn >= warm_up_count:
                     found[contender.name].append(run)
         return found
 

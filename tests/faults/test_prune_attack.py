@@ -260,7 +260,7 @@ def test_prunes_sweep_the_kept_steps_in_turn() -> None:
         save(store, step)
     disk.clock_s += 2 * DAY_S
     before = heads(disk.files)
-    one = pruner(store, KeepLatest(3), disk)
+    one = pruner(store, KeepLatest(3), disk, sweeps=True)
     assert [len(one.prune(FAR).freed) for _ in range(4)] == [1, 1, 1, 0]
     assert heads(disk.files) == before
 

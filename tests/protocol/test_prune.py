@@ -356,7 +356,7 @@ def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabili
         disk.put(f"{name_of(4)}/{path}", data)
     disk.clock_s += 9 * DAY_S
     files = disk.files
-    one = pruner(store, KeepLatest(1), disk)
+    one = pruner(store, KeepLatest(1), disk, sweeps=True)
     for _ in range(3):
         one.prune(deadline())
     assert disk.files == files

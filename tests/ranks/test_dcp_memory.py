@@ -81,7 +81,7 @@ class CastingPlanner(dcp.DefaultSavePlanner):
 def peaks_of_saves(_rank: int, path: Path) -> list[float]:
     """Save contiguous tensors; strided and expanded ones; and what a planner converts."""
     warm_up(path)
-    side = 10_000
+    side = 7_000
     state = big_state()
     with Peak() as plain:
         dcp_cases.save(state, path / "plain")
