@@ -46,11 +46,28 @@ _TIERS = {"docs", "faults", "interop", "ranks", "servers"}
 """The folders that plain `pytest` leaves out; their tests bear a marker of that name."""
 
 
+_LONG = (
+    "test_example",
+    "test_integration_torchtitan",
+    "test_hung_storage",
+    "test_prune_attack",
+    "test_integration_examples",
+    "test_integration_transformers",
+    "test_dcp_modes",
+    "test_benchmarks",
+    "test_consolidate",
+    "test_saver_failures",
+)
+"""Files that take minutes: they begin first, so that no worker is left alone with one."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of each tier."""
+    """Mark the tests of each tier, and let long files begin."""
     for item in items:
         if item.path.parent.name in _TIERS:
             item.add_marker(item.path.parent.name)
+    rank = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture(scope="module", autouse=True)
