@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -124,7 +124,8 @@ class Resumer:
                     continue
                 if isinstance(problem, IntegrityError):
                     root.found_damaged(info, str(problem))
-                skipped.append(_skipped(root, info.name, problem, info.save_id))
+                one = SkippedCheckpoint(name=info.name, url=info.url, reason=str(problem))
+                skipped.append(replace(one, save_id=info.save_id))
         finally:
             self._release()
         if skipped:
@@ -194,7 +195,7 @@ class Resumer:
             # Another copy of the step that is meant may do, whatever is wrong with this one.
             problem = damage_of(now) if self._step is None else now.problem
             if problem is not None:
-                skipped.append(_skipped(root, name, problem))
+                skipped.append(SkippedCheckpoint(name=name, url=now.url, reason=str(problem)))
                 self._problem = self._problem or problem
             elif now.info is not None:
                 return now.info, place, skipped
@@ -267,13 +268,6 @@ def _terms_of(info: CheckpointInfo) -> dict[str, str]:
     return {"the checkpoint": str(info.save_id or info.name)}
 
 
-def _skipped(
-    root: Root, name: str, problem: CheckpointError, save_id: str | None = None
-) -> SkippedCheckpoint:
-    url = root.location.child(name).url
-    return SkippedCheckpoint(name=name, url=url, reason=str(problem), save_id=save_id)
-
-
 def _is_echo(error: CheckpointError) -> bool:
     """Return whether this is the news of another rank's failure, which that rank tells itself."""
     return isinstance(error, RankFailedError) and not error.is_silent
@@ -292,11 +286,10 @@ def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[in
 
 def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
     """Return the newest committed one that is not known to be damaged."""
-    for place, found in newest_first(roots, deadline):
+    for _, found in newest_first(roots, deadline):
         damage = damage_of(found)
         if damage is not None:
-            url = roots[place].location.child(found.name).url
-            log.warning("%s is passed over, and an older one is taken: %s", url, damage)
+            log.warning("%s is passed over, and an older one is taken: %s", found.url, damage)
         if found.info is not None and not found.is_damaged:
             return found.info
     return None

@@ -86,6 +86,7 @@ class Found:
     name: str
     step: int | None
     status: Literal["committed", "foreign", "uncommitted", "empty", "unreadable"]
+    url: str = ""
     info: CheckpointInfo | None = None
     is_damaged: bool = False
     age_s: float | None = None

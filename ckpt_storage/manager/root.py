@@ -120,24 +120,25 @@ class Root:
 
     def look_at(self, name: str, deadline: Deadline) -> Found:
         """Look at one folder anew. Raises `StorageError`, but for a missing right."""
-        step = self.names.step_of(name)
+        url = self.location.child(name).url
+        found = Found(name=name, step=self.names.step_of(name), url=url, status="unreadable")
         try:
-            found = self._found(self.open(deadline, name), name, step)
+            found = self._looked(self.open(deadline, name), found)
         except CheckpointError as error:
             if isinstance(error, StorageError) and error.kind != "permission":
                 raise
-            found = Found(name=name, step=step, status="unreadable", problem=error)
+            found = replace(found, problem=error)
         self.forget(name)
         if found.status in {"committed", "empty", "foreign"}:
             self._seen[name] = found
         return self._judged(found)
 
-    def _found(self, store: Store, name: str, step: int | None) -> Found:
-        slots, url = slotlog.read_log(store), self.location.child(name).url
+    def _looked(self, store: Store, found: Found) -> Found:
+        slots, url = slotlog.read_log(store), found.url
         if slots.head is not None:
-            info = CheckpointInfo.of(url, slots.head, name=name)
-            info = info if self._recorded_steps else replace(info, step=step)
-            return Found(name=name, step=step, status="committed", info=info)
+            info = CheckpointInfo.of(url, slots.head, name=found.name)
+            info = info if self._recorded_steps else replace(info, step=found.step)
+            return replace(found, status="committed", info=info)
         if is_foreign(store, slots):
             named = read_footer(store) if slots.last is None else None
             if named is not None:
@@ -146,8 +147,8 @@ class Root:
                     path=COMMITS,
                     next_step="Copy the whole checkpoint, commits/ included.",
                 )
-            info = CheckpointInfo(url=url, name=name, format="dcp", step=step)
-            return Found(name=name, step=step, status="foreign", info=info)
+            info = CheckpointInfo(url=url, name=found.name, format="dcp", step=found.step)
+            return replace(found, status="foreign", info=info)
         try:
             paths = {entry.path for entry in store.list("", recursive=False)}
         except StorageError as error:
@@ -156,7 +157,7 @@ class Root:
             paths = set()
         paths = {path for path in paths if not path.startswith(PROBE_PREFIX)} - {f"{COMMITS}/"}
         is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
-        return Found(name=name, step=step, status="empty" if is_empty else "uncommitted")
+        return replace(found, status="empty" if is_empty else "uncommitted")
 
     def _judged(self, found: Found) -> Found:
         is_damaged = found.info is not None and self._verdicts.get(_save(found.info)) is False
@@ -189,8 +190,7 @@ class Root:
     def listed(self, found: Found) -> CheckpointInfo | None:
         """Return what is told of a folder in a list; warn if it cannot be read."""
         if found.problem is not None:
-            url = self.location.child(found.name).url
-            log.warning("%s is left out of the list: %s", url, found.problem)
+            log.warning("%s is left out of the list: %s", found.url, found.problem)
         return found.info
 
     def newest_first(self, deadline: Deadline) -> Iterator[Found]:
@@ -284,7 +284,7 @@ def list_checkpoints(
     names = sorted(root.folders(deadline), key=natural)
     for one in root.look(names, deadline, fresh=True).values():
         if isinstance(one.problem, StorageError):
-            url, why = location.child(one.name).url, str(one.problem)
+            url, why = one.url, str(one.problem)
             infos.append(CheckpointInfo(url=url, name=one.name, format="unreadable", problem=why))
         elif (info := root.listed(one)) is not None:
             infos.append(info)
