@@ -62,7 +62,7 @@ class NpyExport(Task[list[str]]):
 
     def output(self, plan: Plan) -> Output:
         """Return the folder; an export that was cut is gone on with."""
-        return PlainFolder(self.site, plan, overwrite=False)
+        return PlainFolder(self, plan, overwrite=False)
 
     def report(self, output: Output, made: Made, seconds: float) -> list[str]:
         """Return the names of the files."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,50 +13,39 @@ from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.cleaning import abort_uploads, delete_attempt
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    NotPublishedError,
-)
+from ckpt_storage.errors import CheckpointError, CommitUnknownError, NotPublishedError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
-from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import begun_path, rank_manifest_path, save_folder, shard_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import read_document
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-from .layout import Layout, OutFile
+from .layout import Layout
 from .output import Made, Output, Taken
-from .shards import Shards, rank_manifest
+from .shards import rank_manifest
 from .write import spans_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from .convert import _Conversion
+    from .copy import _Copy
 
 log = logging.getLogger("ckpt_storage")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class NewCheckpoint(Output):
-    """One save of one rank, committed as any save is committed.
+    """One save of one rank, committed as any save is committed."""
 
-    `metadata` gives what DCP's global plan would have said of the values.
-    """
-
-    shards: Shards
-    block_bytes: int
-    metadata: Callable[[], Metadata]
-    ties: Mapping[str, str]
-    overwrite: bool
+    task: _Conversion
     grant: Grant | None = None
     _may_be_committed: bool = False
 
     def take(self) -> Taken:
         """Begin a save; the name is its id."""
-        self.grant = commit.begin(self.store, overwrite=self.overwrite)
+        self.grant = commit.begin(self.store, overwrite=self.task.overwrite)
         return Taken(name=self.grant.save_id)
 
     def named(self, layout: Layout, name: str) -> Layout:
@@ -70,18 +59,19 @@ class NewCheckpoint(Output):
 
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # as above
 
-        setting, grant = self.site.setting, self.grant
+        setting, grant, shards = self.site.setting, self.grant, self.task.shards
         assert grant is not None  # noqa: S101  # `take` was called
+        assert shards is not None  # noqa: S101  # as was `lay_out`
+        ties = self.task.chosen.ties
         manifest = rank_manifest(
-            replace(self.shards, layout=self.plan.layout),
-            [sorted(spans_of(made.results, at)) for at in range(len(self.shards.tables))],
+            replace(shards, layout=self.plan.layout),
+            [sorted(spans_of(made.results, at)) for at in range(len(shards.tables))],
             save_id=grant.save_id,
-            block_bytes=self.block_bytes,
-            ties=self.ties,
+            block_bytes=TransferOptions().block_bytes,
+            ties=ties,
         )
         reference = _put(self.store, rank_manifest_path(grant.save_id, 0), seal(manifest.to_body()))
-        report = RankReport.of(manifest, reference, with_places=True, ties=self.ties)
-        metadata = self.metadata()
+        metadata = self.task.metadata()
         self._may_be_committed = True
         try:
             commit_save(
@@ -89,7 +79,7 @@ class NewCheckpoint(Output):
                 grant,
                 world_size=1,
                 metadata=metadata,
-                reports=[report],
+                reports=[RankReport.of(manifest, reference, with_places=True, ties=ties)],
                 storage_meta=StorageMeta(checkpoint_id=setting.target.url),
                 user={},
             )
@@ -107,54 +97,50 @@ class NewCheckpoint(Output):
             error.add_note(f"Removing what was written failed too: {failure}")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class CopiedCheckpoint(Output):
-    """The attempt of another checkpoint, with its save id, or `save_id` in place of it.
+    """The attempt of another checkpoint, with its save id or the one that the copy has.
 
-    Why the save id is kept, and when not, is told in `copy`. `head` and `manifest` are the
-    source's, `log_there` (coordinator) are the target's slots.
+    Why the save id is kept, and when not, is told in `copy`.
     """
 
-    head: SlotRecord
-    manifest: Manifest
-    save_id: str
-    log_there: CommitLog | None
-    overwrite: bool
+    task: _Copy
     record: SlotRecord | None = None
     _grant: Grant | None = None
     _ranks: Sequence[FileRef] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        there = self.log_there.head if self.log_there else None
-        self.was_there = there is not None and there.save_id == self.save_id
-        self.record = there if self.was_there else None
+        assert self.task.ours is not None  # noqa: S101  # else it is no attempt
+        self._head, self.manifest = self.task.ours
+        self._save_id = self.task.save_id or ""
 
     def take(self) -> Taken:
         """Begin, send the rank manifests, and see which files an earlier copy has sent."""
-        store, before, save_id = self.store, self.log_there, self.save_id
+        store, before, save_id = self.store, self.task.log_there, self._save_id
         assert before is not None  # noqa: S101  # the coordinator calls
-        if self.was_there:
+        if self.task.found.was_there:
+            self.record = before.head
             return Taken()
         is_resumed = slotlog.is_there(store, begun_path(save_id))
-        grant = commit.begin(store, overwrite=self.overwrite, save_id=save_id)
+        grant = commit.begin(store, overwrite=self.task.overwrite, save_id=save_id)
         # The id was chosen by these slots: whoever names it since has given it up.
         previous = before.head.head if before.head else None
         self._grant = replace(grant, last_slot=before.last_slot, previous=previous)
-        self._ranks = self._send_ranks()
-
-        def look(file: OutFile) -> FileRef | None:
-            there, crc32c = slotlog.stat_if_there(store, file.name), file.crc32c
-            if crc32c is None or there is None or there.size_bytes != file.size_bytes:
-                return None
-            return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
-
+        sends = [partial(self._send_rank, one) for one in self.manifest.ranks]
+        self._ranks = self.site.at_once("copy rank manifests", sends)
         if not is_resumed:
             return Taken()
         # Its process is dead, or is ended by this: the later copy goes on.
         abort_uploads(store, save_folder(save_id))
-        found = self.site.at_once("look for files", [partial(look, f) for f in self.plan.files])
-        return Taken(done={at: one for at, one in enumerate(found) if one is not None})
+        looks = [partial(slotlog.stat_if_there, store, file.name) for file in self.plan.files]
+        there = self.site.at_once("look for files", looks)
+        done = {
+            at: FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c)
+            for at, (file, found) in enumerate(zip(self.plan.files, there, strict=True))
+            if file.crc32c is not None and found and found.size_bytes == file.size_bytes
+        }
+        return Taken(done=done)
 
     def publish(self, made: Made) -> None:
         """Send what describes the files, commit, and show it to stock readers.
@@ -172,13 +158,13 @@ class CopiedCheckpoint(Output):
                 self._grant,
                 manifest=self._send_manifest(stock),
                 stock=stock,
-                stock_entries=self.head.stock_entries,
-                user=self.head.user,
+                stock_entries=self._head.stock_entries,
+                user=self._head.user,
             )
         record = self.record
         publish = partial(publishing.publish_head, self.store, own=record, own_stock=stock_bytes)
-        if self.was_there:
-            publish = partial(publishing.roll_forward, self.store, self.save_id)
+        if self._grant is None:
+            publish = partial(publishing.roll_forward, self.store, self._save_id)
         if record.stock is not None and not publishing.publish_commit(
             self.store, record, publish, is_needed=record.stock_entries != 0
         ):
@@ -196,24 +182,18 @@ class CopiedCheckpoint(Output):
         most_bytes: int = MOST_DOCUMENT_BYTES,
     ) -> tuple[FileRef, bytes]:
         """Send a document of the source, checked against what names it, under the copy's id."""
-        own_id, save_id = self.manifest.save_id, self.save_id
+        own_id, save_id = self.manifest.save_id, self._save_id
         data = read_document(self.site.source, reference, save_id=own_id, most_bytes=most_bytes)
         data = data if save_id == own_id else renamed(data)
         return _put(self.store, reference.path.replace(own_id, save_id), data), data
 
-    def _send_ranks(self) -> Sequence[FileRef]:
-        """Send the documents of all ranks."""
-
-        def send(one: FileRef) -> FileRef:
-            new_id = {"save_id": self.save_id}
-            return self._send(one, lambda d: seal(unseal(d, path=one.path) | new_id))[0]
-
-        jobs = [partial(send, one) for one in self.manifest.ranks]
-        return self.site.at_once("copy rank manifests", jobs)
+    def _send_rank(self, one: FileRef) -> FileRef:
+        new_id = {"save_id": self._save_id}
+        return self._send(one, lambda data: seal(unseal(data, path=one.path) | new_id))[0]
 
     def _send_stock(self) -> tuple[FileRef | None, bytes | None]:
         """Send what `.metadata` is made from."""
-        own_id, save_id = self.manifest.save_id.encode(), self.save_id.encode()
+        own_id, save_id = self.manifest.save_id.encode(), self._save_id.encode()
         if self.manifest.stock is None:
             return None, None
         # A save id has a fixed length, so the lengths that the pickle holds stay true.
@@ -222,15 +202,15 @@ class CopiedCheckpoint(Output):
         )
 
     def _send_manifest(self, stock: FileRef | None) -> FileRef:
-        reference, own_id = self.head.manifest, self.manifest.save_id
+        reference, own = self._head.manifest, self.manifest
         assert reference is not None  # noqa: S101  # a commit record names one; decode saw to it
 
         def renamed(_: bytes) -> bytes:
             files = [
-                (replace(one, path=one.path.replace(own_id, self.save_id)), rank)
-                for one, rank in self.manifest.files
+                (replace(one, path=one.path.replace(own.save_id, self._save_id)), rank)
+                for one, rank in own.files
             ]
-            named = replace(self.manifest, save_id=self.save_id, files=files)
+            named = replace(own, save_id=self._save_id, files=files)
             return seal(replace(named, ranks=self._ranks, stock=stock).to_body())
 
         return self._send(reference, renamed)[0]

@@ -26,11 +26,11 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
+from ckpt_storage.source.model import CommittedSource, SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .export_folder import ExportFolder
+from .folder import ExportFolder
 from .layout import Layout, Skipped
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
 from .output import Made, Output, Setting
@@ -262,13 +262,12 @@ class _Consolidation(Task[ConsolidationReport]):
 
     job: ConsolidateJob
     phase: Phase = field(init=False, default="consolidate")
-    source: Source = field(init=False)
 
     def find(self) -> Found:
-        """Open the newest checkpoint, or the commit in a slot, be it the head or not any more."""
         slot, url = self.job.slot, self.site.setting.source.url
         if slot is None:
             return super().find()
+        # It may be the head or not any more.
         record = read_slot(self.site.source, slot)
         if record is None or record.type != "commit":
             raise CheckpointNotFoundError(
@@ -281,24 +280,19 @@ class _Consolidation(Task[ConsolidationReport]):
         return self.found
 
     def content(self) -> object:
-        """Return what stands for the source."""
         return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Layout:
-        """Return the weight files, named for an empty folder."""
         ties = self.source.ties if isinstance(self.source, CommittedSource) else {}
         return lay_out_model(self.source, self.job.options, ties)
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise for tied tensors that differ."""
         check_ties(self.source, layout.ties)
 
     def output(self, plan: Plan) -> ExportFolder:
-        """Return the folder of the export."""
-        return ExportFolder(self.site, plan, save_id=self.save_id, source_format=self.source.format)
+        return ExportFolder(self, plan)
 
     def report(self, output: Output, made: Made, seconds: float) -> ConsolidationReport:
-        """Say what was exported."""
         assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
         setting, plan = self.site.setting, output.plan
         writers: dict[int, set[int]] = {}
@@ -324,9 +318,7 @@ class _Consolidation(Task[ConsolidationReport]):
             files=tuple(files),
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
-            read_bytes=made.bytes_of("read_bytes"),
-            sent_bytes=made.bytes_of("sent_bytes"),
-            copied_bytes=made.bytes_of("copied_bytes"),
+            **made.moved,
             rank_bytes=tuple(one.sent_bytes + one.copied_bytes for one in made.results),
             skipped=plan.layout.skipped,
             ties=dict(plan.layout.ties),

@@ -6,10 +6,9 @@ the target looks like no checkpoint, or like the one that is being replaced wher
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import islice
@@ -45,6 +44,7 @@ from .weights import index_document, lay_out_sharded, lay_out_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 """ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
@@ -176,6 +176,8 @@ def convert(  # the public surface, all keyword-only
         )
         folder, name = split_file(source)
         is_file = name.endswith(_TORCH_SUFFIXES) and _is_there(folder, name, setting)
+        if is_file:
+            setting = replace(setting, source=folder)
         most_bytes = parse_bytes(max_file_bytes, option="max_file_bytes")
         task = partial(
             _Conversion,
@@ -183,9 +185,9 @@ def convert(  # the public surface, all keyword-only
             file=name if is_file else "",
             target=target,
             to=to,
-            include=include,
-            exclude=exclude,
-            drops=unsupported == "drop",
+            choose=partial(
+                select, include=include, exclude=exclude, to=to, drops=unsupported == "drop"
+            ),
             overwrite=overwrite,
             max_file_bytes=most_bytes,
             unsafe_pickle=unsafe_pickle,
@@ -197,7 +199,6 @@ def convert(  # the public surface, all keyword-only
             "include": digest(include),
             "exclude": digest(exclude),
         }
-        setting = replace(setting, source=folder) if is_file else setting
         return setting, setting.terms() | terms, task
 
     return run_together(process_group, "convert", what, timeouts, job)
@@ -222,25 +223,21 @@ def _onto_itself(source: Location) -> InvalidInputError:
 class _Conversion(Task[ConvertReport]):
     """One conversion on one rank; `file` is the name of a source that is a file of `torch.save`."""
 
-    source: Source = field(init=False)
     origin: Location
     file: str
     target: Location
     to: TargetFormat
-    include: Selection | None
-    exclude: Selection | None
-    drops: bool
+    choose: Callable[[Source], Selected]
     overwrite: bool
     max_file_bytes: int
     unsafe_pickle: bool
-    _watch: Callable[[], None] | None = None
-    _shards: Shards | None = None
+    shards: Shards | None = None
 
     def find(self) -> Found:
         """Open a checkpoint, or a file; nothing may be missing of it."""
         site = self.site
         if self.file:
-            self._watch = watch_file(lambda: self.site.source, self.file)
+            self.watch = watch_file(lambda: self.site.source, self.file)
             at = site.source.stat(self.file)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
             self.open(Found(state=state or new_write_id()))
@@ -269,11 +266,6 @@ class _Conversion(Task[ConvertReport]):
         self.found = found
         self.source = open_torch_file(self.site.source, self.file, unsafe_pickle=self.unsafe_pickle)
 
-    def check_unchanged(self) -> None:
-        if self._watch is not None:
-            self._watch()
-        super().check_unchanged()
-
     def _check_elsewhere(self) -> None:
         """Refuse a target that would replace files of the source; the storages are asked."""
         site = self.site
@@ -293,8 +285,7 @@ class _Conversion(Task[ConvertReport]):
     @cached_property
     def chosen(self) -> Selected:
         """The values that go over."""
-        what = {"include": self.include, "exclude": self.exclude}
-        return select(self.source, **what, to=self.to, drops=self.drops)
+        return self.choose(self.source)
 
     def content(self) -> object:
         state = self.found.state if self.save_id is None else self.save_id
@@ -308,70 +299,46 @@ class _Conversion(Task[ConvertReport]):
             return lay_out_whole(tensors, self.max_file_bytes)
         if self.to == "dcp_safetensors":
             return lay_out_sharded(tensors, self.max_file_bytes)
-        self._shards = lay_out_shards(
+        self.shards = lay_out_shards(
             tensors,
             self._blob_segments(),
             max_file_bytes=self.max_file_bytes,
             path_of=partial(shard_name, 0),
             block_bytes=TransferOptions().block_bytes if self.to == "ckpt_storage" else None,
         )
-        return self._shards.layout
+        return self.shards.layout
 
     def _blob_segments(self) -> dict[str, Segment]:
         """Return each value that is no tensor as DCP stores it: by `torch.save`."""
-        held: Mapping[str, object] = getattr(self.source, "values", {})
         blobs = self.chosen.blobs
-        places = self.source.places([(fqn, None) for fqn in blobs if fqn not in held])
-        found: dict[str, Segment] = {
-            one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places
-        }
-        for fqn in held.keys() & set(blobs):
-            import torch  # noqa: PLC0415  # only what torch read is held
+        if self.file:
+            source: Any = self.source
+            return {fqn: Fixed(source.pickled(fqn)) for fqn in blobs}
+        places = self.source.places([(fqn, None) for fqn in blobs])
+        return {one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places}
 
-            buffer = io.BytesIO()
-            torch.save(held[fqn], buffer)
-            found[fqn] = Fixed(buffer.getvalue())
-        return found
+    def metadata(self) -> Metadata:
+        """Return what DCP's global plan would have said of the values."""
+        chosen, paths = self.chosen, self.source.planner_data or {}
+        return metadata_of(chosen.tensors.values(), chosen.blobs, paths)
 
     def output(self, plan: Plan) -> Output:
-        site, shards, chosen = self.site, self._shards, self.chosen
+        if self.to == "ckpt_storage":
+            return NewCheckpoint(self, plan)
         if self.to == "torch_save":
             from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
 
-            return TorchFile(
-                site,
-                plan,
-                name=split_file(self.target)[1],
-                source=self.source,
-                chosen=chosen,
-                overwrite=self.overwrite,
-                unsafe_pickle=self.unsafe_pickle,
-                check_unchanged=self.check_unchanged,
-            )
-        folder = partial(PlainFolder, site, plan, overwrite=self.overwrite)
+            return TorchFile(self, plan, name=split_file(self.target)[1])
+        folder = partial(PlainFolder, self, plan, overwrite=self.overwrite)
+        if self.to == "safetensors":
+            return folder(last=INDEX_NAME, document=partial(index_document, plan.layout))
         if self.to == "dcp_safetensors":
             return folder()
-        if self.to == "safetensors":
-            index = partial(index_document, plan.layout)
-            return folder(last=INDEX_NAME, document=index)
-        assert shards is not None  # noqa: S101  # `lay_out` was called
-        paths = self.source.planner_data or {}
-        metadata = partial(metadata_of, chosen.tensors.values(), chosen.blobs, paths)
-        if self.to == "dcp":
+        return folder(last=STOCK_METADATA, document=self._stock)
 
-            def stock() -> bytes:
-                return stock_pickle(metadata(), shards, self.target.url)
-
-            return folder(last=STOCK_METADATA, document=stock)
-        return NewCheckpoint(
-            site,
-            plan,
-            shards=shards,
-            block_bytes=TransferOptions().block_bytes,
-            metadata=metadata,
-            ties=chosen.ties,
-            overwrite=self.overwrite,
-        )
+    def _stock(self) -> bytes:
+        assert self.shards is not None  # noqa: S101  # `lay_out` was called
+        return stock_pickle(self.metadata(), self.shards, self.target.url)
 
     def report(self, output: Output, made: Made, seconds: float) -> ConvertReport:
         grant = output.grant if isinstance(output, NewCheckpoint) else None

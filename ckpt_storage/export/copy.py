@@ -33,28 +33,15 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
 )
+from ckpt_storage.format import exports
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.exports import (
-    DOCUMENTS,
-    HOLDER_PATH,
-    ExportRecord,
-    IndexTag,
-    export_path,
-    is_file_record,
-)
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import listed, open_marked
 from ckpt_storage.source.foreign import ForeignSource, StockSource
-from ckpt_storage.source.model import (
-    Source,
-    SourceFormat,
-    gone,
-    read_manifest,
-    value_keys,
-)
+from ckpt_storage.source.model import Source, SourceFormat, gone, read_manifest, value_keys
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.chunks import ChunkPlace
 
@@ -211,15 +198,16 @@ class _ToCopy(Found):
 
 @dataclass(kw_only=True)
 class _Copy(Task[CopyReport]):
-    """One copy on one rank; `export`: what the index says of one that lies beside a checkpoint."""
+    """One copy on one rank; `export`: what the index says of one that lies beside a checkpoint.
+
+    `ours`: of a checkpoint of ours its head; `log_there` (coordinator) are the target's slots.
+    """
 
     overwrite: bool
-    export: IndexTag | None = None
+    export: exports.IndexTag | None = None
     found: _ToCopy = field(init=False)
-    source: _Files = field(init=False)
-    _log_there: CommitLog | None = None
-    _head: SlotRecord | None = None
-    _manifest: Manifest | None = None
+    ours: tuple[SlotRecord, Manifest] | None = None
+    log_there: CommitLog | None = None
 
     def find(self) -> Found:
         """Look whose checkpoint it is; nothing may be missing of one of others."""
@@ -231,103 +219,26 @@ class _Copy(Task[CopyReport]):
                 "lies inside it: what is written to the one is seen in the other.",
                 next_step="Give a folder beside it.",
             )
-        if head is None:
-            source, self.marks = open_marked(
-                site.source, deadline=site.deadline, options=site.options
-            )
-            if self.marks is None:
-                # Saved by us since the log was read.
-                return self.find()
-            entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
-            _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
-            crcs, was_there = self._exported(self.export) if self.export else ({}, False)
-            files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
-            if was_there:
-                site.target.make_folders(sorted({path.rpartition("/")[0] for path in files} - {""}))
-            self.open(_ToCopy(format=source.format, files=files, was_there=was_there))
-        else:
+        if head is not None:
             publishing.check_newest(site.source, head)
-            self._log_there = log_to_extend(site.target)
-            save_id, was_there = self._name_at_target(head.save_id or "", self._log_there)
+            self.log_there = log_to_extend(site.target)
+            save_id, was_there = self._name_at_target(head.save_id or "", self.log_there)
             record = head.encode()
             self.open(_ToCopy(record=record, slot=head.slot, save_id=save_id, was_there=was_there))
+            return self.found
+        source, marks = open_marked(site.source, deadline=site.deadline, options=site.options)
+        if marks is None:
+            # Saved by us since the log was read.
+            return self.find()
+        self.watch = lambda: marks.check(site.source)
+        entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
+        _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
+        crcs, was_there = self._exported(self.export) if self.export else ({}, False)
+        files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
+        if was_there:
+            site.target.make_folders(sorted({path.rpartition("/")[0] for path in files} - {""}))
+        self.open(_ToCopy(format=source.format, files=files, was_there=was_there))
         return self.found
-
-    def _exported(self, tag: IndexTag) -> tuple[dict[str, int], bool]:
-        """Return the checksums of an export's files, and whether the target's index is the same."""
-        store = self.site.source
-        index = store.get(INDEX_NAME).data
-        path = export_path(tag.fingerprint)
-        record = ExportRecord.decode(store.get(path, max_bytes=MOST_DOCUMENT_BYTES).data, path=path)
-        slotlog.check_document(index, record.index)
-        there = slotlog.read_if_there(self.site.target, INDEX_NAME)
-        is_same = there is not None and there.data == index
-        return {one.path: one.crc32c for one in record.files}, is_same
-
-    def open(self, found: Found) -> None:
-        assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
-        self.found, self.save_id = found, found.save_id
-        if found.record:
-            self._head = SlotRecord.decode(found.record, slot=found.slot)
-            self._manifest = read_manifest(self.site.source, self._head)
-        save_id = self._manifest.save_id if self._manifest else None
-        self.source = _Files(
-            store=self.site.source, format=found.format, tensors={}, save_id=save_id
-        )
-
-    def content(self) -> object:
-        marks = sorted((path, *mark) for path, mark in self.found.files.items())
-        return [self.site.setting.source.url, self.save_id, marks]
-
-    def lay_out(self) -> Layout:
-        found, manifest = self.found, self._manifest
-        if manifest is not None:
-            own_id, save_id = manifest.save_id, found.save_id or ""
-            return lay_out_copies(
-                (file.path, file.path.replace(own_id, save_id), file.size_bytes, file.crc32c)
-                for file, _ in (() if found.was_there else manifest.files)
-            )
-        last = self._last()
-        return lay_out_copies(
-            (path, path, size_bytes, crc32c)
-            for path, (size_bytes, _, crc32c) in sorted(found.files.items())
-            # Nothing tells one content of a file that people put beside an export from another.
-            if path != last
-            and not (found.was_there and (crc32c is not None or path.startswith(DOCUMENTS)))
-        )
-
-    def _last(self) -> str:
-        """Return the file that shows those of another writer, "" for none."""
-        if self.found.format == "dcp":
-            return STOCK_METADATA
-        return INDEX_NAME if INDEX_NAME in self.found.files else ""
-
-    def output(self, plan: Plan) -> Output:
-        found, site = self.found, self.site
-        if self._head is not None and self._manifest is not None:
-            return CopiedCheckpoint(
-                site,
-                plan,
-                head=self._head,
-                manifest=self._manifest,
-                save_id=found.save_id or "",
-                log_there=self._log_there,
-                overwrite=self.overwrite,
-            )
-        if found.was_there:
-            return Output(site, plan)
-        last = self._last()
-
-        def document() -> bytes:
-            size_bytes = found.files[last][0]
-            data = site.source.get(last, max_bytes=size_bytes).data
-            self.check_unchanged()
-            if len(data) != size_bytes:
-                what = f"{last} has changed while the checkpoint was being copied."
-                raise IntegrityError(what, path=last, offset=0, next_step="Copy again.")
-            return data
-
-        return PlainFolder(site, plan, last=last, document=document, overwrite=self.overwrite)
 
     def _name_at_target(self, save_id: str, found: CommitLog) -> tuple[str, bool]:
         """Return the id that the copy has at the target, and whether it is the head there."""
@@ -341,21 +252,89 @@ class _Copy(Task[CopyReport]):
             save_id = f"{save_id[:_STAMP_CHARS]}{digest[:16]}"
         return save_id, save_id == head_id
 
+    def _exported(self, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
+        """Return the checksums of an export's files, and whether the target's index is the same."""
+        store, path = self.site.source, exports.export_path(tag.fingerprint)
+        index = store.get(INDEX_NAME).data
+        data = store.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
+        record = exports.ExportRecord.decode(data, path)
+        slotlog.check_document(index, record.index)
+        there = slotlog.read_if_there(self.site.target, INDEX_NAME)
+        is_same = there is not None and there.data == index
+        return {one.path: one.crc32c for one in record.files}, is_same
+
+    def open(self, found: Found) -> None:
+        assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
+        self.found, self.save_id = found, found.save_id
+        store, own_id = self.site.source, None
+        if found.record:
+            head = SlotRecord.decode(found.record, slot=found.slot)
+            self.ours, own_id = (head, read_manifest(store, head)), head.save_id
+        self.source = _Files(store=store, format=found.format, tensors={}, save_id=own_id)
+
+    def content(self) -> object:
+        marks = sorted((path, *mark) for path, mark in self.found.files.items())
+        return [self.site.setting.source.url, self.save_id, marks]
+
+    def lay_out(self) -> Layout:
+        found, last = self.found, self._last()
+        if self.ours is not None:
+            (_, manifest), save_id = self.ours, self.save_id or ""
+            return lay_out_copies(
+                (one.path, one.path.replace(manifest.save_id, save_id), one.size_bytes, one.crc32c)
+                for one, _ in (() if found.was_there else manifest.files)
+            )
+        return lay_out_copies(
+            (path, path, size_bytes, crc32c)
+            for path, (size_bytes, _, crc32c) in sorted(found.files.items())
+            # Nothing tells one content of a file that people put beside an export from another.
+            if path != last
+            and not (found.was_there and (crc32c is not None or path.startswith(exports.DOCUMENTS)))
+        )
+
+    def _last(self) -> str:
+        """Return the file that shows those of another writer, "" for none."""
+        if self.found.format == "dcp":
+            return STOCK_METADATA
+        return INDEX_NAME if INDEX_NAME in self.found.files else ""
+
+    def output(self, plan: Plan) -> Output:
+        if self.ours is not None:
+            return CopiedCheckpoint(self, plan)
+        if self.found.was_there:
+            return Output(self, plan)
+        last, overwrite = self._last(), self.overwrite
+        return PlainFolder(self, plan, last=last, document=self._document, overwrite=overwrite)
+
+    def _document(self) -> bytes:
+        """Return the bytes of the file that goes last."""
+        last = self._last()
+        size_bytes = self.found.files[last][0]
+        data = self.site.source.get(last, max_bytes=size_bytes).data
+        self.check_unchanged()
+        if len(data) != size_bytes:
+            what = f"{last} has changed while the checkpoint was being copied."
+            raise IntegrityError(what, path=last, offset=0, next_step="Copy again.")
+        return data
+
     def report(self, output: Output, made: Made, seconds: float) -> CopyReport:
-        found, setting, plan = self.found, self.site.setting, output.plan
-        kept = [plan.files[at].size_bytes for at in made.kept]
+        found, setting, files = self.found, self.site.setting, output.plan.files
+        kept = [files[at].size_bytes for at in made.kept]
+        sizes, slot = [size_bytes for size_bytes, *_ in found.files.values()], None
+        if isinstance(output, CopiedCheckpoint):
+            sizes = [file.size_bytes for file, _ in output.manifest.files]
+            slot = output.record.slot if output.record else None
+        moved = made.moved
         report = CopyReport(
             source_url=setting.source.url,
             url=setting.target.url,
             format=found.format,
             save_id=self.save_id,
-            slot=None,
+            slot=slot,
             was_there=found.was_there,
-            file_count=len(plan.files),
-            total_bytes=sum(size_bytes for size_bytes, *_ in found.files.values()),
-            read_bytes=made.bytes_of("read_bytes") + sum(kept),
-            sent_bytes=made.bytes_of("sent_bytes"),
-            copied_bytes=made.bytes_of("copied_bytes"),
+            file_count=len(files),
+            total_bytes=sum(sizes),
+            **moved | {"read_bytes": moved["read_bytes"] + sum(kept)},
             kept_count=len(kept),
             kept_bytes=sum(kept),
             exports=(),
@@ -363,12 +342,7 @@ class _Copy(Task[CopyReport]):
             failed_exports={},
             seconds=seconds,
         )
-        if self._manifest is None:
-            return report
-        assert isinstance(output, CopiedCheckpoint)  # noqa: S101  # as `output` returns
-        total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
-        slot = output.record.slot if output.record else None
-        return self._with_exports(replace(report, slot=slot, total_bytes=total_bytes))
+        return report if self.ours is None else self._with_exports(report)
 
     def _with_exports(self, report: CopyReport) -> CopyReport:
         """Copy what lies directly below the source; raises nothing: the copy is committed by now.
@@ -385,13 +359,14 @@ class _Copy(Task[CopyReport]):
         except CheckpointError as error:
             left_out, failed = ["."], {".": str(error)}
         for path in paths:
-            folder, one = path.rstrip("/"), None
+            folder = path.rstrip("/")
             if path in _OWN or path.startswith(PROBE_PREFIX):
                 continue
             try:
                 one = self._copy_export(folder) if path.endswith("/") else None
             except CheckpointError as error:
                 log.warning("the export %s is not copied: %s", folder, error)
+                one = None
                 if not isinstance(error, CheckpointExistsError):
                     failed[folder] = str(error)
             if one is not None:
@@ -411,17 +386,13 @@ class _Copy(Task[CopyReport]):
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
         setting = self.site.setting
         index = slotlog.read_if_there(self.site.source, f"{folder}/{INDEX_NAME}")
-        tag = None if index is None else IndexTag.of(index.data)
+        tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
-        inner = replace(
-            setting,
-            source=setting.source.child(folder),
-            target=setting.target.child(folder),
-            progress=None,
-        )
+        source, target = setting.source.child(folder), setting.target.child(folder)
+        inner = replace(setting, source=source, target=target, progress=None)
         task = partial(_Copy, overwrite=False, export=tag)
-        what = f"the copy of {inner.source.url}"
+        what = f"the copy of {source.url}"
         return run_together(None, "copy", what, inner.timeouts, lambda: (inner, {}, task))
 
 
@@ -459,5 +430,6 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
 
 def _is_content(path: str) -> bool:
     """Return whether a path is part of a checkpoint; notes of runs and probes are none."""
-    is_probe = path.rpartition("/")[2].startswith(PROBE_PREFIX)
-    return not (path.endswith("/") or path == HOLDER_PATH or is_file_record(path) or is_probe)
+    if path.endswith("/") or path.rpartition("/")[2].startswith(PROBE_PREFIX):
+        return False
+    return path != exports.HOLDER_PATH and not exports.is_file_record(path)

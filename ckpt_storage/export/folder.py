@@ -1,4 +1,4 @@
-"""An output folder: who works there, what of it is sealed, and the write that shows it.
+"""Output folders: who works there, what of it is sealed, and the write that shows it.
 
 The invariants are I14, I15 and I17. Who works in a folder says so in `.ckpt-storage/job.json`; the
 later one counts, and the earlier one finds out before it publishes. Each sealed file has a record
@@ -9,20 +9,15 @@ uploads that outlive their process.
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import (
-    is_there,
-    read_if_there,
-    read_log,
-    stamp,
-    stat_if_there,
-)
+from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp, stat_if_there
 from ckpt_storage.errors import (
     CheckpointExistsError,
     ConsolidationError,
@@ -31,49 +26,47 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format.exports import (
-    DOCUMENTS,
-    HOLDER_PATH,
-    Holder,
-    Sealed,
-    is_file_record,
-    is_output_file,
-    is_weight_file,
-    records_folder,
-    weight_file_path,
-)
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, new_write_id
+from ckpt_storage.format import exports, names
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SINGLE_NAME, Sealed
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
 from ckpt_storage.source.filemarks import listed
-from ckpt_storage.store.backend import Part
+from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.store import Store
 
+from .layout import Layout
 from .output import Made, Output, Taken
+from .weights import index_document, with_suffix
 
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
+
+_NOTHING = "0" * 64
+"""The identity of what a removal makes: no output."""
+
+_SUFFIX_DIGITS = 8
+_RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 
 
 @dataclass
 class FolderOutput(Output):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
-    _run_id: str = field(init=False, default_factory=new_write_id)
+    _run_id: str = field(init=False, default_factory=names.new_write_id)
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
-        self.store.replace(weight_file_path(identity, number), sealed.encode(identity))
+        record = replace(sealed, fingerprint=identity).encode()
+        self.store.replace(exports.weight_file_path(identity, number), record)
 
-    def hold(self, earlier: Holder | None) -> Taken:
-        """Become the holder, and end the uploads that an earlier one left open.
-
-        Return what it sealed of this very content; those uploads stay open.
-        """
+    def hold(self, earlier: exports.Holder | None) -> Taken:
+        """Become the holder; end what uploads an earlier one left open, but of what it sealed."""
         store, identity = self.store, self.plan.identity
-        store.make_folders([DOCUMENTS, records_folder(identity)])
+        store.make_folders([DOCUMENTS, exports.records_folder(identity)])
         taken = self._found()
-        holder = Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
+        holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {one.file.path for one in taken.sealed.values()}
@@ -82,16 +75,22 @@ class FolderOutput(Output):
 
     def may_end(self, path: str) -> bool:
         """Return whether an open upload to a path can only be one that an earlier run left."""
-        return is_output_file(path)
+        return exports.is_output_file(path)
+
+    def lost_how(self) -> str | None:
+        """Return how this run lost the folder, None while it holds it."""
+        holder = _holder_of(self.store)
+        if holder is None:
+            return "it was removed"
+        if holder.run_id == self._run_id:
+            return None
+        host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
+        return f"it was taken over by process {pid} on {host}"
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        holder = holder_of(self.store)
-        if holder is None:
-            raise self.overtaken("it was removed")
-        if holder.run_id != self._run_id:
-            host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
-            raise self.overtaken(f"it was taken over by process {pid} on {host}")
+        if how := self.lost_how():
+            raise self.overtaken(how)
 
     def overtaken(self, how: str) -> ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
@@ -106,57 +105,54 @@ class FolderOutput(Output):
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        identity = self.plan.identity
+        store, identity = self.store, self.plan.identity
 
         def decode(data: bytes, path: str) -> Sealed:
-            found = Sealed.decode(data, path, fingerprint=identity)
+            found = Sealed.decode(data, path)
             deque(map(Part.from_json, found.parts), maxlen=0)
             return found
 
-        def read(path: str) -> Sealed | None:
-            return trusted(self.store, path, decode)
-
-        paths = [one.path for one in listed(self.store, records_folder(identity))]
-        reads = [partial(read, path) for path in paths if is_file_record(path)]
-        return [one for one in self.site.at_once("read records", reads) if one is not None]
+        paths = [one.path for one in listed(store, exports.records_folder(identity))]
+        reads = [
+            partial(_trusted, store, path, decode) for path in paths if exports.is_file_record(path)
+        ]
+        found = self.site.at_once("read records", reads)
+        return [one for one in found if one is not None and one.fingerprint == identity]
 
     def _found(self) -> Taken:
         """Return what is sealed: of records, those with their file or an upload still open."""
+        store = self.store
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
-        keys = [(one, (one.file.path, one.file.size_bytes)) for one in self.recorded()]
-        recorded = {files[key]: one for one, key in keys if key in files}
+        keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
+        recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
         if any(one.token for one in recorded.values()):
             try:
-                open_uploads = self.store.open_uploads("")
+                open_uploads = store.open_uploads("")
             except StorageError as error:
                 if error.kind not in {"permission", "unsupported"}:
                     raise
                 # What lacks its name is made again.
-                log.info("%s: open uploads cannot be looked for: %s", self.store.url, error)
-
-        def look(one: Sealed) -> Sealed | None:
-            there = stat_if_there(self.store, one.file.path)
+                log.info("%s: open uploads cannot be looked for: %s", store.url, error)
+        looks = [partial(stat_if_there, store, one.file.path) for one in recorded.values()]
+        done: dict[int, FileRef] = {}
+        sealed: dict[int, Sealed] = {}
+        for at, there in zip(recorded, self.site.at_once("look for files", looks), strict=True):
+            one = recorded[at]
             if there is not None and there.size_bytes == one.file.size_bytes:
-                return Sealed(file=one.file)
-            return one if (one.file.path, one.token) in open_uploads else None
-
-        jobs = [partial(look, one) for one in recorded.values()]
-        pairs = zip(recorded, self.site.at_once("look for files", jobs), strict=True)
-        sealed = {at: one for at, one in sorted(pairs) if one is not None}
-        done = {at: one.file for at, one in sealed.items() if not one.token}
-        return Taken(done=done, sealed={at: one for at, one in sealed.items() if one.token})
+                done[at] = one.file
+            elif (one.file.path, one.token) in open_uploads:
+                sealed[at] = one
+        return Taken(done=done, sealed=sealed)
 
 
 @dataclass(kw_only=True)
 class PlainFolder(FolderOutput):
     """A folder in which files of another format are being put, so that a part looks like no whole.
 
-    What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
-    folder of safetensors without an index has nothing of the kind; so while such a folder is being
-    filled, a blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
-
-    `last` is that file, "" for none, and `document` gives its bytes.
+    What makes the files a checkpoint goes last: `last`, which is `.metadata` or the index of weight
+    files, with the bytes of `document`. While a folder of safetensors is being filled, a blocker
+    index lies in it (`BLOCKER`). At the end nothing of ours stays.
     """
 
     last: str = ""
@@ -184,7 +180,7 @@ class PlainFolder(FolderOutput):
                 path=store.url,
                 next_step="Give another folder.",
             )
-        earlier = holder_of(store)
+        earlier = _holder_of(store)
         is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
         entries = listed(store, "", recursive=True)
         here = {entry.path for entry in entries if not entry.path.endswith("/")}
@@ -217,8 +213,8 @@ class PlainFolder(FolderOutput):
                 # Shards of work that died: without its `.metadata` nobody can tell what is in them.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
-            for path in filter(is_file_record, here):
-                left = trusted(store, path, partial(Sealed.decode, fingerprint=None))
+            for path in filter(exports.is_file_record, here):
+                left = _trusted(store, path, Sealed.decode)
                 self._left |= {left.file.path} if left else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
@@ -227,8 +223,8 @@ class PlainFolder(FolderOutput):
 
     def may_end(self, path: str) -> bool:
         """Return also whether it is of a file that this run, or an earlier one, writes."""
-        is_kind = _is_shard(path) or _is_weight(path)
-        return is_kind or super().may_end(path) or path in self._names | self._left
+        is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._left
+        return is_own or super().may_end(path)
 
     def publish(self, made: Made) -> None:
         """Put the file that shows all others, or take the index away that hid them."""
@@ -239,23 +235,146 @@ class PlainFolder(FolderOutput):
         else:
             self.store.delete([INDEX_NAME])
         # Whatever lies here now is a checkpoint like any other.
-        self.store.delete_folder(records_folder(self.plan.identity))
+        self.store.delete_folder(exports.records_folder(self.plan.identity))
         self.store.delete([HOLDER_PATH])
         if not listed(self.store, DOCUMENTS):
             self.store.delete_folder(DOCUMENTS)
 
     def _mixes(self, path: str) -> bool:
-        """Return whether a file would mix with those to come.
-
-        Where an index says what counts, those are weight files of an earlier export alone.
-        """
+        """Return whether a file would mix with those to come; an index says which count."""
         if self.last == STOCK_METADATA:
             return False
-        is_old = is_weight_file if self.last else _is_weight
+        is_old = exports.is_weight_file if self.last else _is_weight
         return path == INDEX_NAME or is_old(path)
 
 
-def trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
+@dataclass(kw_only=True)
+class ExportFolder(FolderOutput):
+    """The folder of an export of ours: an earlier one stays readable until the index is put.
+
+    Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
+    """
+
+    is_together: bool = field(init=False, default=True)
+    removed: Sequence[str] = ()
+    _index: Content | None = None
+
+    def take(self) -> Taken:
+        """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
+        store, identity = self.store, self.plan.identity
+        self._index = read_if_there(store, INDEX_NAME)
+        if not is_there(store, NAMES_PATH):
+            self._claim_names()
+        # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
+        owner = _trusted(store, NAMES_PATH, exports.Names.decode)
+        is_mine = owner is not None and owner.fingerprint == identity
+        suffix = "" if is_mine else identity[:_SUFFIX_DIGITS]
+        self.rename(suffix)
+        taken = self.hold(_holder_of(store))
+        if self._index is None:
+            # Else readers would take the first files of a run that died for the whole.
+            self._put_index(BLOCKER)
+            self._index = read_if_there(store, INDEX_NAME)
+        return replace(taken, name=suffix)
+
+    def named(self, layout: Layout, name: str) -> Layout:
+        """Return the files with a suffix."""
+        return with_suffix(layout, name)
+
+    def _claim_names(self) -> None:
+        """Give names without a suffix to this content, unless another one is faster."""
+        store = self.store
+        here = [entry.path for entry in listed(store, "")]
+        foreign = sorted(
+            name for name in here if exports.is_weight_file(name) or name == INDEX_NAME
+        )
+        if foreign:
+            raise CheckpointExistsError(
+                f"{store.url} holds weight files that ckpt_storage did not export ({foreign[0]}).",
+                path=store.url,
+                phase="plan",
+                next_step="Give an output folder of its own, or move those files away.",
+            )
+        store.make_folders([DOCUMENTS])
+        data = exports.Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
+        try:
+            store.create(NAMES_PATH, data)
+        except StorageError as error:
+            if error.kind == "unsupported":
+                store.replace(NAMES_PATH, data)
+            elif error.kind != "exists" and not is_there(store, NAMES_PATH):
+                raise
+
+    def recorded(self) -> list[Sealed]:
+        """Return also the files of a complete export of this content."""
+        identity = self.plan.identity
+        record = _trusted(self.store, exports.export_path(identity), exports.ExportRecord.decode)
+        files = record.files if record and record.fingerprint == identity else ()
+        return [*(Sealed(file=file) for file in files), *super().recorded()]
+
+    def publish(self, made: Made) -> None:
+        """Record the export and put the index; then delete what that superseded."""
+        plan, store, task = self.plan, self.store, self.task
+        self.check_held()
+        index = index_document(plan.layout, save_id=task.save_id, fingerprint=plan.identity)
+        record = exports.ExportRecord(
+            fingerprint=plan.identity,
+            save_id=task.save_id,
+            source_format=task.source.format,
+            source=self.site.setting.source.url,
+            files=[made.files[at] for at in range(len(plan.files))],
+            index=FileRef.of(INDEX_NAME, index),
+            ties=plan.layout.ties,
+            stamp={**stamp(), "world_size": plan.world_size},
+        )
+        store.replace(exports.export_path(plan.identity), record.encode())
+        if self._index is None or self._index.data != index:
+            self._put_index(index)
+        try:
+            self.collect()
+        except StorageError as error:
+            # The export counts; what is left over, the next consolidation finds.
+            log.warning("Clearing up after the export to %s failed: %s", store.url, error)
+
+    def _put_index(self, index: bytes) -> None:
+        """Put the index in place of the version that was there when the folder was taken."""
+        try:
+            self.store.replace_seen(INDEX_NAME, index, self._index)
+        except StorageError as error:
+            # An answer may have been lost; what lies there counts.
+            now = read_if_there(self.store, INDEX_NAME)
+            if now is not None and now.data == index:
+                return
+            if error.kind in {"exists", "precondition", "not-found"}:
+                raise self.overtaken("another index was published") from error
+            raise
+
+    def collect(self) -> None:
+        """Delete what the index that was just published superseded.
+
+        Cut at any point, the next consolidation goes on. Deletes nothing once another one has taken
+        the folder over: what is old to this one may be what counts by now.
+        """
+        store, mine = self.store, exports.records_folder(self.plan.identity)
+        kept = {file.name for file in self.plan.files}
+        here = [entry.path for entry in listed(store, "")]
+        documents = [entry.path for entry in listed(store, DOCUMENTS)]
+        # Whoever takes over says so before it writes, so what was listed before is not its own.
+        if self.lost_how():
+            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
+            return
+        old = sorted(name for name in here if exports.is_weight_file(name) and name not in kept)
+        # Libraries that prefer it to an index see the new export from here on.
+        old.sort(key=lambda name: name != SINGLE_NAME)
+        store.delete([*old, *(name for name in here if name.startswith(names.PROBE_PREFIX))])
+        for folder in filter(_RECORDS.fullmatch, documents):
+            if folder != f"{mine}/":
+                store.delete_folder(folder)
+        store.delete([one.path for one in listed(store, mine) if exports.is_file_record(one.path)])
+        self.removed = sorted(old)
+
+
+def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
     try:
         found = read_if_there(store, path)
@@ -265,9 +384,9 @@ def trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | N
         return None
 
 
-def holder_of(store: Store, folder: str = "") -> Holder | None:
+def _holder_of(store: Store, folder: str = "") -> exports.Holder | None:
     """Return who works in a folder; None for nobody, and for a note that is damaged."""
-    return trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), Holder.decode)
+    return _trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), exports.Holder.decode)
 
 
 def _is_weight(path: str) -> bool:
@@ -276,3 +395,64 @@ def _is_weight(path: str) -> bool:
 
 def _is_shard(path: str) -> bool:
     return "/" not in path and path.startswith("__") and path.endswith(".distcp")
+
+
+def remove_exports(store: Store) -> list[str]:
+    """Remove all exports directly below the root of `store`; return what else lies in them.
+
+    The caller has made sure that what they were made of is gone. Works as a consolidation that
+    makes nothing: it becomes the holder, so one under way publishes nothing, and it stops where
+    another becomes it. The index goes first and the names last, so a removal that was cut is gone
+    on with. Files and uploads of others stay. Idempotent. Raises `StorageError`.
+    """
+    paths = [entry.path for entry in listed(store) if entry.path.endswith("/")]
+    own = {f"{names.COMMITS}/", f"{names.SAVES}/"}
+    return [left for path in paths if path not in own for left in _remove(store, path[:-1])]
+
+
+def _remove(store: Store, folder: str) -> list[str]:
+    paths = _below(store, folder)
+    if not any(path.startswith(f"{DOCUMENTS}/") for path in paths):
+        return [f"{folder}/{path}" for path in paths]
+    run_id = names.new_write_id()
+    holder = exports.Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
+    store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())
+    others: list[str] = []
+
+    def is_ours(path: str) -> bool:
+        is_known = exports.is_output_file(path.removeprefix(f"{folder}/"))
+        others.extend(() if is_known else (path,))
+        return is_known
+
+    abort_uploads(store, folder, is_ours)
+    paths = _below(store, folder)
+    weights = {path for path in paths if exports.is_weight_file(path)}
+    documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
+    for step in (
+        {INDEX_NAME}.intersection(paths),
+        # Some libraries prefer it to an index, and to the other files.
+        weights & {SINGLE_NAME},
+        weights - {SINGLE_NAME},
+        documents - {NAMES_PATH, HOLDER_PATH},
+        # Then this removal is forgotten, too.
+        {NAMES_PATH, HOLDER_PATH},
+    ):
+        if step:
+            now = _holder_of(store, folder)
+            if now is None or now.run_id != run_id:
+                log.info("%s: another consolidation works in %s; it stays", store.url, folder)
+                return []
+            store.delete([f"{folder}/{path}" for path in sorted(step)])
+    left = [f"{folder}/{path}" for path in paths if path not in {INDEX_NAME, *weights, *documents}]
+    # Where folders are more than a prefix.
+    for empty in (folder, f"{folder}/{DOCUMENTS}"):
+        is_used = any(path.startswith(f"{empty}/") for path in (*left, *others))
+        if not is_used and not _below(store, empty):
+            store.delete_folder(empty)
+            break
+    return left
+
+
+def _below(store: Store, folder: str) -> list[str]:
+    entries = listed(store, folder, recursive=True)
+    return [entry.path.removeprefix(f"{folder}/") for entry in entries if entry.path[-1:] != "/"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage._version import __version__
 from ckpt_storage.format.documents import FileRef
@@ -16,11 +16,14 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.workers import Workers
+from ckpt_storage.transfer.workers import some_at_once
 
 from .layout import Layout
 from .plan import Plan
 from .write import Copies, Result, transfer_options
+
+if TYPE_CHECKING:
+    from .run import Task
 
 T = TypeVar("T")
 
@@ -60,9 +63,11 @@ class Site:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._stores = ExitStack()
-        self._plain_source = self._opened(setting.source)
-        self._plain_target = self._opened(setting.target, page_cache=setting.page_cache)
+        self._stores = stores = ExitStack()
+        opened = partial(open_store, timeouts=setting.timeouts, retry=setting.retry)
+        self._plain_source = stores.enter_context(closing(opened(setting.source)))
+        target = opened(setting.target, page_cache=setting.page_cache)
+        self._plain_target = stores.enter_context(closing(target))
         self.options = transfer_options(
             self._plain_source,
             self._plain_target,
@@ -73,14 +78,6 @@ class Site:
         self.source_pace = Pacer(self.options.thread_count)
         self.target_pace = Pacer(self.options.thread_count, start=REMOTE_THREADS)
 
-    def _opened(self, location: Location, *, page_cache: PageCache = "keep") -> Store:
-        setting = self.setting
-        store = open_store(
-            location, page_cache=page_cache, timeouts=setting.timeouts, retry=setting.retry
-        )
-        self._stores.callback(store.close)
-        return store
-
     def begin(self, deadline: Deadline) -> None:
         """Bound both storages by a phase."""
         self.deadline = deadline
@@ -89,18 +86,7 @@ class Site:
 
     def at_once(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Return what some small jobs return, done several at a time; raise the first failure."""
-        found: dict[int, T] = {}
-
-        def run(number: int) -> None:
-            found[number] = jobs[number]()
-
-        if jobs:
-            count = min(_THREADS, len(jobs))
-            with Workers(count, name=name, deadline=self.deadline) as workers:
-                for number in range(len(jobs)):
-                    workers.submit(partial(run, number))
-                workers.drain()
-        return [found[number] for number in range(len(jobs))]
+        return some_at_once(jobs, _THREADS, name=name, deadline=self.deadline)
 
     def close(self) -> None:
         """Close all stores."""
@@ -132,9 +118,11 @@ class Made:
     results: Sequence[Result]
     kept: frozenset[int]
 
-    def bytes_of(self, what: str) -> int:
-        """Return the sum over all ranks of `read_bytes`, `sent_bytes` or `copied_bytes`."""
-        return sum(getattr(one, what) for one in self.results)
+    @property
+    def moved(self) -> dict[str, int]:
+        """The bytes that were read, sent, and copied by the storage, as reports name them."""
+        names = "read_bytes", "sent_bytes", "copied_bytes"
+        return {name: sum(getattr(one, name) for one in self.results) for name in names}
 
 
 @dataclass
@@ -142,17 +130,21 @@ class Output:
     """A place in which files become an output; of itself, one that needs no protocol.
 
     Only the coordinator calls `take`, `check_held`, `publish` and `give_up`; any rank `seal`.
-    `plan` is what the ranks agreed on, and after `follow` what is left of it.
+    `plan` is what the ranks agreed on for the `task`, and after `follow` what is left of it.
+    `is_together`: files get their names together, at the end, where the storage can do that.
     """
 
-    site: Site
+    task: Task[Any]
     plan: Plan
-
     is_together: bool = field(init=False, default=False)
-    """Whether files get their names together, at the end, where the storage can do that."""
 
     def __post_init__(self) -> None:
         self._first = self.plan.layout
+
+    @property
+    def site(self) -> Site:
+        """Both storages."""
+        return self.task.site
 
     @property
     def store(self) -> Store:
@@ -168,14 +160,14 @@ class Output:
         del name
         return layout
 
+    def rename(self, name: str) -> None:
+        """Give the files the names that `take` chose."""
+        self.plan = replace(self.plan, layout=self.named(self._first, name))
+
     def follow(self, taken: Taken) -> None:
         """Plan what is left after what the coordinator took; all ranks."""
         self.rename(taken.name)
         self.plan = self.plan.leaving(taken.done, taken.sealed)
-
-    def rename(self, name: str) -> None:
-        """Give the files the names that `take` chose."""
-        self.plan = replace(self.plan, layout=self.named(self._first, name))
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write down that file `number` (from 1) is sealed."""

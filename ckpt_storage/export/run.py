@@ -24,7 +24,7 @@ from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source, told_from_damage
+from ckpt_storage.source.filemarks import open_newest, open_source, told_from_damage
 from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store.backend import Part
@@ -79,7 +79,7 @@ class Task(abc.ABC, Generic[R]):
     source: Source = field(init=False)
     found: Found = field(init=False)
     save_id: str | None = field(init=False, default=None)
-    marks: FileMarks | None = field(init=False, default=None)
+    watch: Callable[[], None] | None = field(init=False, default=None)
 
     def find(self) -> Found:
         """Open the newest checkpoint; return what the others open it by; coordinator only."""
@@ -90,9 +90,10 @@ class Task(abc.ABC, Generic[R]):
         elif marks is not None:
             # An output may lie below the source, and be another one by now.
             own = {*_files_of(source), STOCK_METADATA, INDEX_NAME}
-            self.marks = replace(marks, of={path: m for path, m in marks.of.items() if path in own})
-            is_told = all(time_s is not None for _, time_s in self.marks.of.values())
-            self.found = Found(state=sorted(self.marks.of.items()) if is_told else new_write_id())
+            own_marks = replace(marks, of={p: mark for p, mark in marks.of.items() if p in own})
+            is_told = all(time_s is not None for _, time_s in own_marks.of.values())
+            self.found = Found(state=sorted(own_marks.of.items()) if is_told else new_write_id())
+            self.watch = lambda: own_marks.check(site.source)
         self.source, self.save_id = source, source.save_id
         self.check_unchanged()
         return self.found
@@ -111,8 +112,8 @@ class Task(abc.ABC, Generic[R]):
 
     def check_unchanged(self) -> None:
         """Raise if another writer touched the source since it was opened; coordinator only."""
-        if self.marks is not None:
-            self.marks.check(self.site.source)
+        if self.watch is not None:
+            self.watch()
 
     @abc.abstractmethod
     def lay_out(self) -> Layout:

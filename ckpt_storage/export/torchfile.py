@@ -44,15 +44,11 @@ class _Record(NamedTuple):
     crc32: int | None
 
 
-_Storages = Mapping[str, tuple[torch.UntypedStorage, _Record]]
-"""By its key in the pickle, each storage and where it lies. They have no memory."""
-
-
 @dataclass(slots=True, kw_only=True)
 class TorchFileSource(ForeignSource):
     """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes.
 
-    `values` are no tensors; `records` hold the tensors that have elements.
+    `values` are no tensors; `records` hold tensors, and have checksums.
     """
 
     values: Mapping[str, object]
@@ -74,8 +70,6 @@ class TorchFileSource(ForeignSource):
         return places
 
     def _check(self, place: ChunkPlace, record: _Record) -> None:
-        if record.crc32 is None:
-            return
         crc, end = 0, record.start + record.size_bytes
         window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
         for start in range(record.start, end, _WINDOW_BYTES):
@@ -85,6 +79,25 @@ class TorchFileSource(ForeignSource):
         if crc != record.crc32:
             what = f"the {record.size_bytes} bytes at byte {record.start}, which hold {place.fqn},"
             raise _damaged(place.path, f"{what} do", record.start, place.fqn)
+
+    def pickled(self, fqn: str) -> bytes:
+        """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
+        buffer = io.BytesIO()
+        try:
+            _NoTensors(io.BytesIO()).dump(self.values[fqn])
+        except pickle.PicklingError as error:
+            step = "Save them under names of their own, or leave it out with exclude=."
+            raise _refused(self.store.url, f"holds {error} inside {fqn}", step) from None
+        torch.save(self.values[fqn], buffer)
+        return buffer.getvalue()
+
+
+class _NoTensors(pickle.Pickler):
+    """Raises for a tensor and for a storage: what has no name is not read."""
+
+    def persistent_id(self, obj: object) -> None:
+        if isinstance(obj, torch.Tensor | torch.TypedStorage | torch.UntypedStorage):
+            raise pickle.PicklingError("tensors")
 
 
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
@@ -97,10 +110,52 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     file_bytes = store.stat(path).size_bytes
     shown = f"{store.url}/{path}"
     file = io.BufferedReader(_StoreFile(store, path, file_bytes), _READ_AHEAD_BYTES)
+    flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+    records: dict[str, _Record] = {}
+    tensors: dict[str, TensorInfo] = {}
+    held: dict[Key, ChunkPlace] = {}
+    ties: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for fqn, value in flat.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
+        if value.numel():
+            record: _Record | None = getattr(value.untyped_storage(), "record", None)
+            if record is None:
+                raise _refused(shown, f"holds no bytes of {fqn}", "Save it from where it has some.")
+            if record.crc32 is not None:
+                records[fqn] = record
+            start = record.start + int(value.storage_offset()) * value.element_size()
+            target = first.setdefault((start, dtype, shape), fqn)
+            ties |= {fqn: target} if target != fqn else {}
+        whole = Box((0,) * len(shape), shape)
+        tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[whole])
+        held[fqn, whole.offsets] = ChunkPlace(
+            path=path, fqn=fqn, start=start, size_bytes=value.nbytes, file_bytes=file_bytes
+        )
+    values = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
+    return TorchFileSource(
+        store=store,
+        format="torch_save",
+        tensors=tensors,
+        blobs=frozenset(values),
+        planner_data=paths,
+        held=held,
+        values=values,
+        ties=ties,
+        records=records,
+    )
+
+
+def _read_state(
+    file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
+) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Return values by FQN, and the way to each in the nested state dict."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
-        state, storages = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
+        state = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -123,38 +178,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
         raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
-    records: dict[str, _Record] = {}
-    tensors: dict[str, TensorInfo] = {}
-    held: dict[Key, ChunkPlace] = {}
-    ties: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    at = {_address(storage): record for storage, record in storages.values()}
-    for fqn, value in flat.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
-        if value.numel():
-            records[fqn] = record = at[_address(value.untyped_storage())]
-            start = record.start + int(value.storage_offset()) * value.element_size()
-            target = first.setdefault((start, dtype, shape), fqn)
-            ties |= {fqn: target} if target != fqn else {}
-        whole = Box((0,) * len(shape), shape)
-        tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[whole])
-        held[fqn, whole.offsets] = ChunkPlace(
-            path=path, fqn=fqn, start=start, size_bytes=value.nbytes, file_bytes=file_bytes
-        )
-    values = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
-    return TorchFileSource(
-        store=store,
-        format="torch_save",
-        tensors=tensors,
-        blobs=frozenset(values),
-        planner_data=dict(paths),
-        held=held,
-        values=values,
-        ties=ties,
-        records=records,
-    )
+    return flat, dict(paths)
 
 
 def _refused(path: str, what: str, next_step: str) -> FormatError:
@@ -171,15 +195,14 @@ def _damaged(path: str, what: str, offset: int, fqn: str | None = None) -> Integ
     )
 
 
+@dataclass(eq=False)
 class _StoreFile(io.RawIOBase):
     """A file of a store as Python's file protocol has it, for reading."""
 
-    def __init__(self, store: Store, path: str, size_bytes: int) -> None:
-        super().__init__()
-        self._store = store
-        self._path = path
-        self._size_bytes = size_bytes
-        self._at = 0
+    store: Store
+    path: str
+    size_bytes: int
+    _at: int = 0
 
     def readable(self) -> bool:
         return True
@@ -188,21 +211,21 @@ class _StoreFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._size_bytes)[whence])
+        self._at = max(0, offset + (0, self._at, self.size_bytes)[whence])
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._size_bytes - self._at))
+        count = max(0, min(len(view), self.size_bytes - self._at))
         if count:
-            self._store.read(self._path, [(self._at, view[:count])], size_bytes=self._size_bytes)
+            self.store.read(self.path, [(self._at, view[:count])], size_bytes=self.size_bytes)
             self._at += count
         return count
 
 
 def _read_directory(
     file: IO[bytes], path: str
-) -> tuple[dict[str, zipfile.ZipInfo], Mapping[str, bytes]]:
+) -> tuple[Mapping[str, zipfile.ZipInfo], Mapping[str, bytes]]:
     """Return the records of the zip that `torch.save` makes, and those that are no storages.
 
     Raises `FormatError` for a compressed record, which torch never makes and which may be a bomb,
@@ -230,12 +253,12 @@ def _read_directory(
     return infos, small
 
 
-def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> tuple[object, _Storages]:
-    """Return what was saved, of tensors without bytes, and where their storages lie."""
+def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
+    """Return what was saved; storages have no memory, but a `record` of where they lie."""
     infos, small = _read_directory(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
-    storages: dict[str, tuple[torch.UntypedStorage, _Record]] = {}
+    storages: dict[str, Any] = {}
 
     def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved
@@ -246,16 +269,15 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> tuple[obje
                 raise EOFError(key)
             file.seek(info.header_offset)
             gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(file.read(_LOCAL.size)))
-            record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
-            storages[key] = _torch.UntypedStorage(size_bytes, device="meta"), record
-        storage = storages[key][0]
-        return _torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+            storages[key] = storage = _torch.UntypedStorage(size_bytes, device="meta")
+            storage.record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
+        return _torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
 
     kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
     unpickler = kind(io.BytesIO(small["data.pkl"]), encoding="utf-8")
     unpickler.persistent_load = load_storage
     try:
-        return unpickler.load(), storages
+        return unpickler.load()
     finally:
         _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
 
@@ -268,11 +290,6 @@ class _Unpickler(pickle.Unpickler):
             return _torch.serialization.StorageType(name)
         except KeyError:
             return super().find_class(module, name)
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    address: int = storage._cdata  # noqa: SLF001  # as torch.save tells storages apart
-    return address
 
 
 def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:

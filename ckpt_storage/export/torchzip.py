@@ -32,7 +32,7 @@ from ckpt_storage.source.model import Source, TensorInfo
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .layout import Fixed, OutFile, Segment, Stored, elements_of
+from .layout import Elements, Fixed, OutFile, Stored, elements_of
 from .output import Made, Output, Site, Taken
 from .plan import ELEMENTS_BYTES
 from .reads import SegmentReader
@@ -40,6 +40,8 @@ from .select import Selected, payload_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from .convert import _Conversion
 
 _ALIGN_BYTES = 64
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
@@ -50,21 +52,16 @@ _MANY = 1 << 60
 _Path = tuple[str | int, ...]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TorchFile(Output):
     """One file that is written as a stream, visible only complete.
 
     Tied tensors share their storage, as they did. `publish` raises `UnsafeContentError` for a value
-    that torch does not load with `weights_only`, unless `unsafe_pickle`. Before the file becomes
-    visible it calls `check_unchanged`.
+    that torch does not load with `weights_only`, unless that is allowed.
     """
 
-    name: str
-    source: Source
-    chosen: Selected
-    overwrite: bool
-    unsafe_pickle: bool
-    check_unchanged: Callable[[], None]
+    task: _Conversion
+    name: str = ""
     _is_taken: bool = False
 
     def take(self) -> Taken:
@@ -75,7 +72,7 @@ class TorchFile(Output):
                 f"{url} names no file.", next_step="Give a file, such as model.pt."
             )
         self._is_taken = is_there(self.store, self.name)
-        if self._is_taken and not self.overwrite:
+        if self._is_taken and not self.task.overwrite:
             raise CheckpointExistsError(
                 f"{url} is there.",
                 path=url,
@@ -87,27 +84,30 @@ class TorchFile(Output):
     def publish(self, made: Made) -> None:
         """Write the file; only where nothing can be replaced in one step, delete the old before."""
         del made
-        site, store, tensors = self.site, self.store, self.chosen.tensors
-        pickler, main = self._pickled(self._objects())
+        site, store, source, chosen = self.site, self.store, self.task.source, self.task.chosen
+        main = io.BytesIO()
+        pickler = _Pickler(main, chosen)
+        pickler.dump(_nested({**self._objects(), **chosen.tensors}, source.planner_data or {}))
+        stored = pickler.stored.values()
+        streamed = [elements_of(data) for _, data in stored if isinstance(data, TensorInfo)]
+        read = _reading(site, source, streamed)
         store.make_folders([])
         if self._is_taken and not store.capabilities.atomic_replace:
             store.delete([self.name])
-        total_bytes = sum(map(payload_bytes, tensors.values()))
-        streamed = (fqn for _, fqn, data in pickler.stored if data is None)
-        take = _reading(site, self.source, [elements_of(tensors[fqn]) for fqn in streamed])
+        total_bytes = sum(map(payload_bytes, chosen.tensors.values()))
         with reporting(
             site.setting.progress,
             phase="write",
             rank=0,
             total_bytes=total_bytes,
-            save_id=self.source.save_id,
+            save_id=source.save_id,
             with_bar=True,
         ) as on_bytes:
             writer = ObjectWriter(
                 store,
                 self.name,
                 options=site.options,
-                planned_bytes=total_bytes + len(main),
+                planned_bytes=total_bytes + main.tell(),
                 deadline=site.deadline,
                 on_bytes=on_bytes,
             )
@@ -120,17 +120,18 @@ class TorchFile(Output):
             # It goes forward only, so checksums follow the bytes.
             archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
             try:
-                _append(archive, "data.pkl", [main])
+                _append(archive, "data.pkl", [main.getvalue()])
                 # No ".format_version": it would let torch compute where records lie, as its own zip
                 # writer places them. Without it torch looks each one up.
                 _append(archive, "byteorder", [b"little"])
-                for number, (length, _, data) in enumerate(pickler.stored):
-                    views = take(length) if data is None else [data]
+                for number, data in stored:
+                    is_streamed = isinstance(data, TensorInfo)
+                    views = read(data.fqn) if is_streamed else [_bytes_of(data)]
                     _append(archive, f"data/{number}", views)
                     site.deadline.check(f"Writing {self.name}")
                 _append(archive, "version", [b"3\n"])
                 _append(archive, ".data/serialization_id", [b"0" * 40])
-                self.check_unchanged()
+                self.task.check_unchanged()
                 archive.close()
                 writer.complete()
             except BaseException as error:
@@ -143,20 +144,17 @@ class TorchFile(Output):
                 raise
 
     def _objects(self) -> dict[str, object]:
-        """Return the values that are no tensors: those in memory, and those that are pickled."""
-        source = self.source
-        held: Mapping[str, object] = getattr(source, "values", {})
-        pickled = [fqn for fqn in self.chosen.blobs if fqn not in held]
-        places = source.places([(fqn, None) for fqn in pickled])
-        pairs = [(fqn, place.size_bytes) for fqn, place in zip(pickled, places, strict=True)]
-        take = _reading(self.site, source, [Stored(fqn=f, size_bytes=size) for f, size in pairs])
-        objects = {fqn: held[fqn] for fqn in self.chosen.blobs if fqn in held}
-        for fqn, size in pairs:
-            file = io.BytesIO(b"".join(take(size)))
+        """Return the values that are no tensors."""
+        source, blobs = self.task.source, self.task.chosen.blobs
+        places = source.places([(fqn, None) for fqn in blobs])
+        stored = [Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places]
+        read = _reading(self.site, source, stored)
+        objects: dict[str, object] = {}
+        for fqn in blobs:
+            file = io.BytesIO(b"".join(read(fqn)))
             try:
-                objects[fqn] = torch.load(
-                    file, map_location="cpu", weights_only=not self.unsafe_pickle
-                )
+                is_safe = not self.task.unsafe_pickle
+                objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
             except Exception as error:
                 raise UnsafeContentError(
                     f"{fqn} is not a value that torch loads with weights_only=True.",
@@ -165,29 +163,19 @@ class TorchFile(Output):
                 ) from error
         return objects
 
-    def _pickled(self, objects: dict[str, object]) -> tuple[_Pickler, bytes]:
-        """Return the pickle of the nested state dict, and what it says of storages."""
-        tensors, ties = self.chosen.tensors, self.chosen.ties
-        flat = {fqn: objects[fqn] for fqn in self.chosen.blobs}
-        for fqn, info in tensors.items():
-            flat[fqn] = _Tensor(info, _Storage(tensors[ties.get(fqn, fqn)]))
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(_nested(flat, self.source.planner_data or {}))
-        return pickler, file.getvalue()
-
 
 def _reading(
-    site: Site, source: Source, segments: Sequence[Segment]
-) -> Callable[[int], Iterator[memoryview]]:
-    """Return what yields so many bytes, those of the next segment, in views that stay as they are.
+    site: Site, source: Source, segments: Sequence[Elements | Stored]
+) -> Callable[[str], Iterator[memoryview]]:
+    """Return what yields the bytes of the segment of an FQN, in views that stay as they are.
 
-    Segments are read one after another, in bounded windows.
+    Segments are asked for in their order, and read in bounded windows, small ones together.
     """
     # Each begins where an element of any dtype may, so that no window cuts one.
     gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
     parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
     file = OutFile(number=1, name="", segments=parts)
+    places = {one.fqn: (at, one) for at, one in zip(file.starts[::2], segments, strict=False)}
     options = site.options
     reader = SegmentReader(
         [file],
@@ -198,31 +186,29 @@ def _reading(
         pacer=Pacer(options.thread_count),
     )
     step = options.part_bytes - options.part_bytes % ELEMENTS_BYTES
-    at, left = 0, memoryview(b"")
+    begin, window = 0, memoryview(b"")
 
-    def read(count: int) -> Iterator[memoryview]:
-        nonlocal at, left
-        while count:
-            if not left:
-                left = memoryview(bytearray(min(step, file.size_bytes - at)))
-                reader.prepare(0, at, at + len(left))
-                reader.fill(0, at, at + len(left), left)
-                at += len(left)
-            view, left = left[:count], left[count:]
-            count -= len(view)
+    def read(fqn: str) -> Iterator[memoryview]:
+        nonlocal begin, window
+        at, segment = places[fqn]
+        end = at + segment.size_bytes
+        while at < end:
+            if at >= begin + len(window):
+                begin = at - at % step
+                window = memoryview(bytearray(min(step, file.size_bytes - begin)))
+                reader.prepare(0, begin, begin + len(window))
+                reader.fill(0, begin, begin + len(window), window)
+            view = window[at - begin : end - begin]
+            at += len(view)
             yield view
 
-    def take(count: int) -> Iterator[memoryview]:
-        yield from read(count)
-        list(read(-count % ELEMENTS_BYTES))
-
-    return take
+    return read
 
 
 def _append(
     archive: Any,  # noqa: ANN401  # a `ZipFile`, and what it does not tell of itself
     name: str,
-    views: Iterable[bytes | memoryview],
+    views: Iterable[Buffer],
 ) -> None:
     """Append one record to a zip, as it is; its bytes are aligned."""
     info = zipfile.ZipInfo(f"archive/{name}")
@@ -235,6 +221,11 @@ def _append(
             file.write(view)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> Buffer:
+    data: Buffer = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
+    return data
+
+
 @dataclass(frozen=True, slots=True)
 class _Storage:
     """The storage of a tensor that is still in the source."""
@@ -242,62 +233,50 @@ class _Storage:
     info: TensorInfo
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor that is still in the source: it pickles as torch pickles a tensor."""
-
-    info: TensorInfo
-    storage: _Storage
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        shape, dtype = self.info.shape, self.info.dtype
-        strides = torch.empty(shape, device="meta").stride()
-        hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
-        common = (self.storage, 0, shape, strides, False, hooks)
-        if DTYPES[dtype].storage_class is not None:
-            return torch._utils._rebuild_tensor_v2, common  # noqa: SLF001  # what torch.save names
-        return torch._utils._rebuild_tensor_v3, (*common, getattr(torch, dtype))  # noqa: SLF001
-
-
 class _Pickler(pickle.Pickler):
-    """Pickles a state dict whose tensors are stubs; storages of small values it keeps.
+    """Pickles a state dict with a `TensorInfo` for each tensor, as torch pickles the tensor.
 
-    Storages are numbered in the order in which the pickle names them, as in torch's own files.
+    `stored` has the number of each storage and what it holds, in the order in which the pickle
+    names them, as in torch's own files.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, chosen: Selected) -> None:
         super().__init__(file, protocol=2)
-        # The length of each storage, its tensor, and its bytes where they are in memory.
-        self.stored: list[tuple[int, str, bytes | None]] = []
-        self._numbers: dict[int | str, str] = {}
-        self._kept: list[object] = []
+        self._chosen = chosen
+        # What is in memory is a storage.
+        self.stored: dict[int | str, tuple[int, Any]] = {}
+
+    def reducer_override(self, obj: object) -> Any:  # noqa: ANN401  # as pickle has it
+        """Return how a tensor is made of its storage, which tied ones share."""
+        if not isinstance(obj, TensorInfo):
+            return NotImplemented
+        tensors, ties = self._chosen.tensors, self._chosen.ties
+        strides = torch.empty(obj.shape, device="meta").stride()
+        hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
+        storage = _Storage(tensors[ties.get(obj.fqn, obj.fqn)])
+        common = (storage, 0, obj.shape, strides, False, hooks)
+        if DTYPES[obj.dtype].storage_class is not None:
+            return torch._utils._rebuild_tensor_v2, common  # noqa: SLF001  # what torch.save names
+        dtype = getattr(torch, obj.dtype)
+        return torch._utils._rebuild_tensor_v3, (*common, dtype)  # noqa: SLF001  # as above
 
     def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
         """Return what stands for a storage."""
-        key: int | str
+        data, name = obj, None
         if isinstance(obj, _Storage):
-            key, count = obj.info.fqn, payload_bytes(obj.info)
-            if key not in self._numbers:
-                self.stored.append((count, key, None))
-            name, item_bytes = (
-                DTYPES[obj.info.dtype].storage_class,
-                DTYPES[obj.info.dtype].item_bytes,
-            )
-            count //= 1 if name is None else item_bytes
+            data, kind = obj.info, DTYPES[obj.info.dtype]
+            key, name, count = data.fqn, kind.storage_class, payload_bytes(data)
+            count //= kind.item_bytes if name else 1
         elif isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
-            stored: Any = obj
-            untyped = getattr(stored, "_untyped_storage", stored)
-            key, count, name = untyped._cdata, untyped.nbytes(), None  # noqa: SLF001  # as torch.save
-            if key not in self._numbers:
-                flat = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())
-                self.stored.append((count, "", flat.numpy().tobytes()))
-                self._kept.append(untyped)  # its address must not come again
-            if untyped is not stored:
-                name, count = stored._pickle_storage_type(), stored._size()  # noqa: SLF001  # as above
+            typed: Any = obj
+            data = getattr(typed, "_untyped_storage", typed)
+            key, count = data._cdata, data.nbytes()  # noqa: SLF001  # as torch.save
+            if data is not obj:
+                name, count = typed._pickle_storage_type(), typed._size()  # noqa: SLF001  # as above
         else:
             return None
-        number = self._numbers.setdefault(key, str(len(self.stored) - 1))
-        return ("storage", getattr(torch, name or "UntypedStorage"), number, "cpu", count)
+        number, _ = self.stored.setdefault(key, (len(self.stored), data))
+        return ("storage", getattr(torch, name or "UntypedStorage"), str(number), "cpu", count)
 
 
 def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:

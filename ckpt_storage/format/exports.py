@@ -28,17 +28,11 @@ _WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?\.safe
 _FILE_RECORD = re.compile(r"\.ckpt-storage/[0-9a-f]{16}/[0-9]{5,}\.json")
 _DOCUMENT = re.compile(r"\.ckpt-storage/(names|job|[0-9a-f]{16}/([0-9]{5,}|output))\.json")
 _TAG_DIGITS = 16
-_SUFFIX_DIGITS = 8
-
-
-def records_tag(fingerprint: str) -> str:
-    """Return the name of the folder of one export's records."""
-    return fingerprint[:_TAG_DIGITS]
 
 
 def records_folder(fingerprint: str) -> str:
     """Return the folder of the records of one export."""
-    return f"{DOCUMENTS}/{records_tag(fingerprint)}"
+    return f"{DOCUMENTS}/{fingerprint[:_TAG_DIGITS]}"
 
 
 def export_path(fingerprint: str) -> str:
@@ -49,11 +43,6 @@ def export_path(fingerprint: str) -> str:
 def weight_file_path(fingerprint: str, number: int) -> str:
     """Return the path of the record that says weight file `number` (from 1) is complete."""
     return f"{records_folder(fingerprint)}/{number:05d}.json"
-
-
-def suffix_of(fingerprint: str) -> str:
-    """Return what sets names of this content apart from those of another."""
-    return fingerprint[:_SUFFIX_DIGITS]
 
 
 def is_weight_file(name: str) -> bool:
@@ -102,6 +91,13 @@ def _save_id(get: Fields, key: str) -> str | None:
     return save_id
 
 
+def _parts(get: Fields, key: str) -> list[list[Any]]:
+    parts = get.items(key) if key in get else []
+    if not all(isinstance(part, list) for part in parts):
+        get.fail("has no list of parts")
+    return parts
+
+
 _FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
     "fingerprint": _fingerprint,
     "save_id": _save_id,
@@ -111,21 +107,25 @@ _FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
     "index": lambda get, key: get.object(key).ref(),
     "files": lambda get, key: tuple(one.ref() for one in get.objects(key)),
     "ties": lambda get, key: {alias: str(name) for alias, name in get.mapping(key).items()},
+    "file": lambda get, key: get.object(key).ref(),
+    "token": _text,
+    "write_id": _text,
+    "parts": _parts,
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
     """A document whose keys are its fields; what else it says, such as who wrote it, is `stamp`."""
 
-    __slots__ = ()
     KIND: ClassVar[str]
-    stamp: Mapping[str, Any]
+    stamp: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        body: dict[str, Any] = {"format": format_of(self.KIND)}
-        said = {name: _to_json(getattr(self, name)) for name in self._keys()}
-        return seal(body | said | dict(self.stamp))
+        values = {name: getattr(self, name) for name in self._keys()}
+        said = {name: _to_json(one) for name, one in values.items() if one not in ("", ())}
+        return seal({"format": format_of(self.KIND), **said, **self.stamp})
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Self:
@@ -147,7 +147,6 @@ class Names(_Document):
 
     KIND: ClassVar[str] = "names"
     fingerprint: str
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +156,6 @@ class Holder(_Document):
     KIND: ClassVar[str] = "holder"
     run_id: str
     fingerprint: str
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,48 +170,22 @@ class ExportRecord(_Document):
     files: Sequence[FileRef]
     index: FileRef
     ties: Mapping[str, str] = field(default_factory=dict)
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """A file of which every byte is durable.
+class Sealed(_Document):
+    """A file of which every byte is durable; its record says of which output it is.
 
     With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
     has to be completed with.
     """
 
+    KIND: ClassVar[str] = "weight_file"
+    fingerprint: str = ""
     file: FileRef
     token: str = ""
     write_id: str = ""
     parts: Sequence[Sequence[int | str | None]] = ()
-
-    def encode(self, fingerprint: str) -> bytes:
-        """Return the sealed document of a file of that output."""
-        body: dict[str, Any] = {"fingerprint": fingerprint, "file": self.file.as_json()}
-        if self.token:
-            parts = list(map(list, self.parts))
-            body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
-        return seal({"format": format_of("weight_file"), **body})
-
-    @classmethod
-    def decode(cls, data: bytes, path: str, *, fingerprint: str | None) -> Self:
-        """Return what a document says of a file of that output; None: of any.
-
-        Raises `IntegrityError`, `FormatError`.
-        """
-        get = Fields.of(unseal(data, path=path), "weight_file", path)
-        if _fingerprint(get, "fingerprint") != fingerprint and fingerprint is not None:
-            get.fail("is of another output")
-        parts = get.items("parts") if "parts" in get else []
-        if not all(isinstance(part, list) for part in parts):
-            get.fail("has no list of parts")
-        return cls(
-            file=get.object("file").ref(),
-            token=_text(get, "token"),
-            write_id=_text(get, "write_id"),
-            parts=parts,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.export.export_folder import remove_exports
+from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.format.names import COMMITS, probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import RetryPolicy, Timeouts

@@ -150,24 +150,29 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
-    return _at_once(calls, len(calls))
+    return some_at_once(calls, len(calls))
 
 
-def some_at_once(calls: Sequence[Callable[[], T]], thread_count: int) -> list[T]:
-    """Do as `side_by_side` with any storage, with so many calls under way at a time."""
-    return _at_once(calls, min(thread_count, len(calls)))
+def some_at_once(
+    calls: Sequence[Callable[[], T]],
+    thread_count: int,
+    *,
+    name: str = "ckpt-storage side by side",
+    deadline: Deadline | None = None,
+) -> list[T]:
+    """Do as `side_by_side` with any storage, with so many calls under way at a time.
 
-
-def _at_once(calls: Sequence[Callable[[], T]], thread_count: int) -> list[T]:
+    With a `deadline`, those under way at a failure have longer to end.
+    """
     results: dict[int, T] = {}
 
     def run(number: int) -> None:
         results[number] = calls[number]()
 
-    name, deadline = "ckpt-storage side by side", Deadline("commit", math.inf)
-    with Workers(
-        min(thread_count, len(calls)), name=name, deadline=deadline, grace_s=_REPORT_S
-    ) as workers:
+    grace_s = _GRACE_S if deadline else _REPORT_S
+    deadline = deadline or Deadline("commit", math.inf)
+    count = min(thread_count, len(calls))
+    with Workers(count, name=name, deadline=deadline, grace_s=grace_s) as workers:
         for number in range(len(calls)):
             workers.submit(partial(run, number))
         workers.drain()

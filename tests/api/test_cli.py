@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from cli_tools import STEPS, answer, call, make_run, state_at
-from copy_cases import files_below, flip, same, save
+from copy_cases import files_below, flip, save
+from dcp_cases import same
 from safetensors.torch import load_file
 
 from ckpt_storage.cli.app import _COMMANDS

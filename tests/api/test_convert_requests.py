@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from copy_cases import files_below, load_stock, same, saved_stock
-from dcp_cases import seeded
+from copy_cases import files_below, load_stock, saved_stock
+from dcp_cases import same, seeded
 from safetensors.torch import load_file
 
 from ckpt_storage.errors import (
@@ -54,25 +54,6 @@ def test_small_chunks_are_read_together(
     convert(tmp_path / "source", target, to=to)
     assert next(batches) <= 4
     assert same(torch.load(target) if to == "torch_save" else load_stock(state, target), state)
-
-
-def test_items_that_do_not_fit_a_window_are_read_in_their_turn(tmp_path: Path) -> None:
-    """Small and large tensors, empty ones and objects come out as they went in."""
-    state = {
-        "a": seeded(1, 3),
-        "b": seeded(2, 3_000_000),
-        "c": torch.empty((0, 4)),
-        "d": seeded(3, 2, 2),
-        "e": seeded(4, 5).t(),
-        "f": seeded(5, 400_000),
-        "g": seeded(6, 1),
-    }
-    saved_stock(state | {"n": 3}, tmp_path / "source")
-    least = 16 << 20
-    convert(tmp_path / "source", tmp_path / "ours", to="ckpt_storage", memory_limit_bytes=least)
-    assert same(load_stock(state | {"n": 3}, tmp_path / "ours"), state | {"n": 3})
-    convert(tmp_path / "ours", tmp_path / "st", to="safetensors", exclude=["n"])
-    assert same(load_file(tmp_path / "st" / "model.safetensors"), state)
 
 
 @pytest.mark.parametrize("flaw", ["error", "drop", "a file is missing"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,6 @@ from ckpt_storage.options import MIB
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
-    """Stores of targets on this disk."""
-    found = Faulty(f"file://{tmp_path / 'dst'}")
-    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from copy_cases import ACTIONS, files_below, foreign, same, save
-from dcp_cases import seeded
+from copy_cases import ACTIONS, files_below, foreign, save
+from dcp_cases import same, seeded
 from fault_tools import Faulty
 
 import ckpt_storage
@@ -24,7 +24,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
-from ckpt_storage.export.export_folder import remove_exports
+from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.store import Location
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
@@ -68,15 +68,10 @@ CASES: dict[str, tuple[str, Call]] = {
 }
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
-    """Stores of targets on this disk."""
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
-    found = Faulty(f"file://{tmp_path / 'dst'}")
-    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
-    yield found
-    found.close()
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor] | None:

@@ -13,7 +13,7 @@ from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
-from ckpt_storage.export.export_folder import remove_exports
+from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan

@@ -12,7 +12,7 @@ from consolidate_cases import small_model
 from safetensors.torch import load_file
 
 import ckpt_storage
-from ckpt_storage.export.export_folder import ExportFolder
+from ckpt_storage.export.folder import ExportFolder
 
 INDEX = "model.safetensors.index.json"
 SEVERAL, ONE = 60_000, 10_000_000

@@ -39,7 +39,7 @@ from ckpt_storage import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, Retenti
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import FormatError
-from ckpt_storage.export.export_folder import remove_exports
+from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import Candidate, KeepAny, StepNames
 from ckpt_storage.manager.root import Root

@@ -18,7 +18,7 @@ from dcp_cases import seeded
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.export.export_folder import ExportFolder
+from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.ranks import RankPool

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_cases import zeros_like
 from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointStorageWriter
@@ -63,28 +64,11 @@ def foreign(kind: str, folder: Path, seed: int = 1) -> None:
 
 def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load into a copy of `state` with torch's own reader."""
-    found: dict[str, Any] = _blank(state)
+    found: dict[str, Any] = zeros_like(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return found
-
-
-def _blank(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: _blank(one) for key, one in value.items()}
-    return None
-
-
-def same(left: Any, right: Any) -> bool:
-    """Return whether two states are equal bit by bit."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return bool(left == right)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import ckpt_storage.export.output
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Settings
@@ -59,3 +63,12 @@ class Faulty(Opener):
     def calls(self) -> Sequence[Call]:
         """Return what the latest of these stores was asked for."""
         return self.made[-1].script.calls
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Stores of exports to `dst` and below."""
+    found = Faulty((tmp_path / "dst").as_uri())
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
+    yield found
+    found.close()
