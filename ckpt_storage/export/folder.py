@@ -182,8 +182,7 @@ class PlainFolder(FolderOutput):
             )
         earlier = _holder_of(store)
         is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
-        entries = listed(store, "", recursive=True)
-        here = {entry.path for entry in entries if not entry.path.endswith("/")}
+        here = set(_below(store, ""))
         index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
         is_hidden = index is not None and index.data == BLOCKER
         in_the_way = {path for path in here if path in self._names or self._mixes(path)}
@@ -192,10 +191,10 @@ class PlainFolder(FolderOutput):
             is_indexed and not is_hidden and (index is not None or any(map(_is_weight, here)))
         )
         is_remains = not is_whole and is_there(store, HOLDER_PATH)
-        blocking = sorted(in_the_way | here & {STOCK_METADATA})
         # A blocker alone: cut between hiding the folder and writing the note.
-        is_free = not blocking or (is_hidden and blocking == [INDEX_NAME])
-        if not (is_resumed or is_remains or self.overwrite or is_free):
+        free = {INDEX_NAME} if is_hidden else set()
+        blocking = sorted((in_the_way | here & {STOCK_METADATA}) - free)
+        if blocking and not (is_resumed or is_remains or self.overwrite):
             raise CheckpointExistsError(
                 f"{store.url} holds {blocking[0]}.",
                 path=store.url,
@@ -454,5 +453,5 @@ def _remove(store: Store, folder: str) -> list[str]:
 
 
 def _below(store: Store, folder: str) -> list[str]:
-    entries = listed(store, folder, recursive=True)
-    return [entry.path.removeprefix(f"{folder}/") for entry in entries if entry.path[-1:] != "/"]
+    paths = (entry.path for entry in listed(store, folder, recursive=True))
+    return [path.removeprefix(f"{folder}/") for path in paths if not path.endswith("/")]
