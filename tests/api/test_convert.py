@@ -481,12 +481,13 @@ def test_memory_stays_bounded(tmp_path: Path, to: TargetFormat) -> None:
     limit = 16 * MIB
     tensor = torch.from_numpy(np.arange(10 * limit // 4, dtype=np.int32))
     kind = "torch_save" if to == "ckpt_storage" else "ckpt_storage"
-    source = path_of(tmp_path, kind, "src")
+    source, small = path_of(tmp_path, kind, "src"), path_of(tmp_path, kind, "small")
     WRITE[kind]({"x": tensor}, source)
+    WRITE[kind]({"x": tensor[:9].clone()}, small)
     del tensor
     target = path_of(tmp_path, to, "dst")
     # What is imported and cached once does not count.
-    convert(source, path_of(tmp_path, to, "first"), to=to, memory_limit_bytes=limit)
+    convert(small, path_of(tmp_path, to, "first"), to=to, memory_limit_bytes=limit)
     tracemalloc.start()
     try:
         convert(source, target, to=to, memory_limit_bytes=limit)
