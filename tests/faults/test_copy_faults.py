@@ -85,7 +85,7 @@ def test_copies_within_s3_cut_anywhere_go_on(
     monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     options = server.storage_options
     save(
-        {"a": torch.arange(4 * MIB, dtype=torch.float32)},
+        {"a": torch.arange(3 * MIB, dtype=torch.float32)},
         "s3://bkt/src",
         storage_options=options,
     )
