@@ -61,7 +61,6 @@ class NewCheckpoint(Output):
 
         setting, grant, shards = self.site.setting, self.grant, self.task.shards
         assert grant is not None  # noqa: S101  # `take` was called
-        assert shards is not None  # noqa: S101  # as was `lay_out`
         ties = self.task.chosen.ties
         manifest = rank_manifest(
             replace(shards, layout=self.plan.layout),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import islice
@@ -205,11 +206,8 @@ def convert(  # the public surface, all keyword-only
 
 
 def _is_there(folder: Location, name: str, setting: Setting) -> bool:
-    store = open_store(folder, timeouts=setting.timeouts, retry=setting.retry)
-    try:
+    with closing(open_store(folder, timeouts=setting.timeouts, retry=setting.retry)) as store:
         return is_there(store.bounded(Deadline("plan", setting.timeouts.plan)), name)
-    finally:
-        store.close()
 
 
 def _onto_itself(source: Location) -> InvalidInputError:
@@ -231,7 +229,7 @@ class _Conversion(Task[ConvertReport]):
     overwrite: bool
     max_file_bytes: int
     unsafe_pickle: bool
-    shards: Shards | None = None
+    shards: Shards = field(init=False)
 
     def find(self) -> Found:
         """Open a checkpoint, or a file; nothing may be missing of it."""
@@ -337,7 +335,6 @@ class _Conversion(Task[ConvertReport]):
         return folder(last=STOCK_METADATA, document=self._stock)
 
     def _stock(self) -> bytes:
-        assert self.shards is not None  # noqa: S101  # `lay_out` was called
         return stock_pickle(self.metadata(), self.shards, self.target.url)
 
     def report(self, output: Output, made: Made, seconds: float) -> ConvertReport:
