@@ -20,17 +20,22 @@ from ckpt_storage import (
     PhaseTimeoutError,
     StorageError,
     Timeouts,
+    convert,
+    copy,
     list_checkpoints,
+    save,
 )
 from ckpt_storage.coordination.failures import check_terms
-from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.errors import IntegrityError, RankMismatchError
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.backend import Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
+from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import part_bytes_for
 
 
@@ -179,3 +184,44 @@ def test_ranks_of_a_node_share_what_is_the_default(
 
     assert options(None).memory_limit_bytes // MIB == mib
     assert options(512 * MIB).memory_limit_bytes == 512 * MIB
+
+
+def test_an_abort_that_fails_in_any_way_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several open files each is aborted, whatever the abort of another raises."""
+    tried: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise IntegrityError("the copy failed", path="a", offset=0)
+
+    def abort(upload: Upload) -> None:
+        tried.append(repr(upload))
+        raise ValueError("odd")
+
+    save({f"t{i}": torch.ones(10) for i in range(3)}, tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dcp", to="dcp", max_file_bytes=40)
+    monkeypatch.setattr(Upload, "complete", fail)
+    monkeypatch.setattr(Upload, "abort", abort)
+    with pytest.raises(IntegrityError) as caught:
+        copy(tmp_path / "dcp", tmp_path / "dst", copies="never")
+    assert len(caught.value.__notes__) == len(tried) > 1
+
+
+def test_workers_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may have no more threads keeps none that waits for jobs for ever."""
+    began: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(began) == 3:
+            raise RuntimeError("can't start new thread")
+        began.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Workers(5, name="few", deadline=Deadline("write", 60.0))
+    for thread in began:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in began)
