@@ -62,7 +62,7 @@ class SlotRecord:
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
         body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
-            value = getattr(self, key)
+            value = dict(self.user) if key == "user" else getattr(self, key)
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
