@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -15,10 +16,6 @@ from warm import run_script
 import ckpt_storage
 
 need("accelerate")
-
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments  # noqa: E402  # only where it is installed
-
-from ckpt_storage.integrations.transformers import CheckpointStorageCallback  # noqa: E402  # as above
 
 SCRIPT = EXAMPLES / "trainer_resume.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
@@ -81,12 +78,24 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert ckpt_storage.verify(info.url).ok
 
 
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
+def hf() -> Any:
+    """Return transformers, which takes seconds to import: not while tests are collected."""
+    return importlib.import_module("transformers")
+
+
+def callback_at(url: Path | str, **options: Any) -> Any:
+    """Return a callback."""
+    from ckpt_storage.integrations.transformers import CheckpointStorageCallback  # noqa: PLC0415  # as `hf`
+
+    return CheckpointStorageCallback(url, **options)
+
+
+def arguments(folder: Path, **more: Any) -> Any:
     """Return arguments of a Trainer on the CPU."""
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
+    return hf().TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
 
 
-def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> dict[str, Any]:
+def begin(callback: Any, args: Any) -> dict[str, Any]:
     """Let a Trainer be made with the callback, and begin to train; return what is trained."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,8 +104,9 @@ def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> dict[
         "optimizer": optimizer,
         "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
     }
-    callback.on_init_end(args, TrainerState(), TrainerControl())
-    callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
+    state, control = hf().TrainerState(), hf().TrainerControl()
+    callback.on_init_end(args, state, control)
+    callback.on_train_begin(args, state, control, **now)
     return now
 
 
@@ -105,10 +115,10 @@ def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out")
 
     def train() -> None:
-        callback = CheckpointStorageCallback(tmp_path / "run", timeout=60)
+        callback = callback_at(tmp_path / "run", timeout=60)
         now = begin(callback, args)
-        control = TrainerControl(should_save=True)
-        callback.on_step_end(args, TrainerState(global_step=5), control, **now)
+        control = hf().TrainerControl(should_save=True)
+        callback.on_step_end(args, hf().TrainerState(global_step=5), control, **now)
         callback.close()
 
     train()
@@ -129,16 +139,16 @@ def test_what_cannot_be_served_is_refused_before_training(
     tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
     """Arguments with which training would end otherwise than they say are an error at once."""
-    callback = CheckpointStorageCallback(tmp_path / "run")
+    callback = callback_at(tmp_path / "run")
     args = arguments(tmp_path, **more)
     with pytest.raises(ckpt_storage.InvalidInputError, match=name):
-        Trainer(model=torch.nn.Linear(2, 2), args=args, callbacks=[callback], eval_dataset=[1])
+        hf().Trainer(model=torch.nn.Linear(2, 2), args=args, callbacks=[callback], eval_dataset=[1])
     callback.close()
 
 
 def test_the_trainers_fsdp_cannot_resume_and_says_so_before(tmp_path: Path) -> None:
     """It trains and saves; what it saved is refused when it is to be resumed, not in the middle."""
-    callback = CheckpointStorageCallback(tmp_path / "run")
+    callback = callback_at(tmp_path / "run")
     args = arguments(tmp_path)
     args.fsdp = "full_shard"
     begin(callback, args)
@@ -160,7 +170,7 @@ def test_the_second_load_goes_where_the_first_went(monkeypatch: pytest.MonkeyPat
         raise ckpt_storage.IntegrityError("stop")
 
     monkeypatch.setattr("ckpt_storage.integrations.transformers.load", load)
-    callback = CheckpointStorageCallback("sftp://me:secret@host/run")
+    callback = callback_at("sftp://me:secret@host/run")
     callback._resumed_step = 5  # noqa: SLF001  # a restore would need the host
     with pytest.raises(ckpt_storage.IntegrityError, match="stop"):
         begin(callback, arguments(Path("unused")))

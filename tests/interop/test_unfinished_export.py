@@ -18,12 +18,6 @@ from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 need("transformers")
 
-from transformers import (  # noqa: E402  # only where it is installed
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
-
 
 def vllm_files(folder: Path) -> set[str]:
     """Return what vLLM reads: the files that it lists, of which the index, if any, names which."""
@@ -48,6 +42,12 @@ def test_no_library_loads_a_part_of_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a death between files each library fails or finds nothing; a new call ends that."""
+    from transformers import (  # noqa: PLC0415  # seconds that a collection need not take
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
