@@ -48,15 +48,19 @@ _TIERS = {"docs", "faults", "interop", "ranks", "servers"}
 
 _LONG = (
     "test_example",
+    "test_fault_matrix",
+    "test_exits",
+    "test_copy_faults",
     "test_integration_torchtitan",
-    "test_hung_storage",
+    "test_damage_everywhere",
     "test_prune_attack",
     "test_integration_examples",
     "test_integration_transformers",
+    "test_saver_workers",
     "test_dcp_modes",
     "test_benchmarks",
+    "test_hung_storage",
     "test_consolidate",
-    "test_saver_failures",
 )
 """Files that take minutes: they begin first, so that no worker is left alone with one."""
 

@@ -29,6 +29,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "ckpt_storage.loads.load",
     "ckpt_storage.saves.save",
+    "s3fs",
 ]
 
 
