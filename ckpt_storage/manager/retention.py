@@ -48,7 +48,7 @@ class StepNames:
                 next_step=f"Put another character between them, as in {DEFAULT_TEMPLATE!r}.",
             )
         self._before, self._after, self._digit_count = before, after, int(found[1] or 1)
-        self._pattern = re.compile(rf"{re.escape(before)}([0-9]{{1,19}}){re.escape(after)}")
+        self._pattern = re.compile(rf"{re.escape(before)}([0-9]{{1,99}}){re.escape(after)}")
 
     def name_of(self, step: SupportsIndex) -> str:
         """Return the name of a step. Raises `InvalidInputError` for what is no step."""

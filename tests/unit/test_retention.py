@@ -263,6 +263,7 @@ def test_a_name_is_spelt_by_the_template() -> None:
         ("step-{step:08d}", 1000, "step-00001000"),
         ("step-{step:08d}", 123456789, "step-123456789"),
         ("{step}", 0, "0"),
+        ("{step:024d}", 7, "000000000000000000000007"),
         ("run.{step}.ckpt", 12, "run.12.ckpt"),
     ):
         names = StepNames(template)
