@@ -14,7 +14,6 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import pytest
 from saver_cases import (
     END_S,
     SLACK_S,
@@ -70,8 +69,7 @@ class PlainEngine:
         self.commit()
 
 
-@pytest.mark.parametrize("how", ["commit", "__del__"])
-def test_plain_pattern_waits_for_a_dead_process(how: str) -> None:
+def test_plain_pattern_waits_for_a_dead_process() -> None:
     """The pattern fails: neither its wait nor its finalizer returns once the process is dead."""
     engine = PlainEngine()
     engine.save(1)
@@ -80,17 +78,21 @@ def test_plain_pattern_waits_for_a_dead_process(how: str) -> None:
     os.kill(engine.process.pid, signal.SIGKILL)
     engine.process.join(END_S)
     assert engine.process.exitcode == -signal.SIGKILL
-    waiting = threading.Thread(target=getattr(engine, how), daemon=True)
-    waiting.start()
-    waiting.join(PATIENCE_S)
-    is_blocked = waiting.is_alive()
+    waits = [
+        threading.Thread(target=getattr(engine, how), daemon=True) for how in ("commit", "__del__")
+    ]
+    for waiting in waits:
+        waiting.start()
+    waits[0].join(PATIENCE_S)
+    are_blocked = [waiting.is_alive() for waiting in waits]
     engine.is_pending = False
     engine.saved.set()
-    waiting.join(END_S)
+    for waiting in waits:
+        waiting.join(END_S)
     engine.requests.close()
     engine.requests.join_thread()
     engine.process.close()
-    assert is_blocked
+    assert are_blocked == [True, True]
 
 
 def _killed(rank: int, folder: str) -> list[Any]:

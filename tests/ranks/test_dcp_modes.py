@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dcp_cases
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -105,29 +104,6 @@ def save_steps(folder: Path, case: str, mode: Mode, *, with_id: bool, caching: b
             assert_loads(root / f"step-{step}", step)
 
 
-def save_steps_of_all(_rank: int, folder: Path, mode: Mode) -> None:
-    """Save with and without ids and plan caching."""
-    try:
-        for with_id, caching in itertools.product([True, False], [True, False]):
-            case = f"{mode}-id{with_id:d}-caching{caching:d}"
-            save_steps(folder, case, mode, with_id=with_id, caching=caching)
-    finally:
-        end_process_mode()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_save_of_one_writer_lands_where_it_belongs(
-    ranks: RankPool, tmp_path: Path, mode: Mode
-) -> None:
-    """In each mode, with and without ids and plan caching, all states come back."""
-    ranks.run(save_steps_of_all, tmp_path, mode, world_size=2, timeout_s=120)
-    last = STEP_COUNT - 1
-    for case in tmp_path.iterdir():
-        target = zeros_like(full_state(last))
-        dcp_cases.load_stock(target, case / f"step-{last}" if "id1" in case.name else case)
-        assert same(target, full_state(last)), case
-
-
 ROOT = "s3://bucket/run"
 
 
@@ -136,11 +112,14 @@ def large_state(step: int) -> dict[str, Any]:
     return {"w": seeded(step, 3_000, 1_000), "v": seeded(50 + step, 7), "step": step}
 
 
-def save_in_all_modes(_rank: int, options: dict[str, Any]) -> str:
-    """Save one step in each mode with one writer; return how the writer is shown."""
+def save_all(_rank: int, folder: Path, options: dict[str, Any]) -> str:
+    """Save in all modes, on disk and to a server; return how the server's writer is shown."""
     writer = CheckpointStorageWriter(ROOT, storage_options=options, part_bytes=5 << 20)
     try:
         for step, mode in enumerate(MODES):
+            for with_id, caching in itertools.product([True, False], [True, False]):
+                case = f"{mode}-id{with_id:d}-caching{caching:d}"
+                save_steps(folder, case, mode, with_id=with_id, caching=caching)
             save_once(mode, sharded(large_state(step), "w"), writer, f"step-{step}")
     finally:
         end_process_mode()
@@ -158,10 +137,20 @@ def load_turned(_rank: int, options: dict[str, Any]) -> None:
         assert target["step"] == step
 
 
-def test_ranks_save_and_load_on_object_storage(ranks: RankPool, server: S3Server) -> None:
-    """Two ranks save in all modes, three load; options reach every process and show nowhere."""
+def test_every_save_of_one_writer_lands_where_it_belongs(
+    ranks: RankPool, tmp_path: Path, server: S3Server
+) -> None:
+    """In each mode, with and without ids and plan caching, on disk and on object storage.
+
+    Two ranks save, three load; options reach every process and show nowhere.
+    """
     options = server.storage_options | {"secret": "very-secret"}
-    shown = ranks.run(save_in_all_modes, options, world_size=2, timeout_s=120)
+    shown = ranks.run(save_all, tmp_path, options, world_size=2, timeout_s=240)
+    last = STEP_COUNT - 1
+    for case in tmp_path.iterdir():
+        target = zeros_like(full_state(last))
+        dcp_cases.load_stock(target, case / f"step-{last}" if "id1" in case.name else case)
+        assert same(target, full_state(last)), case
     assert shown == [f"CheckpointStorageWriter('{ROOT}')"] * 2
     assert server.open_upload_count == 0
     infos = list_checkpoints(ROOT, storage_options=options)
