@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import travelling
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.progress import reporting
@@ -33,7 +34,7 @@ from ckpt_storage.saves.save import hear_outcome, look_up_outcome, unexported
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.calls import halted
 
-from .worker import Beat, Job, Outcome, Reply, Step, worker_main
+from .worker import Job, Outcome, Reply, Step, worker_main
 
 if TYPE_CHECKING:
     from .queue import SaveJob
@@ -52,8 +53,8 @@ _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
 
 
-Message = Beat | Step | Outcome | CheckpointError
-"""What a worker tells; an error: the save cannot go on."""
+Message = RankProgress | Step | Outcome | CheckpointError
+"""What a worker tells: how far it is, or, with an error, that the save cannot go on."""
 
 
 class GoneError(Exception):
@@ -291,7 +292,7 @@ class _Run:
                     elif isinstance(message, Step):
                         self._is_bound = self._binds(message)
                         self._inbox.put(message)
-                    elif isinstance(message, Beat):
+                    elif isinstance(message, RankProgress):
                         self._take_beat(message, shown)
                     else:
                         operation.failed(message)
@@ -315,7 +316,7 @@ class _Run:
         is_commit = step.name == "phase" and step.args[0] == "commit"
         return self._is_bound or is_commit or (is_part and not operation.is_coordinator)
 
-    def _take_beat(self, beat: Beat, shown: contextlib.ExitStack) -> None:
+    def _take_beat(self, beat: RankProgress, shown: contextlib.ExitStack) -> None:
         """Note how far the worker is, and show it in the phases that move bytes."""
         operation, own = self._operation, self._operation.heartbeats.own()
         if beat.total_bytes:

@@ -137,7 +137,9 @@ class StagingJob:
                 raise
         self.arena = arenas.take(end)
         for start, item in blobs:
-            _put(self.arena.memory, start, item)
+            (view,) = item.views(item.payload_bytes)
+            end = start + item.payload_bytes
+            self.arena.memory[start:end] = np.frombuffer(view, dtype=np.uint8)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
         self._error: Exception | None = None
         self._ended = threading.Event()
@@ -255,13 +257,6 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
         *(tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
         *(tensor.is_conj(), tensor.is_neg()),
     )
-
-
-def _put(memory: NDArray[np.uint8], start: int, item: Item) -> None:
-    for view in item.views(item.payload_bytes or 1):
-        part = np.frombuffer(view, dtype=np.uint8)
-        memory[start : start + part.size] = part
-        start += part.size
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

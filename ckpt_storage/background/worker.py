@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, travelling
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
@@ -62,15 +63,6 @@ class Step:
     name: str
     args: tuple[Any, ...]
     facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """A sign of life, with what is done in this phase."""
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-    done_files: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +122,9 @@ class PipedOperation(Operation):
         self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
     ) -> Deadline:
         """Begin a phase, here and in the trainer."""
-        self._send(self.beat())
+        self._send(self.heartbeats.own())
         self.step("phase", phase, timeout_s)
         return super().phase(phase, timeout_s, total_bytes=total_bytes)
-
-    def beat(self) -> Beat:
-        """Return how far this phase is."""
-        own = self.heartbeats.own()
-        return Beat(
-            done_bytes=own.done_bytes, total_bytes=own.total_bytes, done_files=own.done_files
-        )
 
 
 class _Worker:
@@ -196,6 +181,7 @@ class _Worker:
 
     def _beat(self) -> None:
         pause, parent_pid = threading.Event(), os.getppid()
+        idle = RankProgress(rank=self._group.rank, phase="plan")
         while not pause.wait(BEAT_S):
             if os.getppid() != parent_pid:
                 # Its pipe may still be open in children that it forked.
@@ -205,7 +191,7 @@ class _Worker:
                 # In this order: the end of a save clears them in the other.
                 operation, is_busy = self._operation, self._is_busy
                 if is_busy:
-                    self._pipe.send(Beat() if operation is None else operation.beat())
+                    self._pipe.send(idle if operation is None else operation.heartbeats.own())
 
     def _send(self, message: object) -> None:
         with self._sending:
