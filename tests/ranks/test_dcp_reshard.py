@@ -128,21 +128,27 @@ def test_a_load_with_another_sharding_equals_slicing(
         assert counted == told
 
 
+RUNS = [("wide", 0, 8), ("wide", 1, 8), ("tall", 0, 4)]
+"""Names, dimensions to cut, and how many long runs a rank then needs at most."""
+
+
+def load_one_by_one(rank: int, path: Path) -> list[tuple[int, int, int]]:
+    """Load single tensors; return bytes and requests of each."""
+    return [load_sharded(rank, path, dim, [name]) for name, dim, _ in RUNS]
+
+
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "dim", "most_runs"), [("wide", 0, 8), ("wide", 1, 8), ("tall", 0, 4)]
-)
 def test_a_load_fetches_the_bytes_it_needs_and_few_more(
-    ranks: RankPool, saved: Path, size: int, name: str, dim: int, most_runs: int
+    ranks: RankPool, saved: Path, size: int
 ) -> None:
     """Of long runs no more is read than the rest of their first and last blocks, at once."""
-    parts = torch.chunk(whole(name), size, dim)
-    outcomes = ranks.run(load_sharded, saved, dim, [name], world_size=size)
-    for rank, (fetched_bytes, request_count, _) in enumerate(outcomes):
-        needed_bytes = parts[rank].nbytes if rank < len(parts) else 0
-        run_count = most_runs if needed_bytes else 0
-        assert needed_bytes <= fetched_bytes <= needed_bytes + 2 * BLOCK_BYTES * run_count
-        assert (needed_bytes > 0) <= request_count <= fetched_bytes // MIB + 3 * run_count
+    for rank, outcome in enumerate(ranks.run(load_one_by_one, saved, world_size=size)):
+        for (name, dim, most_runs), (fetched_bytes, count, _) in zip(RUNS, outcome, strict=True):
+            parts = torch.chunk(whole(name), size, dim)
+            needed_bytes = parts[rank].nbytes if rank < len(parts) else 0
+            run_count = most_runs if needed_bytes else 0
+            assert needed_bytes <= fetched_bytes <= needed_bytes + 2 * BLOCK_BYTES * run_count
+            assert (needed_bytes > 0) <= count <= fetched_bytes // MIB + 3 * run_count
 
 
 def test_small_tensors_share_requests(tmp_path: Path) -> None:
