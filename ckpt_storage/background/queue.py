@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
@@ -158,7 +159,7 @@ class SaveQueue:
                         self.worker = Worker(self.ranks, self._silence_s)
                     return self.worker.run(operation, job)
                 assert copy is not None  # noqa: S101  # or it were refused
-                part = copy.staged.part(copy.arena.memory, options.planner)
+                part = partial(copy.staged.part, copy.arena.memory, options.planner)
                 return run_save(operation, job.url, options, lambda _: part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,7 @@ class _Worker:
                 phase="plan",
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
-        part = staged.part(memory, options.planner)
+        part = partial(staged.part, memory, options.planner)
         self._operation = PipedOperation(self._send, self._group, options.timeouts)
         return run_save(self._operation, job.url, options, lambda _: part, in_background=True)
 

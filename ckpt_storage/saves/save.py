@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +47,9 @@ from .planning import LocalPlan, exchange
 from .session import SaveSession
 
 log = logging.getLogger("ckpt_storage")
+
+Part = Callable[[], LocalPlan]
+"""Plans what a rank saves."""
 
 
 def save(  # the public surface, all keyword-only
@@ -129,8 +133,9 @@ def save_on(
 ) -> CheckpointInfo:
     """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
 
-    def part(session: SaveSession) -> LocalPlan:
-        return LocalPlan.of(
+    def part(session: SaveSession) -> Part:
+        return partial(
+            LocalPlan.of,
             state(),
             options.planner,
             url=session.url,
@@ -161,23 +166,24 @@ def run_save(
     operation: Operation,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    part: Callable[[SaveSession], LocalPlan],
+    part: Callable[[SaveSession], Part],
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
     """Run a save of this rank's `part`, and its consolidation, in `operation`.
 
-    In the background exits are errors.
+    The part is taken before the ranks meet, and planned after it. In the background exits are
+    errors.
     """
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
         session = SaveSession(url, options, operation)
         operation.what = f"the save to {session.url}"
         job = options.consolidation(session.location)
-        local = part(session)
+        own = part(session)
         operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
         save = _Save(operation, session, in_background=in_background)
-        info = save.lead(local) if operation.is_coordinator else save.follow(local)
+        info = save.lead(own) if operation.is_coordinator else save.follow(own)
         if job is None:
             return info
         operation.committed = info
@@ -194,10 +200,10 @@ class _Save:
         self._in_background = in_background
         self._metadata: Metadata | None = None
 
-    def follow(self, local: LocalPlan) -> CheckpointInfo:
+    def follow(self, own: Part) -> CheckpointInfo:
         """Write this rank's part; return what the coordinator commits."""
         operation, timeouts = self._operation, self._session.options.timeouts
-        written = self._write_part(local)
+        written = self._write_part(own)
         write = operation.deadline
         try:
             operation.gather(written)
@@ -213,11 +219,11 @@ class _Save:
         operation.phase("commit", write.remaining_s() + timeouts.commit)
         return hear_outcome(operation, self._session)
 
-    def lead(self, local: LocalPlan) -> CheckpointInfo:
+    def lead(self, own: Part) -> CheckpointInfo:
         """Write this rank's part, commit once all have written theirs, and tell what came of it."""
         operation = self._operation
         try:
-            reports = self._gathered(local)
+            reports = self._gathered(own)
             assert self._metadata is not None  # noqa: S101  # planning gave it
             info = self._session.finish(self._metadata, reports)
         except CheckpointError as error:
@@ -241,20 +247,21 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, local: LocalPlan) -> list[RankReport]:
+    def _gathered(self, own: Part) -> list[RankReport]:
         """Write this rank's part; return the reports of all ranks."""
         try:
-            return self._operation.gather(self._write_part(local))
+            return self._operation.gather(self._write_part(own))
         except CheckpointError as error:
             # A storage or a rank that hangs would keep this one waiting once more.
             hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
             self._operation.is_void = self._session.granted is not None and not hangs
             raise
 
-    def _write_part(self, local: LocalPlan) -> RankReport:
+    def _write_part(self, own: Part) -> RankReport:
         """Plan and write; return this rank's report."""
         operation, session = self._operation, self._session
         operation.phase("plan")
+        local = own()
         plan, granted, self._metadata = exchange(operation, session, local)
         # Before the phase is told to anyone who watches.
         operation.save_id = granted.grant.save_id
