@@ -36,9 +36,9 @@ def processes_naming(text: str) -> list[str]:
 
 @pytest.mark.timeout(DEADLINE_S + 120)
 def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
-    """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 4 and 1."""
-    url = str(tmp_path / "run")
-    code, output = run_driver(tmp_path, "--steps", "12", "--save-every", "4", "--url", url)
+    """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 1."""
+    words = ["--steps", "12", "--save-every", "4", "--other-ranks", "1"]
+    code, output = run_driver(tmp_path, *words, "--url", str(tmp_path / "run"))
     assert code == 0, output
     for sentence in (
         "committed checkpoints are step-00000004, step-00000008, step-00000012",
@@ -47,8 +47,7 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
         "ok: the newest committed checkpoint is step-00000004",
         "ok: the torn one is refused",
         "ok: the losses of steps 5 to 12 are bit-identical to the reference",
-        "5. Resume on 4 instead of 2 ranks",
-        "6. Resume on 1 instead of 2 ranks",
+        "5. Resume on 1 instead of 2 ranks",
         "ok: the losses of 8 steps agree within",
         "All checks passed",
     ):
