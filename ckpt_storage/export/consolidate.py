@@ -276,7 +276,7 @@ class _Consolidation(Task[ConsolidationReport]):
                 phase="plan",
                 next_step="Consolidate what is there now.",
             )
-        self.open(Found(record=record.encode(), slot=slot))
+        self.open(Found(record=record))
         return self.found
 
     def content(self) -> object:

@@ -223,8 +223,7 @@ class _Copy(Task[CopyReport]):
             publishing.check_newest(site.source, head)
             self.log_there = log_to_extend(site.target)
             save_id, was_there = self._name_at_target(head.save_id or "", self.log_there)
-            record = head.encode()
-            self.open(_ToCopy(record=record, slot=head.slot, save_id=save_id, was_there=was_there))
+            self.open(_ToCopy(record=head, save_id=save_id, was_there=was_there))
             return self.found
         source, marks = open_marked(site.source, deadline=site.deadline, options=site.options)
         if marks is None:
@@ -267,8 +266,7 @@ class _Copy(Task[CopyReport]):
         assert isinstance(found, _ToCopy)  # noqa: S101  # as `find` returns
         self.found, self.save_id = found, found.save_id
         store, own_id = self.site.source, None
-        if found.record:
-            head = SlotRecord.decode(found.record, slot=found.slot)
+        if (head := found.record) is not None:
             self.ours, own_id = (head, read_manifest(store, head)), head.save_id
         self.source = _Files(store=store, format=found.format, tensors={}, save_id=own_id)
 

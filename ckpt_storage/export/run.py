@@ -55,14 +55,13 @@ Begin = Callable[[Phase, int], Deadline]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the coordinator opened: a commit record of ours and its slot, or neither.
+    """What the coordinator opened: by its record if it is of ours.
 
     `state` (JSON) stands for the content of what has no save id; another one each time where the
     storage does not tell when files were written.
     """
 
-    record: bytes = b""
-    slot: int = 0
+    record: SlotRecord | None = None
     state: object = None
 
 
@@ -86,7 +85,7 @@ class Task(abc.ABC, Generic[R]):
         site = self.site
         source, marks = open_newest(site.source, deadline=site.deadline, options=site.options)
         if isinstance(source, CommittedSource):
-            self.found = Found(record=source.record.encode(), slot=source.record.slot)
+            self.found = Found(record=source.record)
         elif marks is not None:
             # An output may lie below the source, and be another one by now.
             own = {*_files_of(source), STOCK_METADATA, INDEX_NAME}
@@ -102,8 +101,7 @@ class Task(abc.ABC, Generic[R]):
         """Open what the coordinator found, even if it is not the newest any more."""
         site = self.site
         source: Source
-        if found.record:
-            record = SlotRecord.decode(found.record, slot=found.slot)
+        if (record := found.record) is not None:
             manifest = read_manifest(site.source, record)
             source = CommittedSource(site.source, record, manifest, site.deadline, site.options)
         else:
