@@ -32,8 +32,8 @@ from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
-from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.workers import Workers
 
 from .layout import OutFile

@@ -22,7 +22,7 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
-from ckpt_storage.transfer.costs import REMOTE_COSTS
+from ckpt_storage.transfer.pacing import REMOTE_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 

@@ -40,7 +40,7 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader
-from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
+from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
 
 from .exchange import Links, SharedReads

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_storage.errors import IntegrityError, StorageError
 
-from .backend import Backend, Content, Range, ShortReadError, TooLongError
+from .backend import Backend, Content, Range, ShortReadError
 from .calls import moved, nothing_was_done
 
 if TYPE_CHECKING:
@@ -20,21 +20,11 @@ _DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "un
 
 def whole(backend: Backend, path: str, shown: str, max_bytes: int | None) -> Content:
     """Return a whole object; raise `IntegrityError` if it has more than `max_bytes`."""
-    try:
-        found = backend.get(path, max_bytes=max_bytes)
-    except TooLongError as error:
-        size_bytes = error.size_bytes
-    else:
-        size_bytes = len(found.data)
-        if max_bytes is None or size_bytes <= max_bytes:
-            return found
-    raise _damaged(
-        path,
-        f"{shown} has {size_bytes} bytes or more, and {max_bytes} at most were to be expected; "
-        "it was not read.",
-        # Nothing was looked at.
-        0,
-    )
+    found = backend.get(path, max_bytes=max_bytes)
+    if max_bytes is None or len(found.data) <= max_bytes:
+        return found
+    what = f"has {len(found.data)} bytes or more, and {max_bytes} at most were to be expected"
+    raise _damaged(path, f"{shown} {what}; it was not read.", 0)
 
 
 def fill(

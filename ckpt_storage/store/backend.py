@@ -176,14 +176,6 @@ class ShortReadError(Exception):
         self.position = position
 
 
-class TooLongError(Exception):
-    """An object has `size_bytes`, and less was to be read of it."""
-
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__(f"the object has {size_bytes} bytes")
-        self.size_bytes = size_bytes
-
-
 class Backend(abc.ABC):
     """One root on one storage.
 
@@ -206,8 +198,7 @@ class Backend(abc.ABC):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a whole small object and its version, from one answer, never from a cache.
 
-        Of one longer than `max_bytes` do not read all: raise `TooLongError`, or return any more
-        than that.
+        Of one longer than `max_bytes` do not read all, but any more than that.
         """
 
     @abc.abstractmethod

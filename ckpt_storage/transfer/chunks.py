@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -29,7 +29,7 @@ from ckpt_storage.format.boxes import (
 from ckpt_storage.format.crc import first_wrong_block
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
-from .costs import ReadCosts, costs_for
+from .pacing import ReadCosts, costs_for
 from .ranges import RangeRead, RangeReader, ignore
 
 Gaps = Literal["none", "cheap"]
@@ -252,8 +252,9 @@ class _Plan:
         block = place.block_bytes
         grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, self._gap_bytes)
         spans = touched_spans(read.chunk_sizes, where, read.item_bytes, grain)
-        for start, stop in _rounded(spans, block, total):
-            self._add_windows(read, start, stop)
+        rounded = [round_out(start, stop, block, total) for start, stop in spans]
+        for extent in coalesce(rounded, 0, total):
+            self._add_windows(read, extent.start, extent.stop)
 
     def _add_run(self, read: ChunkRead, start: int, stop: int) -> None:
         """Plan a selection that is the bytes [start, stop) of the payload."""
@@ -331,21 +332,6 @@ class _Plan:
             most = max(map(len, files))
             return [found[at] for at in range(most) for found in files if at < len(found)]
         return [read for found in files for read in found]
-
-
-def _rounded(spans: Iterable[tuple[int, int]], block: int, total: int) -> Iterator[tuple[int, int]]:
-    """Yield `spans`, which ascend, rounded out to whole blocks, those that then meet as one."""
-    held: tuple[int, int] | None = None
-    for start, stop in spans:
-        first, last = round_out(start, stop, block, total)
-        if held is not None and first <= held[1]:
-            held = (held[0], max(held[1], last))
-            continue
-        if held is not None:
-            yield held
-        held = (first, last)
-    if held is not None:
-        yield held
 
 
 def _into(place: ChunkPlace, memory: memoryview, start: int) -> RangeRead:

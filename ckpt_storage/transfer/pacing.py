@@ -1,16 +1,91 @@
-"""How many requests of one transfer may be under way at a time."""
+"""How much one transfer does at a time: bytes in flight, requests under way, the cost of a read."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_storage.options import KIB, MIB
+from ckpt_storage.store.deadline import LOOK_S, Deadline
+from ckpt_storage.store.store import Store
+
+REMOTE_READ_BYTES = 16 * MIB
+"""One ranged read of a remote file: the wait for its first byte is an eighth of its time."""
 
 _WORTH = 1.1
 """More requests at a time must bring a tenth more, or the measurement's noise decides."""
 
 _PROBE_ROUNDS = 8
 """Rounds after which one request more is tried again: storages speed up while they are used."""
+
+
+class Budget:
+    """Bytes of buffers in flight, counted for all transfers of the process together.
+
+    Each transfer names its own ceiling for the sum. First come, first served: a large claim is not
+    starved by small ones. A holder must not wait for more: it claims all that one step needs at
+    once. Safe in any thread.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is held, as a child of fork must: it has none of its parent's threads."""
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()
+        self._held_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes claimed and not yet released."""
+        return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever held."""
+        return self._peak_bytes
+
+    def acquire(self, byte_count: int, *, limit_bytes: int, deadline: Deadline) -> None:
+        """Wait until `byte_count` more fit below `limit_bytes`, and claim them.
+
+        A claim beyond the limit waits until nothing else is held. Raises `PhaseTimeoutError`, or
+        what `deadline` knows of a failure elsewhere; nothing is claimed then.
+        """
+        turn = object()
+        most_bytes = max(0, limit_bytes - byte_count)
+        with self._changed:
+            self._queue.append(turn)
+            try:
+                while self._queue[0] is not turn or self._held_bytes > most_bytes:
+                    self._changed.wait(min(LOOK_S, deadline.remaining_s() + 0.001))
+                    deadline.check("Waiting for memory to send or read with")
+                self._held_bytes += byte_count
+                self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+            finally:
+                self._queue.remove(turn)
+                self._changed.notify_all()
+
+    def release(self, byte_count: int) -> None:
+        """Give back bytes that `acquire` claimed."""
+        with self._changed:
+            self._held_bytes -= byte_count
+            self._changed.notify_all()
+
+
+BUDGET = Budget()
+"""What all writes of this process share."""
+
+READ_BUDGET = Budget()
+"""And all reads: who reads in order to write holds memory already, and must not wait for more."""
+
+os.register_at_fork(after_in_child=BUDGET.reset)
+os.register_at_fork(after_in_child=READ_BUDGET.reset)
 
 
 class Pacer:
@@ -81,3 +156,63 @@ class Pacer:
             if grown or was_cut or self._settled_rounds % _PROBE_ROUNDS == 0:
                 self._limit = min(self._most, self._limit + 1)
         self._begin_round()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCosts:
+    """What reads are planned by: neighbours share one where their gap takes less time than another.
+
+    `copy_bytes_s` is the rate at which bytes are copied from a buffer to where they belong.
+    `part_min_bytes` and `window_bytes` bound one request: from below where a load is split over
+    several streams, from above where it goes through a buffer.
+    """
+
+    request_s: float
+    stream_bytes_s: float
+    copy_bytes_s: float
+    part_min_bytes: int
+    window_bytes: int
+    gap_max_bytes: int
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes one reads over rather than ask anew."""
+        return min(self.gap_max_bytes, int(self.request_s * self.stream_bytes_s))
+
+    @property
+    def direct_min_bytes(self) -> int:
+        """Below this, a request of its own costs more than a copy out of a shared one."""
+        return min(self.window_bytes // 2, int(self.request_s * self.copy_bytes_s))
+
+    def part_bytes(self, total_bytes: int, stream_count: int, most_bytes: int) -> int:
+        """Return the size of a part with which `total_bytes` keep all streams busy to the end."""
+        fair = total_bytes // max(1, stream_count)
+        return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
+
+
+# A call with its thread and the opening of the file; a cold NVMe drive; windows that stay in a
+# processor's last-level cache between read, check and copy.
+LOCAL_COSTS = ReadCosts(
+    request_s=50e-6,
+    stream_bytes_s=3e9,
+    copy_bytes_s=5e9,
+    part_min_bytes=8 * MIB,
+    window_bytes=8 * MIB,
+    gap_max_bytes=128 * KIB,
+)
+
+# Object stores: first byte and rate of one connection as Amazon's guide to S3 performance has them.
+# Where the network is the limit, gaps cost in full, so they may be less than the product.
+REMOTE_COSTS = ReadCosts(
+    request_s=0.03,
+    stream_bytes_s=90e6,
+    copy_bytes_s=5e9,
+    part_min_bytes=2 * MIB,
+    window_bytes=16 * MIB,
+    gap_max_bytes=512 * KIB,
+)
+
+
+def costs_for(store: Store) -> ReadCosts:
+    """Return the costs of a store."""
+    return REMOTE_COSTS if store.capabilities.is_remote else LOCAL_COSTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -16,19 +15,14 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.pacing import Pacer
 
-from .budget import Budget
+from .pacing import READ_BUDGET, Pacer
 from .workers import Workers
 
 _READ_GRACE_S = 330.0
 
 _PIECE_BYTES = 1 << 20
 """Read from a disk and checked before it leaves a processor's second-level cache."""
-
-_BUDGET = Budget()  # not that of writes, which says why
-
-os.register_at_fork(after_in_child=_BUDGET.reset)
 
 
 def ignore(_: object) -> None:
@@ -127,7 +121,7 @@ class _Run:
                 try:
                     self._read(batch)
                 finally:
-                    _BUDGET.release(cost_bytes)
+                    READ_BUDGET.release(cost_bytes)
             return
         # A read that still runs after a failure would write into targets that the caller may
         # fill from elsewhere by then: wait for it, as long as one request may take.
@@ -141,7 +135,7 @@ class _Run:
         with workers:
             try:
                 for batch in batches:
-                    ended = partial(_BUDGET.release, self._claim(batch))
+                    ended = partial(READ_BUDGET.release, self._claim(batch))
                     workers.submit(partial(self._read, batch), ended=ended)
                 workers.drain()
             finally:
@@ -157,7 +151,7 @@ class _Run:
         # One at a time is under way.
         cost_bytes = max(map(self._cost_bytes, batch))
         if cost_bytes:
-            _BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)
+            READ_BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)
         return cost_bytes
 
     def _read(self, batch: Sequence[RangeRead]) -> None:

@@ -11,9 +11,8 @@ from ckpt_storage.options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, Tra
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.pacing import Pacer
 
-from .budget import BUDGET
+from .pacing import BUDGET, Pacer
 from .workers import Workers
 
 _FIRST_REQUESTS = 8

@@ -21,7 +21,7 @@ from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024

@@ -12,8 +12,7 @@ import pytest
 
 from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.budget import BUDGET, Budget
-from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
 
 
 def soon() -> Deadline:

@@ -25,7 +25,7 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import probe
 from ckpt_storage.store.backend import Backend, Buffers, Capabilities
 from ckpt_storage.store.backends.memory import MemoryBackend
-from ckpt_storage.store.backends.refusals import changed
+from ckpt_storage.store.problems import changed
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer import workers

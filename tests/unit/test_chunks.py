@@ -19,7 +19,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
-from ckpt_storage.transfer.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
+from ckpt_storage.transfer.pacing import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 KIB = 1024

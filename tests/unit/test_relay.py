@@ -17,8 +17,7 @@ from ckpt_storage.export import output
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer.budget import BUDGET
-from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.pacing import BUDGET, Pacer
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB

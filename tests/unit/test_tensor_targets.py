@@ -20,7 +20,7 @@ from ckpt_storage.loads.targets import CudaMover, Rings, TensorRead
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, put
-from ckpt_storage.transfer.costs import LOCAL_COSTS
+from ckpt_storage.transfer.pacing import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
 
 DTYPES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}

@@ -128,7 +128,7 @@ class AzureBackend(CloudBackend):
         # All names of one blob's blocks must be of one length.
         block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
         part = io.BytesIO(body)
-        self._client.run(self._ask, "stage_block", path, block_id, part, length=len(body))
+        self._run(self._ask, "stage_block", path, block_id, part, length=len(body))
         return block_id
 
     def complete_upload(
@@ -140,7 +140,7 @@ class AzureBackend(CloudBackend):
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
         given = {"metadata": _metadata(write_id), **self._terms(if_absent=if_absent)}
         with self.taken(path, if_absent=if_absent):
-            self._client.run(self._ask, "commit_block_list", path, blocks, **given)
+            self._run(self._ask, "commit_block_list", path, blocks, **given)
 
     def abort_upload(self, path: str, token: str) -> None:
         """Send nothing: blocks that are not listed cannot be removed."""

@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.store.backend import ShortReadError
+from ckpt_storage.store.backend import Backend, Settings, ShortReadError
 from ckpt_storage.store.location import Location, missing_backend
 from ckpt_storage.store.redaction import Scrubber
 
@@ -126,7 +126,7 @@ class _Shared:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
-        self.users: weakref.WeakSet[Client] = weakref.WeakSet()
+        self.users: weakref.WeakSet[ClientBackend] = weakref.WeakSet()
         self.free: list[ForeignFs] = []
         self.turns = threading.BoundedSemaphore(_CALLS_AT_ONCE)
 
@@ -187,26 +187,25 @@ def known_client_count() -> int:
     return len(_process.shared)
 
 
-class Client:
-    """Access to the file system of one location, whichever process asks.
-
-    `options` are the storage options as the backend takes them; `request_timeout_s`
-    (seconds) is the deadline of one `run`.
-    """
+class ClientBackend(Backend):
+    """A backend over the file system of one location, in whichever process it is asked."""
 
     def __init__(
-        self, location: Location, options: Mapping[str, Any], *, request_timeout_s: float
+        self, location: Location, settings: Settings, *, options: Mapping[str, Any] | None = None
     ) -> None:
+        """Take `options` of the file system in place of the location's."""
         import fsspec  # noqa: PLC0415  # costs time that a local checkpoint need not spend
 
         self._location = location
-        self._options = dict(options)
-        self._timeout_s = request_timeout_s
-        self.scrub = Scrubber(location.storage_options, location.target)
-        self.endpoint = endpoint_of(location, options)
-        self.family: Any = fsspec.get_filesystem_class(location.protocol)
-        """The class of the file system, as it is registered with fsspec."""
-        self.is_async = bool(getattr(self.family, "async_impl", False))
+        self._options = dict(location.storage_options if options is None else options)
+        self._timeout_s = settings.request_timeout_s
+        self._scrub = Scrubber(location.storage_options, location.target)
+        self.endpoint = endpoint_of(location, self._options)
+        # As it is registered with fsspec.
+        self._family: Any = fsspec.get_filesystem_class(location.protocol)
+        self._is_async = bool(getattr(self._family, "async_impl", False))
+        # The path as the file system spells it.
+        self._root = str(self._family._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
         place = location.target.partition("://")[2].partition("/")[0]
         if location.protocol == "az":
             # container@account; the file system depends on the account only.
@@ -214,15 +213,10 @@ class Client:
         elif location.protocol in _ONE_FOR_ALL:
             place = ""
         # With the class: another may be registered for the protocol meanwhile.
-        self._key = (location.protocol, self.family, place, _frozen(self._options))
-
-    @property
-    def root(self) -> str:
-        """The location's path as its file system spells it, without a slash at the end."""
-        return str(self.family._strip_protocol(self._location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
+        self._key = (location.protocol, self._family, place, _frozen(self._options))
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[ForeignFs]:
+    def _turn(self) -> Iterator[ForeignFs]:
         """Give an instance, a synchronous one for this call alone, when few calls are under way.
 
         It remembers no listings, and is kept for later calls unless an error in the block may be
@@ -230,9 +224,9 @@ class Client:
         call's time at most.
         """
         turns = self._shared().turns
-        has_turn = not self.is_async and turns.acquire(timeout=self._timeout_s / 2)
+        has_turn = not self._is_async and turns.acquire(timeout=self._timeout_s / 2)
         try:
-            fs, is_sound = self.take(), False
+            fs, is_sound = self._take(), False
             try:
                 fs.invalidate_cache()
                 yield fs
@@ -241,18 +235,18 @@ class Client:
                 is_sound = True
                 raise
             finally:
-                self.give_back(fs, is_sound=is_sound)
+                self._give_back(fs, is_sound=is_sound)
         finally:
             if has_turn:
                 turns.release()
 
-    def take(self) -> ForeignFs:
+    def _take(self) -> ForeignFs:
         """Return an instance that is the caller's until it is given back, if it is synchronous.
 
         Raises `InvalidInputError` if the file system refuses the options.
         """
         free = self._shared().free
-        if not self.is_async:
+        if not self._is_async:
             with contextlib.suppress(IndexError):
                 return free.pop()
             return self._build()
@@ -261,10 +255,10 @@ class Client:
             free.append(self._build())
         return free[0]
 
-    def give_back(self, fs: ForeignFs, *, is_sound: bool = True) -> None:
+    def _give_back(self, fs: ForeignFs, *, is_sound: bool = True) -> None:
         """Let others have an instance; one that is not sound is closed."""
         shared = _process.shared.get(self._key)
-        if self.is_async:
+        if self._is_async:
             if not is_sound and shared is not None and any(fs is one for one in shared.free):
                 self.refresh()
         elif is_sound and shared is not None:
@@ -278,7 +272,7 @@ class Client:
         if shared is not None:
             dropped, shared.free = shared.free, []
             # Others may still have calls under way on one that is shared.
-            _end(dropped, self._timeout_s + _GRACE_S if self.is_async else 0.0)
+            _end(dropped, self._timeout_s + _GRACE_S if self._is_async else 0.0)
 
     def close(self) -> None:
         """Use the file system no more, until it is asked for again; end those long unused."""
@@ -292,7 +286,7 @@ class Client:
         for one in ended:
             _end(one.free)
 
-    def run(
+    def _run(
         self,
         operation: Callable[Concatenate[ForeignFs, P], Coroutine[Any, Any, T]],
         *args: P.args,
@@ -303,7 +297,7 @@ class Client:
         Raises what the request raised, and `TimeoutError` when time is up; the request is
         then cancelled.
         """
-        fs = self.take()
+        fs = self._take()
         timed = asyncio.wait_for(operation(fs, *args, **more), self._timeout_s)
         future = asyncio.run_coroutine_threadsafe(timed, fs.loop)
         try:
@@ -324,8 +318,8 @@ class Client:
 
     def _build(self) -> ForeignFs:
         self._check_names()
-        family, target = self.family, self._location.target
-        if self.is_async:
+        family, target = self._family, self._location.target
+        if self._is_async:
             loop = _process.loop()
             # Not every class takes a loop, or passes it on.
             family = type(family)(family.__name__, (family,), {"loop": property(lambda _: loop)})
@@ -339,7 +333,7 @@ class Client:
         except ImportError as error:
             failure = missing_backend(self._location.protocol, error.name or str(error))
         except Exception as error:  # noqa: BLE001  # backends refuse options with any type
-            text = self.scrub(" ".join(str(error).split()))
+            text = self._scrub(" ".join(str(error).split()))
             failure = InvalidInputError(
                 f"No client for {self._location.url} could be made: "
                 f"{type(error).__name__}: {text.rstrip('.')}.",
@@ -352,14 +346,14 @@ class Client:
     def _check_names(self) -> None:
         """Refuse an option that looks like a misspelt one: many classes swallow what is unknown."""
         known = set(_OF_FSSPEC)
-        for kind in self.family.__mro__:
+        for kind in self._family.__mro__:
             known.update(inspect.signature(kind.__init__).parameters)
         for name in self._options.keys() - known:
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
             if near:
                 raise InvalidInputError(
                     f"storage_options for {self._location.url} has {name!r}, which is no option "
-                    f"of {self.family.__name__}.",
+                    f"of {self._family.__name__}.",
                     path=self._location.url,
                     next_step=f"Did you mean {near[0]!r}?",
                 )

@@ -15,19 +15,16 @@ from typing import Any, TypeAlias
 
 from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
 from ckpt_storage.store.backend import (
-    Backend,
     Buffers,
     Content,
     ObjectInfo,
     Range,
-    Settings,
     ShortReadError,
 )
 from ckpt_storage.store.calls import moved
-from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import explain
 
-from .clients import Client, ForeignFs
+from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
 CONNECT_TIMEOUT_S = 10.0
@@ -64,22 +61,8 @@ class Page:
     more: Any = None
 
 
-class CloudBackend(Backend):
-    """A prefix in a bucket or container. Each cloud has six requests of its own, and its uploads.
-
-    What is asked of a server has the deadline of one call.
-    """
-
-    def __init__(
-        self, location: Location, settings: Settings, *, options: Mapping[str, Any] | None = None
-    ) -> None:
-        self._timeout_s = settings.request_timeout_s
-        self._client = Client(
-            location,
-            location.storage_options if options is None else options,
-            request_timeout_s=self._timeout_s,
-        )
-        self.endpoint = self._client.endpoint
+class CloudBackend(ClientBackend):
+    """A prefix in a bucket; each cloud has six requests of its own, and its uploads."""
 
     @abc.abstractmethod
     async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
@@ -109,14 +92,8 @@ class CloudBackend(Backend):
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         """Return the condition of a request."""
 
-    def close(self) -> None:
-        self._client.close()
-
-    def refresh(self) -> None:
-        self._client.refresh()
-
     def stat(self, path: str) -> ObjectInfo:
-        return self._client.run(self._head, path)
+        return self._run(self._head, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Ask for the object, and take no more of it than is wanted."""
@@ -130,13 +107,13 @@ class CloudBackend(Backend):
                         break
             return Content(data=bytes(data), version=body.version)
 
-        return self._client.run(get)
+        return self._run(get)
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         total_bytes = None
         for start, view in ranges:
             try:
-                count, total_bytes = self._client.run(self._fill, path, start, view)
+                count, total_bytes = self._run(self._fill, path, start, view)
             except Exception as error:
                 if self.kind_of(error) != "range":
                     raise
@@ -179,7 +156,7 @@ class CloudBackend(Backend):
         """Send the object in one request, of any size: some ignore a condition on parts."""
         terms = self._terms(if_absent=if_absent, if_match=if_match)
         with self.taken(path, if_absent=if_absent):
-            self._client.run(self._put, path, data, write_id, terms)
+            self._run(self._put, path, data, write_id, terms)
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, recursive=recursive):
@@ -204,14 +181,14 @@ class CloudBackend(Backend):
             await asyncio.gather(*(delete(fs, path) for path in some))
 
         for start in range(0, len(paths), _AT_ONCE):
-            self._client.run(delete_some, paths[start : start + _AT_ONCE])
+            self._run(delete_some, paths[start : start + _AT_ONCE])
             moved()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""
         with self.unless_absent():
             try:
-                self._client.run(self._delete, path, self._terms(if_match=version))
+                self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
                 if self.kind_of(error) == "precondition":
                     self.stat(path)
@@ -229,7 +206,7 @@ class CloudBackend(Backend):
     def _pages(self, folder: str, *, recursive: bool) -> Iterator[Page]:
         below, more = self._name(f"{folder}/" if folder else ""), None
         while True:
-            page = self._client.run(self._page, below, more, recursive=recursive)
+            page = self._run(self._page, below, more, recursive=recursive)
             moved()
             yield page
             more = page.more
@@ -239,7 +216,7 @@ class CloudBackend(Backend):
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
         """The bucket, and what all names begin with: "" or a text that ends in a slash."""
-        bucket, _, prefix = self._client.root.partition("/")
+        bucket, _, prefix = self._root.partition("/")
         return bucket, f"{prefix}/" if prefix else ""
 
     def _name(self, path: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.store.backend import Settings
 
 from .posix import NO_CALL, Posix, is_known, sync_folder
 
@@ -55,23 +56,13 @@ class Draft:
     """
 
     def __init__(
-        self,
-        posix: Posix,
-        target: str,
-        *,
-        sync: bool,
-        drops_cache: bool = False,
-        name: str | None = None,
+        self, posix: Posix, target: str, settings: Settings, name: str | None = None
     ) -> None:
-        """Create the temporary file, or open the one called `name` that another process made.
-
-        drops_cache: the kernel is to keep no copy of what is on the disk.
-        """
+        """Create the temporary file, or open the one called `name` that another process made."""
         self._posix = posix
         self._target = target
-        self._sync = sync
-        self._writes_back = sync
-        self._drops_cache = drops_cache
+        self._sync = self._writes_back = settings.sync_files
+        self._drops_cache = settings.page_cache == "drop"
         self._folder, target_name = os.path.split(target)
         self.is_own = name is None
         self.name = name or draft_name(target_name)
@@ -128,11 +119,9 @@ class Draft:
             self._state = "open"
 
     def leave(self) -> None:
-        """Write no more, and leave the file to its owner; idempotent.
-
-        The last thread that writes closes the descriptor: its number could otherwise be given to
-        another file under the hands of one that hangs in the kernel.
-        """
+        """Write no more, and leave the file to its owner; idempotent."""
+        # The last thread that writes closes the descriptor: its number could otherwise be given
+        # to another file under the hands of one that hangs in the kernel.
         self._has_ended = True
         with contextlib.suppress(OSError):
             self._close_unused()

@@ -16,11 +16,10 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Capabilities, ObjectInfo, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
+from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
 
 from .clients import ForeignFs
 from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
-from .refusals import stuck
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -140,7 +139,7 @@ class GcsBackend(CloudBackend):
                 return str(answer.headers.get("Location", ""))
 
         with self.taken(path, if_absent=if_absent):
-            session = self._client.run(begin)
+            session = self._run(begin)
         if not session:
             raise ForeignAnswer("address for the upload")
         self._sessions[session] = 0, False
@@ -189,7 +188,7 @@ class GcsBackend(CloudBackend):
 
         with self.unless_absent():
             try:
-                self._client.run(cancel)
+                self._run(cancel)
             except HttpFailure as error:
                 if error.status != _CANCELLED:
                     raise
@@ -208,7 +207,7 @@ class GcsBackend(CloudBackend):
                 end = answer.headers.get("Range", "").rpartition("-")[2]
                 return int(end) + 1 if end.isdigit() else 0, False  # "bytes=0-524287" is 524288
 
-        return self._client.run(send)
+        return self._run(send)
 
     @property
     def _objects(self) -> str:

@@ -19,7 +19,6 @@ from fsspec.spec import AbstractFileSystem
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import (
-    Backend,
     Buffers,
     Capabilities,
     Content,
@@ -31,10 +30,10 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
+from ckpt_storage.store.problems import stuck
 
-from .clients import Client, ForeignFs
+from .clients import ClientBackend, ForeignFs
 from .drafts import draft_name, is_draft_name
-from .refusals import stuck
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
@@ -61,7 +60,7 @@ class _Writing:
             raise stuck(path, self.problem)
 
 
-class FsspecBackend(Backend):
+class FsspecBackend(ClientBackend):
     """One root on a file system that fsspec knows. One process writes an object, part after part.
 
     A token is the path of a temporary file.
@@ -70,29 +69,19 @@ class FsspecBackend(Backend):
     capabilities = Capabilities(kind="generic")
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        self._client = Client(
-            location, location.storage_options, request_timeout_s=settings.request_timeout_s
-        )
-        self.endpoint = self._client.endpoint
-        self._root = self._client.root
-        name = "_cat_file" if self._client.is_async else "cat_file"
+        super().__init__(location, settings)
+        name = "_cat_file" if self._is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
-        named = inspect.signature(getattr(self._client.family, name)).parameters
+        named = inspect.signature(getattr(self._family, name)).parameters
         self._takes_ranges = "start" in named
         self._writings: dict[str, _Writing] = {}
 
-    def close(self) -> None:
-        self._client.close()
-
-    def refresh(self) -> None:
-        self._client.refresh()
-
     def stat(self, path: str) -> ObjectInfo:
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
                 return Content(data=self._range(fs, path, 0, max_bytes + 1))
@@ -100,7 +89,7 @@ class FsspecBackend(Backend):
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Ask for the size, then for each range; its bytes are copied once."""
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             size_bytes = self._info(fs, path).size_bytes
             for start, view in ranges:
                 stop = min(start + view.nbytes, size_bytes)
@@ -140,7 +129,7 @@ class FsspecBackend(Backend):
                     yield _told(path, info)
 
     def delete(self, paths: Sequence[str]) -> None:
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             for path in paths:
                 moved()
                 _remove(fs, self._full(path))
@@ -150,13 +139,13 @@ class FsspecBackend(Backend):
         for page in self._pages(path, recursive=True):
             self.delete([below for below, _ in page if not below.endswith("/")])
         full = self._full(path)
-        with self._client.turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not has_magic(full):
                 fs.rm(full, recursive=True)
         return True
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
                     fs.makedirs(full, exist_ok=True)
@@ -175,11 +164,11 @@ class FsspecBackend(Backend):
         folder, slash, name = path.rpartition("/")
         # fsspec would take some names for patterns.
         token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
-        own = self._client.take()
+        own = self._take()
         try:
             stream = own.open(self._full(token), "wb")
         except BaseException:
-            self._client.give_back(own, is_sound=False)
+            self._give_back(own, is_sound=False)
             raise
         self._writings[token] = _Writing(fs=own, stream=stream)
         return token
@@ -199,7 +188,7 @@ class FsspecBackend(Backend):
                     writing.stream.write(bytes(view))
                     writing.end += view.nbytes
             except Exception as error:
-                writing.problem += self._client.scrub(f" by {type(error).__name__}: {error}")
+                writing.problem += self._scrub(f" by {type(error).__name__}: {error}")
                 raise
             finally:
                 if token not in self._writings:  # it was aborted meanwhile
@@ -220,8 +209,8 @@ class FsspecBackend(Backend):
             with writing.using:
                 writing.stream.close()
                 self._writings.pop(token, None)
-                self._client.give_back(writing.fs)
-        with self._client.turn() as fs:
+                self._give_back(writing.fs)
+        with self._turn() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
@@ -232,7 +221,7 @@ class FsspecBackend(Backend):
         if writing is not None and writing.using.acquire(blocking=False):
             self._discard(writing)
             writing.using.release()
-        with self._client.turn() as fs:
+        with self._turn() as fs:
             _remove(fs, self._full(token))
 
     def _discard(self, writing: _Writing) -> None:
@@ -245,7 +234,7 @@ class FsspecBackend(Backend):
             if end is not None and not getattr(writing.stream, "closed", False):
                 with contextlib.suppress(Exception):
                     end()
-        self._client.give_back(writing.fs)
+        self._give_back(writing.fs)
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -282,7 +271,7 @@ class FsspecBackend(Backend):
         cut = len(root) + 1 if root else 0
         while folders:
             folder = folders.pop()
-            with self._client.turn() as fs:
+            with self._turn() as fs:
                 try:
                     found = fs.ls(self._full(folder), detail=True)
                 except (FileNotFoundError, NotADirectoryError):  # removed meanwhile

@@ -23,10 +23,9 @@ from ckpt_storage.store.backend import (
     Range,
     Settings,
     ShortReadError,
-    TooLongError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import changed, explain
 
 from .drafts import Draft, is_draft_name, target_path
 from .posix import (
@@ -40,7 +39,6 @@ from .posix import (
     remove_folder,
     sync_folder,
 )
-from .refusals import changed
 
 T = TypeVar("T")
 
@@ -75,12 +73,11 @@ class LocalBackend(Backend):
         root = place if isinstance(place, str) else place.target
         if not root or "\0" in root:
             raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
-        settings = settings or Settings()
         # Made absolute now, because the process may change its working folder.
         self.folder = str(Path(root).absolute())
         self._posix = posix or Posix()
-        self._sync = settings.sync_files
-        self._drops_cache = settings.page_cache == "drop"
+        self._settings = settings or Settings()
+        self._sync = self._settings.sync_files
         self._receipt = os.urandom(8).hex()
         # Of uploads, by token; calls on a dict are atomic.
         self._drafts: dict[str, Draft] = {}
@@ -94,9 +91,8 @@ class LocalBackend(Backend):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
         with self._opened(path) as (fd, found):
-            if max_bytes is not None and found.st_size > max_bytes:
-                raise TooLongError(found.st_size)
-            content = memoryview(bytearray(found.st_size))
+            most_bytes = found.st_size if max_bytes is None else max_bytes + 1
+            content = memoryview(bytearray(min(found.st_size, most_bytes)))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 
@@ -129,7 +125,7 @@ class LocalBackend(Backend):
                 kind="unsupported",
                 next_step="Replace it without a condition.",
             )
-        draft = self._new_draft(path)
+        draft = self._draft_of(path)
         try:
             draft.write(data, 0)
             draft.seal(sum(view.nbytes for view in data))
@@ -212,7 +208,7 @@ class LocalBackend(Backend):
             self._posix.close(lock)
 
     def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
-        draft = self._new_draft(path, drops_cache=self._drops_cache)
+        draft = self._draft_of(path)
         token = f"{folder_of(path)}/{draft.name}".lstrip("/")
         self._drafts[token] = draft
         return token
@@ -346,30 +342,26 @@ class LocalBackend(Backend):
             failure.retryable = False
             raise failure from error
 
-    def _new_draft(self, path: str, *, drops_cache: bool = False) -> Draft:
+    def _draft_of(self, path: str, name: str | None = None) -> Draft:
+        """Return a new temporary file, or the one called `name` that another process made."""
+        full = self._full(path)
         try:
-            return self._opened_draft(path, drops_cache=drops_cache)
+            return self._twice(full, lambda: Draft(self._posix, full, self._settings, name))
         except FileNotFoundError as error:
+            if name is not None:
+                raise
             raise StorageError(
-                f"The folder {folder_of(self._full(path))} is not visible on this host; the "
-                "coordinator makes it before any rank writes.",
+                f"The folder {folder_of(full)} is not visible on this host; the coordinator makes "
+                "it before any rank writes.",
                 kind="not-found",
                 next_step="Is the path on a file system that all hosts share?",
             ) from error
-
-    def _opened_draft(self, path: str, *, drops_cache: bool, name: str | None = None) -> Draft:
-        full = self._full(path)
-        return self._twice(
-            full,
-            lambda: Draft(self._posix, full, sync=self._sync, drops_cache=drops_cache, name=name),
-        )
 
     def _draft(self, path: str, token: str) -> Draft:
         """Return the open file of an upload; one that another process began is joined."""
         draft = self._drafts.get(token)
         if draft is None:
-            name = os.path.split(self._draft_path(path, token))[1]
-            joined = self._opened_draft(path, drops_cache=self._drops_cache, name=name)
+            joined = self._draft_of(path, os.path.split(self._draft_path(path, token))[1])
             # Of two threads that open it at once, both go on with one.
             draft = self._drafts.setdefault(token, joined)
             if draft is not joined:

@@ -25,8 +25,7 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-
-from .refusals import changed, check_source
+from ckpt_storage.store.problems import changed, check_source
 
 # All memory:// file systems of a process share one dict, so they share one lock.
 _LOCK = threading.RLock()

@@ -27,11 +27,10 @@ from ckpt_storage.store.backend import (
     Settings,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
+from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, check_source
 
 from .clients import ForeignFs, address_of
 from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
-from .refusals import check_source
 
 CAPABILITIES = Capabilities(
     kind="s3",
@@ -105,7 +104,7 @@ class S3Backend(CloudBackend):
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        bucket, prefix, _ = self._client.take().split_path(f"{self._client.root}/")
+        bucket, prefix, _ = self._take().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     def stat(self, path: str) -> ObjectInfo:
@@ -322,7 +321,7 @@ class S3Backend(CloudBackend):
 
     def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request by the client's method and return the answer."""
-        return self._client.run(self._ask, method, **arguments)
+        return self._run(self._ask, method, **arguments)
 
     async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request on the loop, with the options that s3fs was given.
