@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
@@ -60,8 +59,8 @@ _Parts = dict[int, "_Stored"]
 class Answer(NamedTuple):
     """An answer; its length is added when it is sent."""
 
-    status: int = 200
-    headers: Mapping[str, str] = MappingProxyType({})
+    status: int
+    headers: Mapping[str, str]
     body: Sequence[memoryview] = ()
 
 
@@ -99,17 +98,13 @@ class Request:
 
     def checksum(self) -> dict[str, str]:
         """Return the header with a checksum of the body, if there is one."""
-        names = [name for name in self.headers if name.startswith(_CHECKSUM)]
-        return {name: self.headers[name] for name in names if name not in _SETTINGS}
+        found = [item for item in self.headers.items() if item[0].startswith(_CHECKSUM)]
+        return {name: text for name, text in found if name not in _SETTINGS}
 
     def checksum_of(self, body: Body) -> dict[str, str]:
         """Return the checksum of parts, or of their object, that this beginning asked for."""
         name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         return {name: _digest(name, body)} if name != _CHECKSUM else {}
-
-    def limit(self, name: str, most: int) -> int:
-        """Return how many entries of a listing are asked for."""
-        return min(most, int(self.query.get(name, most)))
 
     def kept(self) -> dict[str, str]:
         """Return the headers that stay with an object."""
@@ -150,10 +145,10 @@ class _Stored:
         return {"ETag": self.etag, **told}
 
     def fields(self) -> dict[str, object]:
-        told = {
-            f"Checksum{name[len(_CHECKSUM) :].upper()}": crc for name, crc in self.checksum.items()
-        }
-        return {"ETag": self.etag, "LastModified": _spelt_time(self.time_s), **told}
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.time_s))
+        kinds = {name.removeprefix(_CHECKSUM).upper(): crc for name, crc in self.checksum.items()}
+        crcs = {f"Checksum{kind}": crc for kind, crc in kinds.items()}
+        return {"ETag": self.etag, "LastModified": time_text, **crcs}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -195,9 +190,10 @@ class S3Objects:
     def answer(self, request: Request) -> Answer:
         """Do what is asked, or refuse it and change nothing."""
         try:
-            self._refuse_unknown(request)
+            _refuse_unknown(request)
             with self._lock:
-                home = self._home(request)
+                self._check_place(request)
+                home = self._buckets[request.bucket]
                 self._check(request, home.get(request.key))
                 answer: Answer = getattr(self, f"_{request.op}")(request, home)
         except S3Error as error:
@@ -206,26 +202,14 @@ class S3Objects:
             return S3Error(400, "InvalidArgument", repr(error)).answer()
         return answer
 
-    def _refuse_unknown(self, request: Request) -> None:
-        conditions = {name for name in request.headers if re.match("(x-amz-.*)?if-", name)}
-        claims = request.checksum()
-        unknown = ({*request.query} | conditions) - _KNOWN | (claims.keys() - _CRCS.keys())
-        if request.op == "unknown" or unknown:
-            raise S3Error(501, "NotImplemented", f"{request.op} with {sorted(unknown)}")
-        # The checksum with a completion is that of the object.
-        if request.op != "complete":
-            _verify(claims, request.body)
-
-    def _home(self, request: Request) -> _Home:
-        home = self._buckets.get(request.bucket)
-        if home is None:
+    def _check_place(self, request: Request) -> None:
+        if request.bucket not in self._buckets:
             raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist")
         upload_id = request.query.get("uploadId", "")
         if upload_id and (
             upload_id not in self._uploads or self._uploads[upload_id][0].key != request.key
         ):
             raise S3Error(404, "NoSuchUpload", "It may have been aborted or completed")
-        return home
 
     def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:
         """Raise unless the conditions hold for what is there."""
@@ -241,7 +225,7 @@ class S3Objects:
             raise S3Error(412, "PreconditionFailed", "The condition does not hold")
 
     def _head_bucket(self, _request: Request, _home: _Home) -> Answer:
-        return Answer()
+        return Answer(200, {})
 
     def _list(self, request: Request, home: _Home) -> Answer:
         prefix, delimiter = (request.query.get(name, "") for name in ("prefix", "delimiter"))
@@ -253,7 +237,8 @@ class S3Objects:
             # Rolled up names come in the order of their keys, so a page may end at any of them.
             if name > after:
                 entries[name] = home[key] if cut < 0 else None
-        page = list(entries.items())[: request.limit("max-keys", self.list_page_count)]
+        asked_count = int(request.query.get("max-keys", self.list_page_count))
+        page = list(entries.items())[: min(asked_count, self.list_page_count)]
         is_cut = 0 < len(page) < len(entries)
         fields = {
             "Name": request.bucket,
@@ -273,18 +258,17 @@ class S3Objects:
         # Without an id the marker stands behind all uploads of its key.
         marker = query.get("key-marker", ""), query.get("upload-id-marker", "~")
         left = sorted(
-            (begun.key, upload_id)
-            for upload_id, (begun, _) in self._uploads.items()
+            (begun.key, name)
+            for name, (begun, _) in self._uploads.items()
             if begun.bucket == request.bucket and begun.key.startswith(query.get("prefix", ""))
+            if (begun.key, name) > marker
         )
-        left = [upload for upload in left if upload > marker]
-        page = left[: request.limit("max-uploads", self.list_page_count)]
-        last_key, last_id = page[-1] if page else ("", "")
+        page = left[: self.list_page_count]
         fields = {
             "Bucket": request.bucket,
             "IsTruncated": len(page) < len(left),
-            "NextKeyMarker": last_key,
-            "NextUploadIdMarker": last_id,
+            "NextKeyMarker": page[-1][0] if page else "",
+            "NextUploadIdMarker": page[-1][1] if page else "",
             "Upload": [{"Key": key, "UploadId": name} for key, name in page],
         }
         return _document("ListMultipartUploadsResult", fields)
@@ -297,8 +281,7 @@ class S3Objects:
             raise S3Error(400, "MalformedXML")
         for item in items:
             home.pop(item["Key"], None)
-        is_quiet = b"<Quiet>true</Quiet>" in b"".join(request.body)
-        return _document("DeleteResult", {"Deleted": [] if is_quiet else items})
+        return _document("DeleteResult", {"Deleted": items})
 
     def _get(self, request: Request, home: _Home) -> Answer:
         stored = _existing(home.get(request.key))
@@ -334,7 +317,7 @@ class S3Objects:
 
     def _delete(self, request: Request, home: _Home) -> Answer:
         home.pop(request.key, None)
-        return Answer(204)
+        return Answer(204, {})
 
     def _create_upload(self, request: Request, _home: _Home) -> Answer:
         # Uploads of one key are listed by age, which their ids tell.
@@ -346,26 +329,25 @@ class S3Objects:
         return answer._replace(headers={**answer.headers, **told})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
-        return Answer(200, self._store_part(request, request.body).headers())
-
-    def _part_copy(self, request: Request, _home: _Home) -> Answer:
-        source = self._source(request)
-        size = source.size_bytes
-        asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{size - 1}")
-        start, stop = _range(asked, size)
-        if asked != f"bytes={start}-{stop - 1}":
-            raise S3Error(400, "InvalidArgument", f"{asked} of {size} bytes")
-        part = self._store_part(request, _cut(source.body, start, stop))
-        return _document("CopyPartResult", part.fields())
-
-    def _store_part(self, request: Request, body: Body) -> _Stored:
+        body, is_copy = request.body, request.op == "part_copy"
+        if is_copy:
+            source = self._source(request)
+            asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{source.size_bytes - 1}")
+            start, stop = _range(asked, source.size_bytes)
+            if asked != f"bytes={start}-{stop - 1}":
+                raise S3Error(400, "InvalidArgument", f"{asked} of {source.size_bytes} bytes")
+            body = _cut(source.body, start, stop)
         number = int(request.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "The part number is not within 1 and 10000")
         begun, parts = self._uploads[request.query["uploadId"]]
         checksum = request.checksum() or begun.checksum_of(body)
         parts[number] = part = _Stored(body, checksum=checksum)
-        return part
+        if is_copy:
+            return _document("CopyPartResult", part.fields())
+        return Answer(200, part.headers())
+
+    _part_copy = _part
 
     def _complete(self, request: Request, home: _Home) -> Answer:
         # An upload is forgotten once it is complete, so that a repeated request gets NoSuchUpload,
@@ -391,7 +373,18 @@ class S3Objects:
 
     def _abort(self, request: Request, _home: _Home) -> Answer:
         del self._uploads[request.query["uploadId"]]
-        return Answer(204)
+        return Answer(204, {})
+
+
+def _refuse_unknown(request: Request) -> None:
+    conditions = {name for name in request.headers if re.match("(x-amz-.*)?if-", name)}
+    claims = request.checksum()
+    unknown = ({*request.query} | conditions) - _KNOWN | (claims.keys() - _CRCS.keys())
+    if request.op == "unknown" or unknown:
+        raise S3Error(501, "NotImplemented", f"{request.op} with {sorted(unknown)}")
+    # The checksum with a completion is that of the object.
+    if request.op != "complete":
+        _verify(claims, request.body)
 
 
 def _existing(found: _Stored | None) -> _Stored:
@@ -415,10 +408,6 @@ def _xml(value: object) -> str:
         for each in inner if isinstance(inner, list) else [inner]:
             found += "" if each is None else f"<{name}>{_xml(each)}</{name}>"
     return found
-
-
-def _spelt_time(time_s: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time_s))
 
 
 def _range(text: str, size: int) -> tuple[int, int]:

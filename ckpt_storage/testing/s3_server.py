@@ -7,22 +7,17 @@ not know are refused with 501.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.server
-import json
 import logging
-import os
 import re
-import signal
 import socket
 import socketserver
-import stat
 import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Literal, Self, cast, get_args
@@ -32,7 +27,7 @@ from ckpt_storage.errors import InvalidInputError
 
 from .s3_objects import Answer, Request, S3Error, S3Objects
 
-__all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules", "main"]
+__all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules"]
 
 _LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
@@ -46,22 +41,16 @@ CrashWhen = Literal["before", "after", "torn"]
 class FaultRule:
     """Which requests go wrong, and how.
 
-    A rule matches a request if the regular expression `op` matches its whole op name and `key` is
-    found anywhere in its object key. The first `after` matches are let pass, the next `times` are
-    hit (0: all). Of several rules the first that hits wins, and later ones do not count that
-    request; so a list of rules reads as a sequence.
+    The regular expression `op` must match a request's whole op name, and `key` any part of its key.
+    The first `after` matches pass, the next `times` are hit (0: all). The first rule that hits
+    wins, and later ones do not count that request; so a list of rules reads as a sequence.
 
-    * `status`: read the body, do nothing, answer `status` with S3 error `code`. Status 200 gives
-      the error document that S3 sends in a success.
-    * `delay`: wait `delay_s` seconds, then serve as usual.
-    * `hang`: never answer; the connection stays open until the server stops.
-    * `reset`: reset the connection, with the work not done.
-    * `lost`: do the work, then reset the connection in place of the answer.
+    * `status`: do nothing, answer `status` and `code`; 200 is an error told in a success.
+    * `delay`: wait `delay_s` seconds, then serve as usual. `hang`: never answer.
+    * `reset`: reset the connection, with the work not done; `lost`: with the work done.
     * `torn`: read half of the body, if there is one, then reset; nothing is stored.
     * `truncate`: do the work, announce the whole answer, send half of it, close.
     * `ignore_range`: answer a ranged read with 200 and the whole object.
-
-    Raises `InvalidInputError` for an action that there is not.
     """
 
     op: str = ".*"
@@ -80,11 +69,7 @@ class FaultRule:
 
 
 def crash_rules(number: int, when: CrashWhen) -> list[FaultRule]:
-    """Play the end of a client at the request with this number, counted from 1 from now on.
-
-    No later request is done. That one is reset too ("before"), done with its answer lost
-    ("after"), or cut within its body ("torn").
-    """
+    """Play the end of a client before, after or within the request of this number, from 1 on."""
     moments: dict[CrashWhen, Action] = {"before": "reset", "after": "lost", "torn": "torn"}
     # Each of the two counts the requests before; the second takes all that the first leaves.
     return [
@@ -95,11 +80,7 @@ def crash_rules(number: int, when: CrashWhen) -> list[FaultRule]:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request as the server saw it.
-
-    `bytes_in` and `bytes_out` count decoded body bytes. `status` is 0 while no answer was sent, and
-    for ever if none is. `fault` is the action that hit it, else "".
-    """
+    """One request; body bytes, status (0 without an answer) and the action that hit it, or ""."""
 
     seq: int
     op: str
@@ -174,16 +155,12 @@ class S3Server(S3Objects):
     @property
     def requests(self) -> list[RequestRecord]:
         """All requests since the counters were reset, in order of arrival."""
-        with self._changed:
-            return list(self._log)
+        return list(self._log)
 
     def wait_for(
         self, satisfied: Callable[[list[RequestRecord]], bool], *, timeout_s: float = 30.0
     ) -> None:
-        """Wait until `satisfied(requests)` holds; it runs under a lock and must be quick.
-
-        Raises `TimeoutError`.
-        """
+        """Wait until `satisfied(requests)` holds, or raise `TimeoutError`; it runs under a lock."""
         with self._changed:
             if not self._changed.wait_for(lambda: satisfied(self._log), timeout_s):
                 raise TimeoutError(f"did not see the requests waited for in {timeout_s} s")
@@ -222,13 +199,12 @@ class _Listener(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         arguments = (request, client_address)
         thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True)
-        # Threads are not taken out when they end, but here: so leaving ends every one.
         self.threads = {known: its for known, its in self.threads.items() if known.is_alive()}
         self.threads[thread] = request
         thread.start()
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        # Closed and no more, so that what shall be a reset is none but that.
+        # No more than that, so that what shall be a reset is one.
         request.close()
 
     def handle_error(self, *_args: object) -> None:
@@ -289,7 +265,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         owner.note(record, bytes_in=sum(map(len, body)))
         if fault == "status":
             return S3Error(rule.status, rule.code, "injected by a fault rule").answer()
-        answer = Answer()
+        answer = Answer(0, {})
         if fault not in {"reset", "torn"}:
             answer = owner.answer(replace(request, headers=headers, body=body))
         if fault in {"lost", "reset", "torn"}:
@@ -317,33 +293,3 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if len(data) < size:
             raise ConnectionAbortedError
         return memoryview(data)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM, SIGINT or, where standard input is a pipe, its end.
-
-    Prints one JSON line with `endpoint_url` and `storage_options` once it listens.
-    """
-    parser = argparse.ArgumentParser(prog="python -m ckpt_storage.testing.s3_server")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
-    parser.add_argument("--bucket", action="append", default=[], help="create it; may be repeated")
-    options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit())
-    with S3Server(port=options.port) as server:
-        for name in options.bucket:
-            server.create_bucket(name)
-        ready = {"endpoint_url": server.endpoint_url, "storage_options": server.storage_options}
-        sys.stdout.write(json.dumps(ready) + "\n")
-        sys.stdout.flush()
-        # A terminal, a file or /dev/null does not say that whoever started the server is gone.
-        mode = os.fstat(0).st_mode
-        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-            signal.pause()
-        while os.read(0, 4096):
-            pass
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

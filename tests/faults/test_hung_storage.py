@@ -27,6 +27,15 @@ SLACK_S = 5.0
 EXIT_S = 30.0
 """An interpreter with torch needs less to exit; to join a hung thread would be for ever."""
 
+S3_SERVER = """
+import json, sys
+from ckpt_storage.testing.s3_server import S3Server
+with S3Server() as server:
+    server.create_bucket("bucket")
+    print(json.dumps(server.storage_options), flush=True)
+    sys.stdin.read()
+"""
+
 NURSERY = """
 import json, os, sys, time
 sys.path.insert(0, SUPPORT)
@@ -170,14 +179,14 @@ def test_a_server_that_never_answers_ends_at_the_deadline(
 def test_a_stopped_server_process_ends_at_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
     """A server stopped by SIGSTOP is given up on both ranks, and their processes exit."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_storage.testing.s3_server", "--bucket", "bucket"],
+        [sys.executable, "-c", S3_SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert server.stdout is not None
-        options = json.loads(server.stdout.readline())["storage_options"]
+        options = json.loads(server.stdout.readline())
         stop = partial(os.kill, server.pid, signal.SIGSTOP)
         (told,) = told_by(nursery, [2], tmp_path, "save", options, stop)
     finally:

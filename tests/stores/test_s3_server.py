@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -161,26 +156,3 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
     port = int(server.endpoint_url.rpartition(":")[2])
     with S3Server(port=port) as second:
         assert second.endpoint_url == server.endpoint_url
-
-
-@pytest.mark.parametrize("end", ["stdin", "SIGTERM"])
-def test_command_serves_until_told(end: str) -> None:
-    """The command prints where it listens, serves, and ends with 0."""
-    command = [sys.executable, "-W", "error", "-m", "ckpt_storage.testing.s3_server"]
-    with subprocess.Popen(
-        [*command, "--port", "0", "--bucket", BUCKET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        url = ready["endpoint_url"]
-        assert ready["storage_options"]["client_kwargs"]["endpoint_url"] == url
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-        connection.request("HEAD", f"/{BUCKET}")
-        assert connection.getresponse().status == 200
-        connection.close()
-        if end == "stdin":
-            process.stdin.close()
-        else:
-            os.kill(process.pid, getattr(signal, end))
-        assert process.wait(30) == 0
