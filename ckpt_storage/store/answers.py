@@ -10,6 +10,7 @@ from ckpt_storage.errors import IntegrityError, StorageError
 
 from .backend import Backend, Content, Range, ShortReadError
 from .calls import moved, nothing_was_done
+from .problems import damaged, too_long
 
 if TYPE_CHECKING:
     from .store import Store
@@ -23,8 +24,7 @@ def whole(backend: Backend, path: str, shown: str, max_bytes: int | None) -> Con
     found = backend.get(path, max_bytes=max_bytes)
     if max_bytes is None or len(found.data) <= max_bytes:
         return found
-    what = f"has {len(found.data)} bytes or more, and {max_bytes} at most were to be expected"
-    raise _damaged(path, f"{shown} {what}; it was not read.", 0)
+    raise too_long(path, shown, len(found.data), max_bytes)
 
 
 def fill(
@@ -38,8 +38,7 @@ def fill(
     """Fill ranges of an object of `size_bytes`, once; return what their iterator raised, if it did.
 
     Raises `IntegrityError` if the object has another length or ends early, a retryable
-    `StorageError` if only the answer does, and what the backend raises. `is_beyond` tells an error
-    that says that a range begins behind the end. `shown` is the object's URL for messages.
+    `StorageError` if only the answer does. `is_beyond` tells an error of a range behind the end.
     """
     lent = _Lent(ranges)
     try:
@@ -68,7 +67,7 @@ def fill(
             path=shown,
             next_step="Try again; if it comes back, look for a proxy that cuts answers.",
         )
-    raise _damaged(
+    raise damaged(
         path,
         f"{shown} ends at byte {total_bytes}, within the range [{start}, {stop}) that was asked "
         "for.",
@@ -111,12 +110,7 @@ class _Lent:
 def _check_length(path: str, shown: str, size_bytes: int | None, found_bytes: int | None) -> None:
     if found_bytes is not None and size_bytes not in {None, found_bytes}:
         text = f"{shown} has {found_bytes} bytes instead of {size_bytes}."
-        raise _damaged(path, text, min(found_bytes, size_bytes or 0))
-
-
-def _damaged(path: str, text: str, offset: int) -> IntegrityError:
-    step = "The file is damaged or not the one that was saved."
-    return IntegrityError(text, path=path, offset=offset, next_step=step)
+        raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
 
 def put_settled(

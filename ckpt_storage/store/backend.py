@@ -198,7 +198,8 @@ class Backend(abc.ABC):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a whole small object and its version, from one answer, never from a cache.
 
-        Of one longer than `max_bytes` do not read all, but any more than that.
+        Of one longer than `max_bytes` do not read all: raise `IntegrityError`, or return any more
+        than that.
         """
 
     @abc.abstractmethod

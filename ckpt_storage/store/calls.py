@@ -134,11 +134,7 @@ def _end_all(idle: list[_Worker]) -> None:
 
 
 class TimedPool:
-    """Runs calls in threads of its own, as many as there are callers at a time.
-
-    May be used by several threads and survives fork. `close` ends the threads that wait; those
-    still in a call end after it.
-    """
+    """Runs calls in threads of its own, as many as there are callers at a time; survives fork."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -161,9 +157,8 @@ class TimedPool:
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
 
-        They count from the last `moved`, but `most_s` (seconds) is the limit of it all. Raises
-        `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon after
-        `cancelled` returned True.
+        They count from the last `moved`; `most_s` is the limit of it all. Raises `AbandonedError`
+        when time is up, retryable if `repeatable`, or soon after `cancelled` returned True.
         """
         halted()
         worker = self._take()

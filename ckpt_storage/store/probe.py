@@ -31,10 +31,7 @@ def probe_exclusive_create(store: Store) -> str:
 
 
 def probe_conditional_delete(store: Store) -> str:
-    """Return why `delete_version` is no help, "" if it spares another version.
-
-    On a disk it is our own code and not asked.
-    """
+    """Return why `delete_version` is no help, "" if it spares another version."""
     return "" if store.capabilities.kind == "posix" else _asked(store, _try_conditional_delete)
 
 

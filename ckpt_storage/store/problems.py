@@ -287,18 +287,26 @@ def _described(error: BaseException, answer: HttpFailure | None, *, is_known: bo
     return f"{head}: {line}" if line and line != head else head
 
 
+def damaged(path: str, text: str, offset: int) -> IntegrityError:
+    """Return the error that an object is not what was written."""
+    step = "The file is damaged or not the one that was saved."
+    return IntegrityError(text, path=path, offset=offset, next_step=step)
+
+
+def too_long(path: str, shown: str, found_bytes: int, most_bytes: int) -> IntegrityError:
+    """Return the error that an object is longer than may be read of it."""
+    what = f"has {found_bytes} bytes or more, and {most_bytes} at most were to be expected"
+    return damaged(path, f"{shown} {what}; it was not read.", 0)
+
+
 def check_source(copy: PartCopy, found_bytes: int) -> None:
     """Raise `IntegrityError` unless a source of `found_bytes` is the one that a copy is made of."""
     end, wanted = copy.start + copy.length, copy.source_bytes
     if end > found_bytes or wanted not in {None, found_bytes}:
         of = "" if wanted is None else f" of {wanted}"
-        raise IntegrityError(
-            f"{copy.source.path} has {found_bytes} bytes; [{copy.start}, {end}){of} was to be "
-            "copied.",
-            path=copy.source.path,
-            offset=min(found_bytes, end),
-            next_step="The object is damaged or not the one that was saved.",
-        )
+        span = f"[{copy.start}, {end}){of}"
+        text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
+        raise damaged(copy.source.path, text, min(found_bytes, end))
 
 
 def changed(path: str) -> StorageError:

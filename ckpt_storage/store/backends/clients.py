@@ -118,11 +118,7 @@ def _end(instances: list[ForeignFs], delay_s: float = 0.0) -> None:
 
 
 class _Shared:
-    """The instances of one file system, the options that its key refers to, and its clients.
-
-    free: those that a call may take; of an asynchronous one the first serves all. Calls on lists
-    and sets are atomic.
-    """
+    """The instances of one file system; of an asynchronous one the first in `free` serves all."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
@@ -219,9 +215,8 @@ class ClientBackend(Backend):
     def _turn(self) -> Iterator[ForeignFs]:
         """Give an instance, a synchronous one for this call alone, when few calls are under way.
 
-        It remembers no listings, and is kept for later calls unless an error in the block may be
-        the connection's. A call that hangs keeps its turn; others wait for one for half of a
-        call's time at most.
+        It is kept for later calls unless an error may be the connection's. A call that hangs keeps
+        its turn; others wait for one for half of a call's time at most.
         """
         turns = self._shared().turns
         has_turn = not self._is_async and turns.acquire(timeout=self._timeout_s / 2)
@@ -292,11 +287,7 @@ class ClientBackend(Backend):
         *args: P.args,
         **more: P.kwargs,
     ) -> T:
-        """Run one request of an asynchronous file system on its loop, until the deadline.
-
-        Raises what the request raised, and `TimeoutError` when time is up; the request is
-        then cancelled.
-        """
+        """Run one request on the loop; at the deadline cancel it and raise `TimeoutError`."""
         fs = self._take()
         timed = asyncio.wait_for(operation(fs, *args, **more), self._timeout_s)
         future = asyncio.run_coroutine_threadsafe(timed, fs.loop)

@@ -51,8 +51,8 @@ class Body:
 class Page:
     """One answer to a listing, by names of objects; `more` asks for the next, if any.
 
-    objects: name, size, time and version. markers: folders that are objects themselves, and cannot
-    go before what is in them.
+    objects: name, size, time, version. markers: objects that are folders, deleted after what is in
+    them.
     """
 
     objects: Sequence[tuple[str, int, float | None, str | None]]

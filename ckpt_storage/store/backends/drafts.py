@@ -51,8 +51,7 @@ def target_path(path: str) -> str | None:
 class Draft:
     """A temporary file beside its target, which may be written to by several threads.
 
-    Who made it ends it with `seal` and `publish`, or with `discard`; who joined it by its `name`
-    with `flush` and `leave`. Methods raise `OSError`, and what they say.
+    Who made it ends it by `seal` and `publish`, or `discard`; who joined it by `flush` and `leave`.
     """
 
     def __init__(
@@ -87,10 +86,7 @@ class Draft:
             raise
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write buffers one after the other from `offset` (bytes) on, without copying them.
-
-        After an error the same may be written again.
-        """
+        """Write buffers one after the other from `offset` on; after an error the same again."""
         with self._using() as fd:
             self._posix.pwritev_all(fd, buffers, offset)
             end = offset + sum(view.nbytes for view in buffers)
@@ -101,10 +97,7 @@ class Draft:
                 self._writes_back = is_known(lambda: call(fd, start, end - start))
 
     def flush(self) -> None:
-        """Make what this process wrote durable and known to other hosts; close it until used again.
-
-        A failure is final: nothing vouches for the content after it.
-        """
+        """Make what this process wrote durable; close it until used again. A failure is final."""
         with self._ending:
             self._check_state("open")
             self._state = "failed"
@@ -136,13 +129,10 @@ class Draft:
     def seal(self, total_bytes: int, *, by_several: bool = False) -> None:
         """Check the length, make the content durable and close the file; once.
 
-        `by_several`: other processes wrote to it too. A network file system may not have told
-        this one how long it is now, until it is opened again.
-
-        After any error the temporary file is gone: the kernel may have dropped the pages that an
-        fsync could not write (Rebello et al., "Can Applications Recover from fsync Failures?",
-        ATC 2020), and network file systems report failed writes as late as close(2).
-        Raises `StorageError` if the file has another length or is still written to.
+        by_several: other processes wrote to it too. After any error the temporary file is gone: the
+        kernel may have dropped the pages that an fsync could not write (Rebello et al., "Can
+        Applications Recover from fsync Failures?", ATC 2020), and network mounts tell of failed
+        writes as late as close(2).
         """
         with self._ending:
             if self._state in {"sealed", "complete"}:
@@ -165,8 +155,7 @@ class Draft:
     def publish(self, *, if_absent: bool) -> None:
         """Give the sealed file its name, and make that durable; may be called again.
 
-        if_absent: only if nothing bears the name, decided by the file system; `OSError` with EEXIST
-        if something does. Raises `StorageError` if only the sync of the name failed, for good.
+        Raises `StorageError` if only the sync of the name failed, for good.
         """
         with self._ending:
             if self._state == "complete":
@@ -211,11 +200,8 @@ class Draft:
             self._posix.unlink(self._path)
 
     def _name_by(self, call: Callable[[str, str], None]) -> None:
-        """Rename or link; an answer may be lost, and a retransmitted call finds it done.
-
-        Only the inode under the target name proves that: a second link of the temporary file may
-        be a backup program's.
-        """
+        """Rename or link; an answer may be lost, and a retransmitted call finds it done."""
+        # Only the inode proves that: a second link may be a backup program's.
         try:
             call(self._path, self._target)
         except OSError:
@@ -253,10 +239,7 @@ class Draft:
 
     @contextlib.contextmanager
     def _using(self, *, alone: bool = False) -> Iterator[int]:
-        """Give the descriptor, which lives as long as anyone uses it.
-
-        alone: refused while anyone has it, and nobody gets it after that.
-        """
+        """Give the descriptor while anyone uses it; `alone`: refused to others from now on."""
         with self._lock:
             if alone and self._user_count:
                 raise StorageError(

@@ -34,10 +34,7 @@ _CANCELLED = 499
 
 
 class GcsBackend(CloudBackend):
-    """A prefix in a bucket; versions are generations.
-
-    The token of an upload is the address of a resumable session.
-    """
+    """A prefix in a bucket; versions are generations, tokens addresses of resumable sessions."""
 
     capabilities = Capabilities(
         kind="gcs",
@@ -235,10 +232,7 @@ class GcsBackend(CloudBackend):
         headers: Mapping[str, str] = _NONE,
         data: memoryview | bytes | None = None,
     ) -> AsyncIterator[Any]:
-        """Send one request and give aiohttp's answer; an address may be a URL.
-
-        Raises `HttpFailure` for a status from 400 on.
-        """
+        """Send one request, give aiohttp's answer; raise `HttpFailure` for a status from 400 on."""
         import aiohttp  # noqa: PLC0415  # comes with gcsfs
         import yarl  # noqa: PLC0415  # the same
 
@@ -273,11 +267,7 @@ class GcsBackend(CloudBackend):
 
 
 async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:
-    """Yield a body without copying it.
-
-    aiohttp warns of large bytes, and sends what it can rewind a second time by itself, which
-    a resumable session might take for a gap.
-    """
+    """Yield a body without copying it, so that aiohttp cannot send it a second time by itself."""
     for start in range(0, len(data), _PIECE_BYTES):
         yield data[start : start + _PIECE_BYTES]
 

@@ -42,8 +42,7 @@ _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", 
 class _Writing:
     """An open temporary file, and the file system that serves nobody else meanwhile.
 
-    end: the bytes that it surely has. problem: why nothing more can be written to it; "" if it
-    can. using: held by the call that uses it.
+    end: the bytes that it surely has. problem: why nothing more can be written to it, or "".
     """
 
     fs: ForeignFs
@@ -61,10 +60,7 @@ class _Writing:
 
 
 class FsspecBackend(ClientBackend):
-    """One root on a file system that fsspec knows. One process writes an object, part after part.
-
-    A token is the path of a temporary file.
-    """
+    """One root on a file system that fsspec knows; a token is the path of a temporary file."""
 
     capabilities = Capabilities(kind="generic")
 
@@ -225,10 +221,7 @@ class FsspecBackend(ClientBackend):
             _remove(fs, self._full(token))
 
     def _discard(self, writing: _Writing) -> None:
-        """Close a file that failed, if possible without sending what it buffers.
-
-        What is sent all the same reaches a temporary name, which is removed next.
-        """
+        """Close a file that failed, if possible without sending what it buffers."""
         for name in ("discard", "close"):
             end = getattr(writing.stream, name, None)
             if end is not None and not getattr(writing.stream, "closed", False):

@@ -25,7 +25,7 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import changed, explain
+from ckpt_storage.store.problems import changed, explain, too_long
 
 from .drafts import Draft, is_draft_name, target_path
 from .posix import (
@@ -91,8 +91,9 @@ class LocalBackend(Backend):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
         with self._opened(path) as (fd, found):
-            most_bytes = found.st_size if max_bytes is None else max_bytes + 1
-            content = memoryview(bytearray(min(found.st_size, most_bytes)))
+            if max_bytes is not None and found.st_size > max_bytes:
+                raise too_long(path, f"file://{self._full(path)}", found.st_size, max_bytes)
+            content = memoryview(bytearray(found.st_size))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 
@@ -136,10 +137,7 @@ class LocalBackend(Backend):
             raise
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Yield the files below a folder, without temporary ones and what vanishes meanwhile.
-
-        Symbolic links to files count as files; those to folders are shown but not followed.
-        """
+        """Yield files, links to files as such; not temporary ones, nor what vanishes meanwhile."""
         for path, item in self._walk(prefix, recursive=recursive):
             if not recursive and item.is_dir():
                 yield ObjectInfo(path=f"{path}/", size_bytes=0)
@@ -173,8 +171,8 @@ class LocalBackend(Backend):
     def delete_version(self, path: str, version: str) -> None:
         """Compare and unlink while the folder is locked; then remove folders that are empty.
 
-        Atomic among those who delete so, on one host or where the mount carries locks. It
-        cannot tell a file that is replaced meanwhile, so it is for write-once names.
+        Atomic among those who delete so, on one host or where the mount carries locks. A file may
+        be replaced meanwhile, so it is for write-once names.
         """
         full = self._full(path)
         folder = folder_of(full)
@@ -233,10 +231,7 @@ class LocalBackend(Backend):
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
     ) -> None:
-        """Check the length, sync, rename or link; goes on at the naming if that failed.
-
-        A failure of anything else is final.
-        """
+        """Check the length, sync, rename or link; only a failed naming may be repeated."""
         draft = self._draft(path, token)
         with self._final(path):
             draft.seal(
@@ -288,11 +283,7 @@ class LocalBackend(Backend):
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
 
     def _twice(self, full: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt`, and once more if a network file system's caches may have misled it.
-
-        An NFS client remembers that a name was absent (a negative dentry) until it opens
-        the folder, and answers ESTALE for a file replaced or removed on the server.
-        """
+        """Run `attempt`, and once more if a network file system's caches may have misled it."""
         try:
             return attempt()
         except OSError as error:
@@ -369,10 +360,7 @@ class LocalBackend(Backend):
         return draft
 
     def _draft_path(self, path: str, token: str) -> str:
-        """Return the full path of an upload's temporary file; `path` may be "", if unknown.
-
-        Raises `InvalidInputError` for a token that leads elsewhere.
-        """
+        """Return the full path of a temporary file; refuse a token that leads elsewhere."""
         folder, name = os.path.split(token)
         is_near = folder == folder_of(path) if path else ".." not in folder.split("/")
         if not is_near or folder.startswith("/") or not is_draft_name(name):

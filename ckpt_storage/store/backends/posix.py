@@ -56,11 +56,7 @@ def is_known(call: Callable[[], None]) -> bool:
 
 @functools.cache
 def _function(name: str) -> Callable[..., int]:
-    """Return a function of Linux's C library; while it runs, other Python threads do too.
-
-    Raises `OSError` with ENOSYS where there is none. Systems other than Linux have functions of
-    the same names with other numbers.
-    """
+    """Return a function of Linux's C library; raise `OSError` with ENOSYS where there is none."""
     known = sys.platform == "linux" and ctypes.CDLL(None, use_errno=True)
     found: Callable[..., int] | None = getattr(known, name, None)
     if found is None:
@@ -75,11 +71,8 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _sync(fd: int) -> None:
-    """Make what an open file or folder holds durable, through the drive's cache.
-
-    MacOS's fsync leaves that cache; its stronger call synced nothing where it is refused, and any
-    other failure of it is final.
-    """
+    """Make what an open file or folder holds durable, through the drive's cache."""
+    # macOS's fsync leaves that cache. Its stronger call, where it is refused, synced nothing.
     command = getattr(fcntl, "F_FULLFSYNC", None)
     if command is not None:
         try:
@@ -109,10 +102,7 @@ def _move_all(
     offset: int,
     most_bytes: int,
 ) -> int:
-    """Read or write until nothing is left or nothing moves; return how many bytes were moved.
-
-    One call takes `_IOV_MAX` views at most, and goes up to the next multiple of `most_bytes`.
-    """
+    """Read or write until nothing is left or nothing moves; return how many bytes were moved."""
     pending = deque(as_bytes(view) for view in buffers if view.nbytes)
     at = offset
     while pending:
@@ -165,17 +155,11 @@ class Posix:
             raise OSError(errno.EIO, "the file system took no byte and gave no reason")
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
-
-        The descriptor's own position is neither used nor moved.
-        """
+        """Fill buffers from `offset` (bytes) on; return the bytes read, fewer only at the end."""
         return _move_all(self.preadv, fd, buffers, offset, sys.maxsize)
 
     def start_write_back(self, fd: int, offset: int, length: int) -> None:
-        """Let the kernel begin to write a range to the disk; promises nothing.
-
-        An error of writing back is still reported by the next `fsync`: only waiting takes it away.
-        """
+        """Let the kernel begin to write a range to the disk; the next `fsync` tells of errors."""
         flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
         _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
 
@@ -201,10 +185,7 @@ class Posix:
         os.close(fd)
 
     def lock_folder(self, path: str) -> int:
-        """Return a descriptor that holds an exclusive lock of a folder until it is closed.
-
-        Raises `BlockingIOError` at once where somebody else holds it.
-        """
+        """Lock a folder until what is returned is closed; `BlockingIOError` if somebody has it."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,11 +254,7 @@ def sync_folder(posix: Posix, full: str) -> None:
 
 
 def make_folder(posix: Posix, full: str, *, root: str, made: set[str], sync: bool) -> None:
-    """Make a folder and its parents; with `sync`, sync each name that lies in `root` or is it.
-
-    Names that were there already are synced too: who made them may have died before
-    doing it. Those in `made` are left out; what was made is added to it.
-    """
+    """Make a folder and its parents; with `sync`, sync each name that lies in `root` or is it."""
     if full in made:
         return
     parent = folder_of(full)
@@ -310,10 +287,7 @@ def _is_folder(posix: Posix, full: str) -> bool:
 
 
 def remove_folder(posix: Posix, full: str) -> bool:
-    """Remove a folder and all below it, following no symbolic link; return whether it was there.
-
-    What an NFS client still holds open stays behind as a hidden file, with its folder.
-    """
+    """Remove a folder and all below it, following no symbolic link; return if it was there."""
     if posix.is_link(full):
         posix.unlink(full)
         return True

@@ -202,10 +202,7 @@ class S3Backend(CloudBackend):
         return None
 
     def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
-        """CreateMultipartUpload; for copies with the wish that S3 computes checksums.
-
-        A server that does not say that it will is sent none, and its copies tell none.
-        """
+        """CreateMultipartUpload; for copies with the wish that S3 computes checksums."""
         asked: dict[str, Any] = {"Key": self._name(path), "Metadata": {_WRITE_ID: write_id}}
         if copies and self._takes_checksums:
             try:
@@ -324,10 +321,7 @@ class S3Backend(CloudBackend):
         return self._run(self._ask, method, **arguments)
 
     async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
-        """Send one request on the loop, with the options that s3fs was given.
-
-        The client refuses an argument that it does not know: no condition is left out in silence.
-        """
+        """Send one request on the loop, with the options that s3fs was given."""
         await fs.set_session()
         bucket = self._place[0]
         client = await fs.get_s3(bucket)
@@ -335,6 +329,7 @@ class S3Backend(CloudBackend):
         known = client.meta.service_model.operation_model(name).input_shape.members
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
         accepted = {key: value for key, value in extra.items() if key in known}
+        # The client refuses what it does not know: no condition is left out in silence.
         answer: Mapping[str, Any] = await getattr(client, method)(
             Bucket=bucket, **{**accepted, **arguments}
         )
@@ -345,11 +340,7 @@ class S3Backend(CloudBackend):
 
 
 class _ViewsBody:
-    """Consecutive views as the body of one request; to botocore a file, to aiohttp a stream.
-
-    What is handed to a connection are copies of a piece, made in the processor's cache: one that
-    is being closed may still send what it was given, when the views have other content.
-    """
+    """Consecutive views as the body of one request; to botocore a file, to aiohttp a stream."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = [view for view in views if view.nbytes]
@@ -373,6 +364,8 @@ class _ViewsBody:
         return self._at
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        # Copies, made in the processor's cache: a connection that is being closed may still send
+        # what it was given, when the views have other content.
         for start in range(0, self._size, _PIECE_BYTES):
             yield self._between(start, min(self._size, start + _PIECE_BYTES))
 
@@ -388,9 +381,8 @@ class _ViewsBody:
 def _client_options(location: Location, request_timeout_s: float) -> dict[str, Any]:
     """Return s3fs's options with timeouts, one attempt and room for parallel requests.
 
-    What the user set stays. Checksums are computed and checked only where S3 requires it:
-    other servers refuse the headers, and every byte is verified by our own CRCs. Bodies are
-    signed where somebody could change them on the way.
+    What the user set stays. Checksums only where S3 requires it: other servers refuse the headers,
+    and every byte is verified by our own. Bodies are signed where somebody could change them.
     """
     options = location.storage_options
     ours = {
@@ -411,10 +403,8 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
 
 
 def _is_private(location: Location) -> bool:
-    """Return whether nobody can change bytes on their way: by TLS, or within this machine.
-
-    There the SHA-256 of a body in the signature costs more time than all the rest of sending.
-    """
+    """Return whether nobody can change bytes on their way: by TLS, or within this machine."""
+    # There the SHA-256 of a body in the signature costs more time than all the rest of sending.
     address = address_of(location, location.storage_options)
     if not address:  # AWS itself
         inner = location.storage_options.get("client_kwargs") or {}
