@@ -67,10 +67,10 @@ class Upload:
         self._begin_lock = threading.Lock()
         self._begin_count = 0
         self._may_be_visible = False
-        self._has_ended_writing = False
         self._is_flushed = False
         self._given_up_part: int | None = None
-        self._state: Literal["open", "complete", "aborted"] = "open"
+        # Whose receipts are told is closed: no more is written.
+        self._state: Literal["open", "closed", "complete", "aborted"] = "open"
 
     def token(self) -> str:
         """Return a text with which another process joins this upload of this path.
@@ -133,9 +133,10 @@ class Upload:
         Where the storage lists uploads, that outlives this process, unless it aborts the upload.
         Raises `StorageError` if any of it may not be: the upload can then only be aborted.
         """
-        self._check_alive()
         with self._lock:
-            self._has_ended_writing = True
+            self._check_alive()
+            if self._state == "open":
+                self._state = "closed"
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
         if token is not None and not self._is_flushed:
@@ -157,13 +158,13 @@ class Upload:
         with `if_absent`. A lost answer is settled by looking at the object, for which a member must
         know the owner's `write_id`.
         """
-        if self._state == "complete":
-            return
-        self._check_alive()
-        if self._state != "open":
-            raise self._ended()
         with self._lock:
-            self._has_ended_writing = True
+            if self._state == "complete":
+                return
+            self._check_alive()
+            if self._state == "aborted":
+                raise self._ended()
+            self._state = "closed"
             held = self._held
             parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
         ordered = _whole(parts, total_bytes, shown=self._shown)
@@ -185,7 +186,6 @@ class Upload:
         Idempotent. A member only stops: discarding is the owner's.
         """
         with self._lock:
-            self._has_ended_writing = True
             if self._state == "complete":
                 return
             self._state = "aborted"
@@ -200,7 +200,7 @@ class Upload:
         """Return the token, for which the upload may have to be begun."""
         with self._begin_lock:
             if self._token is None:
-                if self._state != "open":
+                if self._state == "aborted":
                     raise self._ended()
                 self._token = self._store.run("start of the upload", self._path, self._begin)
             return self._token
@@ -239,7 +239,7 @@ class Upload:
             raise
         with self._lock:
             # Its receipts may have been handed over while it was being sent.
-            if self._has_ended_writing:
+            if self._state != "open":
                 raise self._ended()
             self._parts[number] = part
         return part
@@ -334,7 +334,7 @@ class Upload:
 
     def _check_open(self) -> None:
         self._check_alive()
-        if self._state != "open" or self._has_ended_writing:
+        if self._state != "open":
             raise self._ended()
 
     def _check_alive(self) -> None:

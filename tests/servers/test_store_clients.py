@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -9,10 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,7 +26,9 @@ from s3fs import S3FileSystem
 import ckpt_storage
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Location, Settings, open_store
+from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store.backends.clouds import Page, Terms
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -285,7 +286,9 @@ sys.path.insert(0, sys.argv[1])
 import fsspec
 from test_store_clients import _Asynchronous
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Location, Settings, open_store
+from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store.backends.clouds import Page, Terms
 fsspec.register_implementation("asynchronous", _Asynchronous)
 store = open_store(
     "asynchronous://run", timeouts=Timeouts(request=1.0), retry=RetryPolicy(attempt_count=1)
@@ -312,7 +315,9 @@ _LOOKUP = """
 import time
 import fsspec, gcsfs
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Location, Settings, open_store
+from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store.backends.clouds import Page, Terms
 class Slow(gcsfs.GCSFileSystem):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -353,41 +358,27 @@ def test_nothing_delays_the_end_of_a_process(tmp_path: Path, code: str, told: st
     assert done.stderr == ""
 
 
-def test_a_folder_on_azure_is_deleted_page_by_page(registered: dict[str, type]) -> None:
+def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
     """Names are deleted before the next page is asked for; folders go last, deepest first."""
-    family: Any = pytest.importorskip("adlfs").AzureBlobFileSystem
     log: list[str] = []
-    pages = [[("d", True), ("a", False)], [("d/e", True), ("b", False)]]
+    pages = [("a", "d", 1), ("b", "d/e", None)]
 
-    class Answer:
-        """One page of a listing, and which is the next."""
+    class Paged(AzureBackend):
+        """Has two pages, each with a blob and one that stands for a folder."""
 
-        def __init__(self, at: int | None) -> None:
+        def _run(self, operation: Any, *args: Any, **more: Any) -> Any:
+            return asyncio.run(operation(None, *args, **more))
+
+        async def _page(self, fs: Any, below: str, more: Any, *, recursive: bool) -> Page:
+            assert (fs, recursive) == (None, True)
             log.append("page")
-            self._items, self.continuation_token = pages[at or 0], None if at else 1
+            name, folder, following = pages[more or 0]
+            blobs = [(f"{below}{name}", 0, None, None)]
+            return Page(objects=blobs, markers=[f"{below}{folder}"], more=following)
 
-        async def __aiter__(self) -> AsyncIterator[Any]:
-            yield self._each()
+        async def _delete(self, fs: Any, path: str, terms: Terms) -> None:
+            log.append(path)
+            del fs, terms
 
-        async def _each(self) -> AsyncIterator[Any]:
-            for name, is_folder in self._items:
-                told = {"metadata": {"hdi_isfolder": "true"} if is_folder else {}}
-                known = {"size": 0, "last_modified": datetime.now(UTC)}
-                yield SimpleNamespace(name=f"run/f/{name}", get=told.get, **known)
-
-    async def delete_blob(name: str, **_: Any) -> None:
-        log.append(name)
-
-    def begin(self: Any, *_: Any, **__: Any) -> None:
-        AsyncFileSystem.__init__(self)
-        container = SimpleNamespace(list_blobs=lambda **_: SimpleNamespace(by_page=Answer))
-        self.service_client = SimpleNamespace(
-            get_container_client=lambda _: container,
-            get_blob_client=lambda _, name: SimpleNamespace(delete_blob=partial(delete_blob, name)),
-        )
-
-    registered["az"] = type("Paged", (family,), {"__init__": begin})
-    store = open_store("az://box@acct/run")
-    store.delete_folder("f")
-    assert log == ["page", "run/f/a", "page", "run/f/b", "run/f/d/e", "run/f/d", "run/f"]
-    store.close()
+    assert Paged(Location.of("az://box@acct/run"), Settings()).delete_folder("f")
+    assert log == ["page", "f/a", "page", "f/b", "f/d/e", "f/d", "f"]

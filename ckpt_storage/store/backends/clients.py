@@ -178,11 +178,6 @@ class _Process:
 _process = _Process()
 
 
-def known_client_count() -> int:
-    """Return how many file systems this process keeps."""
-    return len(_process.shared)
-
-
 class ClientBackend(Backend):
     """A backend over the file system of one location, in whichever process it is asked."""
 

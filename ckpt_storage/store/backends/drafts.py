@@ -102,9 +102,8 @@ class Draft:
             self._check_state("open")
             self._state = "failed"
             with self._using() as fd:
-                if self._sync:
-                    self._sync_content(fd)
-                else:
+                self._sync_content(fd)
+                if not self._sync:
                     self._posix.write_out(fd)
             # From here on whoever has the receipts may complete it.
             self.is_own = False
@@ -144,8 +143,7 @@ class Draft:
                     if by_several:
                         self._posix.close(self._posix.open_read(self._path))
                     self._check_length(fd, total_bytes)
-                    if self._sync:
-                        self._sync_content(fd)
+                    self._sync_content(fd)
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._unlink()
@@ -213,9 +211,10 @@ class Draft:
             raise
 
     def _sync_content(self, fd: int) -> None:
-        self._posix.fsync(fd)
-        if self._drops_cache:
-            is_known(lambda: self._posix.forget(fd))
+        if self._sync:
+            self._posix.fsync(fd)
+            if self._drops_cache:
+                is_known(lambda: self._posix.forget(fd))
 
     def _check_length(self, fd: int, total_bytes: int) -> None:
         found = self._posix.fstat(fd)
@@ -255,20 +254,17 @@ class Draft:
             self._user_count += 1
             if alone:
                 self._has_ended = True
+        # Told is what failed first: a full disk, say, and not the close after it.
+        quiet: contextlib.AbstractContextManager[None] = contextlib.suppress(OSError)
         try:
             yield fd
-        except BaseException:
-            # Told is what failed first: a full disk, say, and not the close after it.
-            with contextlib.suppress(OSError):
-                self._release()
-            raise
-        self._release()
-
-    def _release(self) -> None:
-        with self._lock:
-            self._user_count -= 1
-        if self._has_ended:
-            self._close_unused()
+            quiet = contextlib.nullcontext()
+        finally:
+            with self._lock:
+                self._user_count -= 1
+            with quiet:
+                if self._has_ended:
+                    self._close_unused()
 
     def _close_unused(self) -> None:
         """Close the descriptor unless a thread has it."""
