@@ -205,10 +205,8 @@ class S3Objects:
     def _check_place(self, request: Request) -> None:
         if request.bucket not in self._buckets:
             raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist")
-        upload_id = request.query.get("uploadId", "")
-        if upload_id and (
-            upload_id not in self._uploads or self._uploads[upload_id][0].key != request.key
-        ):
+        name = request.query.get("uploadId")
+        if name and (name not in self._uploads or self._uploads[name][0].key != request.key):
             raise S3Error(404, "NoSuchUpload", "It may have been aborted or completed")
 
     def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 from integration_tools import EXAMPLES, ROOT
 from servers import AZURE_KEY, Running
 from warm import run_script
-
-import ckpt_storage
 
 PLAIN = {
     "AWS_EC2_METADATA_DISABLED": "true",
@@ -92,11 +89,3 @@ def test_the_example_on_azure(azure_root: Running, tmp_path: Path) -> None:
         code, output = example(azure_root.url, options, environment, tmp_path)
         assert code == 0, output
         assert f"saved {azure_root.url}/step-3 and loaded the same" in output
-
-
-@pytest.mark.parametrize("url", ["az://container/run", "s3://bucket/run", "gs://bucket/run"])
-def test_an_option_cannot_change_the_scheme(url: str) -> None:
-    """`protocol` among the options, which fsspec would follow instead of the URL, is named."""
-    for protocol in ("http", 80):
-        with pytest.raises(ckpt_storage.InvalidInputError, match="'protocol'"):
-            ckpt_storage.list_checkpoints(url, storage_options={"protocol": protocol})

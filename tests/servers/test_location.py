@@ -185,6 +185,9 @@ def test_options_stay_with_their_storage_and_show_nowhere() -> None:
         assert not [one for one in (SECRET, "AKIAEXAMPLE", "hunter-two") if one in shown]
     with pytest.raises(InvalidInputError, match="given twice"):
         open_store(Location.of("memory://x"), storage_options={})
+    for scheme in ("az", "s3", "gs"):
+        with pytest.raises(InvalidInputError, match="'protocol'"):
+            Location.of(f"{scheme}://bucket/run", {"protocol": "http"})
 
 
 @pytest.mark.parametrize(

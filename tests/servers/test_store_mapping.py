@@ -138,13 +138,14 @@ def test_an_exception_has_its_kind(error: BaseException, kind: str, retryable: b
     "error",
     [
         ValueError(f"secret {SECRET} refused"),
+        StorageError(f"secret {SECRET} refused"),
         s3_error("AccessDenied", 403, f"X-Amz-Signature={SECRET}"),
         OSError(f"GET https://host/x?sig={SECRET.replace('/', '%2F')}&y=1"),
         caused(RuntimeError("Authorization: Bearer abcdefgh12345678"), ValueError(SECRET)),
         RuntimeError("http://user:hunter2@host/x failed"),
         RuntimeError(f"{SECRET}\n" * 1000),
     ],
-    ids=["value", "query", "quoted", "cause", "password", "long"],
+    ids=["value", "own words", "query", "quoted", "cause", "password", "long"],
 )
 def test_no_credential_of_a_foreign_message_stays(error: Exception) -> None:
     """Values of options, signatures, headers and passwords in URLs are hidden."""
