@@ -213,7 +213,7 @@ class Store(Caller):
         was created, or will stay. Raises `UnsupportedByStoreError` if the storage cannot decide it.
         """
         if not self.capabilities.exclusive_create:
-            raise self._unable(
+            raise self.unable(
                 path,
                 "has no exclusive creation that can be relied on",
                 "Let only one job save here at a time; of a mounted bucket use its own URL.",
@@ -235,7 +235,7 @@ class Store(Caller):
         if if_match is None:
             self.put_once(path, data, what="replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
-            raise self._unable(
+            raise self.unable(
                 path,
                 "cannot replace an object only if it is of a given version",
                 "Replace it without if_match, and read it back.",
@@ -282,7 +282,8 @@ class Store(Caller):
 
         self.run(what, path, put, repeat=repeat)
 
-    def _unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
+    def unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
+        """Return the error that the storage has no such call."""
         return UnsupportedByStoreError(
             f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
         )

@@ -13,7 +13,6 @@ from ckpt_storage.errors import (
     CheckpointError,
     InvalidInputError,
     StorageError,
-    UnsupportedByStoreError,
 )
 
 from .backend import Backend, Part, PartCopy
@@ -325,12 +324,8 @@ class Upload:
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:
-            raise UnsupportedByStoreError(
-                f"Several processes cannot share the upload of {self._shown}.",
-                kind="unsupported",
-                path=self._shown,
-                next_step="Let one process write the whole object.",
-            )
+            what = "takes no upload from several processes"
+            raise self._store.unable(self._path, what, "Let one process write the whole object.")
 
     def _check_open(self) -> None:
         self._check_alive()

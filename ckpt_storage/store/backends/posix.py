@@ -57,8 +57,7 @@ def is_known(call: Callable[[], None]) -> bool:
 @functools.cache
 def _function(name: str) -> Callable[..., int]:
     """Return a function of Linux's C library; raise `OSError` with ENOSYS where there is none."""
-    known = sys.platform == "linux" and ctypes.CDLL(None, use_errno=True)
-    found: Callable[..., int] | None = getattr(known, name, None)
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if found is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     return found
