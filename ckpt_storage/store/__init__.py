@@ -16,7 +16,7 @@ from .backend import (
     Settings,
     ShortReadError,
 )
-from .location import Location, anchored
+from .location import Location, anchored, endpoint_of
 from .registry import open_store, register_backend
 
 __all__ = [
@@ -38,15 +38,3 @@ __all__ = [
     "open_store",
     "register_backend",
 ]
-
-
-def endpoint_of(location: Location) -> str:
-    """Return the host, or account, that requests go to; "" for a local path or a default.
-
-    By it and its URL, ranks agree on a storage. Holds no credentials.
-    """
-    if location.is_local:
-        return ""
-    from .backends import clients  # noqa: PLC0415  # local users need no fsspec
-
-    return clients.endpoint_of(location, location.storage_options)

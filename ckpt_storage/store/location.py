@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from ckpt_storage.errors import InvalidInputError
 
@@ -38,6 +39,16 @@ _NO_STORAGES = frozenset(
     "https libarchive reference simplecache tar zip".split()
 )
 """What only reads, or wraps another file system."""
+
+_ENDPOINT_NAMES = {
+    "az": (
+        ("account_host", "BlobEndpoint", "account_name", "AccountName"),
+        ("AZURE_STORAGE_ACCOUNT_NAME",),
+    ),
+    "gs": (("endpoint_url",), ("STORAGE_EMULATOR_HOST",)),
+    "s3": (("endpoint_url",), ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
+}
+"""By scheme: the options that name an endpoint, and the variables of the environment."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MANGLED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
@@ -165,6 +176,30 @@ def anchored(url: str | os.PathLike[str]) -> str:
     """
     location = Location.of(url)
     return location.target if location.is_local else os.fspath(url)
+
+
+def address_of(location: Location) -> str:
+    """Return the URL that requests go to as options and environment tell it, or ""."""
+    options = location.storage_options
+    text = str(options.get("connection_string") or "")
+    told = dict(part.partition("=")[::2] for part in text.split(";"))
+    inner = options.get("client_kwargs") or {}
+    names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
+    found = [source.get(name) for source in (options, inner, told) for name in names]
+    found += [os.environ.get(name) for name in variables]
+    value = next((value for value in found if isinstance(value, str) and value), "")
+    return value if not value or "://" in value else f"//{value}"
+
+
+def endpoint_of(location: Location) -> str:
+    """Return the host, or account, that requests go to; "" for a local path or a default.
+
+    By it and its URL, ranks agree on a storage. Holds no credentials.
+    """
+    address = "" if location.is_local else address_of(location)
+    if address or location.protocol in {*_ENDPOINT_NAMES, "file", "memory"}:
+        return urlsplit(address).netloc.rpartition("@")[2]
+    return location.path.partition("/")[0]
 
 
 def _bad(what: str, next_step: str) -> InvalidInputError:

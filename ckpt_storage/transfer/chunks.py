@@ -253,8 +253,8 @@ class _Plan:
         grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, self._gap_bytes)
         spans = touched_spans(read.chunk_sizes, where, read.item_bytes, grain)
         rounded = [round_out(start, stop, block, total) for start, stop in spans]
-        for extent in coalesce(rounded, 0, total):
-            self._add_windows(read, extent.start, extent.stop)
+        for first, last, _ in coalesce(rounded, 0, total):
+            self._add_windows(read, first, last)
 
     def _add_run(self, read: ChunkRead, start: int, stop: int) -> None:
         """Plan a selection that is the bytes [start, stop) of the payload."""

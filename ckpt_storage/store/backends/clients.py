@@ -19,11 +19,10 @@ import weakref
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store.backend import Backend, Settings, ShortReadError
-from ckpt_storage.store.location import Location, missing_backend
+from ckpt_storage.store.location import Location, endpoint_of, missing_backend
 from ckpt_storage.store.redaction import Scrubber
 
 P = ParamSpec("P")
@@ -45,16 +44,6 @@ _OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cac
 _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
-
-_ENDPOINT_NAMES = {
-    "az": (
-        ("account_host", "BlobEndpoint", "account_name", "AccountName"),
-        ("AZURE_STORAGE_ACCOUNT_NAME",),
-    ),
-    "gs": (("endpoint_url",), ("STORAGE_EMULATOR_HOST",)),
-    "s3": (("endpoint_url",), ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
-}
-"""By scheme: the options that name an endpoint, and the variables of the environment."""
 
 _ANSWERS = (
     CheckpointError,
@@ -191,7 +180,7 @@ class ClientBackend(Backend):
         self._options = dict(location.storage_options if options is None else options)
         self._timeout_s = settings.request_timeout_s
         self._scrub = Scrubber(location.storage_options, location.target)
-        self.endpoint = endpoint_of(location, self._options)
+        self.endpoint = endpoint_of(location)
         # As it is registered with fsspec.
         self._family: Any = fsspec.get_filesystem_class(location.protocol)
         self._is_async = bool(getattr(self._family, "async_impl", False))
@@ -343,26 +332,6 @@ class ClientBackend(Backend):
                     path=self._location.url,
                     next_step=f"Did you mean {near[0]!r}?",
                 )
-
-
-def address_of(location: Location, options: Mapping[str, Any]) -> str:
-    """Return the URL that requests go to as options and environment tell it, or ""."""
-    text = str(options.get("connection_string") or "")
-    told = dict(part.partition("=")[::2] for part in text.split(";"))
-    inner = options.get("client_kwargs") or {}
-    names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
-    found = [source.get(name) for source in (options, inner, told) for name in names]
-    found += [os.environ.get(name) for name in variables]
-    value = next((value for value in found if isinstance(value, str) and value), "")
-    return value if not value or "://" in value else f"//{value}"
-
-
-def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
-    """Return host and port that requests go to, as far as options and environment tell."""
-    address = address_of(location, options)
-    if address or location.protocol in {*_ENDPOINT_NAMES, "memory"}:
-        return urlsplit(address).netloc.rpartition("@")[2]
-    return location.path.partition("/")[0]
 
 
 def _frozen(value: object) -> Hashable:

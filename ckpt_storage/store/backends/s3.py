@@ -26,29 +26,11 @@ from ckpt_storage.store.backend import (
     PartCopy,
     Settings,
 )
-from ckpt_storage.store.location import Location
+from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, check_source
 
-from .clients import ForeignFs, address_of
+from .clients import ForeignFs
 from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
-
-CAPABILITIES = Capabilities(
-    kind="s3",
-    exclusive_create=True,
-    if_match=True,
-    atomic_replace=True,
-    parallel_parts=True,
-    min_part_bytes=5 * MIB,
-    max_part_bytes=5 << 30,
-    max_part_count=10_000,
-    max_put_bytes=5 << 30,
-    streams_parts=True,
-    tokens_travel=True,
-    lists_uploads=True,
-    copy_min_bytes=5 * MIB,
-    copy_max_bytes=5 << 30,
-)
-"""What AWS promises; other servers may ignore the conditions."""
 
 _WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
@@ -87,8 +69,25 @@ class S3Backend(CloudBackend):
     bears a checksum, and its receipt is the ETag with the checksum behind it.
     """
 
+    # What AWS promises; other servers may ignore the conditions.
+    capabilities = Capabilities(
+        kind="s3",
+        exclusive_create=True,
+        if_match=True,
+        atomic_replace=True,
+        parallel_parts=True,
+        min_part_bytes=5 * MIB,
+        max_part_bytes=5 << 30,
+        max_part_count=10_000,
+        max_put_bytes=5 << 30,
+        streams_parts=True,
+        tokens_travel=True,
+        lists_uploads=True,
+        copy_min_bytes=5 * MIB,
+        copy_max_bytes=5 << 30,
+    )
+
     def __init__(self, location: Location, settings: Settings) -> None:
-        self.capabilities = CAPABILITIES
         # A request ends, and frees its memory, before its caller gives the call up.
         timeout_s = _EARLIER * settings.request_timeout_s
         super().__init__(
@@ -405,7 +404,7 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
 def _is_private(location: Location) -> bool:
     """Return whether nobody can change bytes on their way: by TLS, or within this machine."""
     # There the SHA-256 of a body in the signature costs more time than all the rest of sending.
-    address = address_of(location, location.storage_options)
+    address = address_of(location)
     if not address:  # AWS itself
         inner = location.storage_options.get("client_kwargs") or {}
         return all(place.get("use_ssl", True) for place in (location.storage_options, inner))
