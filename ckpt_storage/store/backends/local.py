@@ -71,8 +71,6 @@ class LocalBackend(Backend):
         self, place: str | Location, settings: Settings | None = None, *, posix: Posix | None = None
     ) -> None:
         root = place if isinstance(place, str) else place.target
-        if not root or "\0" in root:
-            raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
         # Made absolute now, because the process may change its working folder.
         self.folder = str(Path(root).absolute())
         self._posix = posix or Posix()
