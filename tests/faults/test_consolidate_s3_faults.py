@@ -16,7 +16,7 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.backends import s3
+from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 PUT_BYTES = 20_000
@@ -81,7 +81,8 @@ class Bucket:
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A server of its own, to which weight files go in parts."""
-    monkeypatch.setattr(s3, "CAPABILITIES", replace(s3.CAPABILITIES, max_put_bytes=PUT_BYTES))
+    parts = replace(S3Backend.capabilities, max_put_bytes=PUT_BYTES)
+    monkeypatch.setattr(S3Backend, "capabilities", parts)
     with S3Server() as server:
         yield Bucket(server, request.param)
 

@@ -38,7 +38,7 @@ from ckpt_storage.errors import (
     NotPublishedError,
 )
 from ckpt_storage.store import Location, probe
-from ckpt_storage.store.backends import s3
+from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -401,8 +401,8 @@ def check_every_request(
     Requests that go side by side are made in turn: a crash between them leaves either one.
     """
     take_in_turn(monkeypatch, order)
-    small_parts = replace(s3.CAPABILITIES, min_part_bytes=1)
-    monkeypatch.setattr(s3, "CAPABILITIES", small_parts)
+    small_parts = replace(S3Backend.capabilities, min_part_bytes=1)
+    monkeypatch.setattr(S3Backend, "capabilities", small_parts)
     counts: Counter[str] = Counter()
     uploads_before = 0
     with S3Server(min_part_bytes=1) as server:
