@@ -286,9 +286,7 @@ sys.path.insert(0, sys.argv[1])
 import fsspec
 from test_store_clients import _Asynchronous
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location, Settings, open_store
-from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.store.backends.clouds import Page, Terms
+from ckpt_storage.store import open_store
 fsspec.register_implementation("asynchronous", _Asynchronous)
 store = open_store(
     "asynchronous://run", timeouts=Timeouts(request=1.0), retry=RetryPolicy(attempt_count=1)
@@ -315,9 +313,7 @@ _LOOKUP = """
 import time
 import fsspec, gcsfs
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location, Settings, open_store
-from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.store.backends.clouds import Page, Terms
+from ckpt_storage.store import open_store
 class Slow(gcsfs.GCSFileSystem):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
