@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_storage.errors import IntegrityError, StorageError
 
-from .backend import Backend, Content, Range, ShortReadError
+from .backend import Backend, Range, ShortReadError
 from .calls import moved, nothing_was_done
-from .problems import damaged, too_long
+from .problems import damaged
 
 if TYPE_CHECKING:
     from .store import Store
@@ -19,28 +19,15 @@ _DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "un
 """Answers that prove that nothing was put, and that change nothing about an earlier request."""
 
 
-def whole(backend: Backend, path: str, shown: str, max_bytes: int | None) -> Content:
-    """Return a whole object; raise `IntegrityError` if it has more than `max_bytes`."""
-    found = backend.get(path, max_bytes=max_bytes)
-    if max_bytes is None or len(found.data) <= max_bytes:
-        return found
-    raise too_long(path, shown, len(found.data), max_bytes)
-
-
 def fill(
-    backend: Backend,
-    path: str,
-    shown: str,
-    ranges: Iterable[Range],
-    size_bytes: int | None,
-    is_beyond: Callable[[Exception], bool],
+    store: Store, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
 ) -> list[Exception]:
     """Fill ranges of an object of `size_bytes`, once; return what their iterator raised, if it did.
 
     Raises `IntegrityError` if the object has another length or ends early, a retryable
-    `StorageError` if only the answer does. `is_beyond` tells an error of a range behind the end.
+    `StorageError` if only the answer does.
     """
-    lent = _Lent(ranges)
+    lent, shown = _Lent(ranges), store.shown(path)
     try:
         _check_length(path, shown, size_bytes, backend.read(path, iter(lent)))
     except ShortReadError as error:
@@ -51,7 +38,7 @@ def fill(
                 # A file of another length is told as such, not by the first wrong block.
                 _check_length(path, shown, size_bytes, backend.stat(path).size_bytes)
             return lent.failures
-        if not is_beyond(error):
+        if getattr(store.explain(error, "read", path), "kind", "") != "range":
             raise
         position = lent.start
     else:

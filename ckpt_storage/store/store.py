@@ -16,7 +16,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.options import RetryPolicy
 
-from .answers import fill, put_settled, taken, whole, whose
+from .answers import fill, put_settled, taken, whose
 from .backend import (
     DELETE_COUNT,
     Backend,
@@ -28,7 +28,7 @@ from .backend import (
 )
 from .calls import CLEAN_UP_S, Caller, Repeat, moved, system_random
 from .deadline import Deadline
-from .problems import explain
+from .problems import explain, too_long
 from .upload import Upload
 
 log = logging.getLogger("ckpt_storage")
@@ -175,8 +175,14 @@ class Store(Caller):
 
         One of more than `max_bytes` is an `IntegrityError`, and not much more is read of it.
         """
-        shown = self.shown(path)
-        return self.run("read", path, lambda backend: whole(backend, path, shown, max_bytes))
+
+        def get(backend: Backend) -> Content:
+            found = backend.get(path, max_bytes=max_bytes)
+            if max_bytes is not None and len(found.data) > max_bytes:
+                raise too_long(path, self.shown(path), len(found.data), max_bytes)
+            return found
+
+        return self.run("read", path, get)
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
@@ -184,14 +190,10 @@ class Store(Caller):
         The next range is asked for when the last one is filled. `size_bytes` is the length that the
         object must have. Raises `IntegrityError` if it is another, or the object ends early.
         """
-
-        def is_beyond(error: Exception) -> bool:
-            return getattr(self.explain(error, "read", path), "kind", "") == "range"
-
         failure = self.run(
             "read",
             path,
-            lambda backend: fill(backend, path, self.shown(path), ranges, size_bytes, is_beyond),
+            lambda backend: fill(self, backend, path, ranges, size_bytes),
             repeat="unless-abandoned",
         )
         if failure:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 import pytest
-from local_stores import local_store
+from local_stores import error_of, local_store
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.store.backends.posix import Posix
@@ -126,9 +126,7 @@ def assert_clean_retry(root: Path, way: Way) -> None:
     store.abort_uploads("")
     assert [path.name for path in (root / "saves").iterdir()] == (["x"] if visible else [])
     if way.name == "create" and visible:
-        with pytest.raises(StorageError) as caught:
-            store.create(NAME, OLD)
-        assert caught.value.kind == "exists"
+        assert error_of(lambda: store.create(NAME, OLD)).kind == "exists"
     else:
         way.run(store)
     assert content(root) == way.after
@@ -226,9 +224,7 @@ def test_a_failed_completion_is_final(roots: Iterator[Path], operation: str) -> 
     started = store.upload(NAME)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     for _ in range(2):
-        with pytest.raises(StorageError) as caught:
-            started.complete(len(NEW))
-        assert not caught.value.retryable
+        assert not error_of(lambda: started.complete(len(NEW))).retryable
     assert not [path for path in (root / "saves").iterdir() if path.name != "x"]
     started.abort()
     assert content(root) == (NEW if operation == "fsync_folder" else None)
@@ -293,9 +289,8 @@ def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> Non
             os.link(source, f"{root}/backup")
             super().link(source, target)
 
-    with pytest.raises(StorageError) as caught:
-        local_store(str(root), posix=Backup()).create(NAME, NEW)
-    assert caught.value.kind == "exists"
+    store = local_store(str(root), posix=Backup())
+    assert error_of(lambda: store.create(NAME, NEW)).kind == "exists"
     assert content(root) == OLD
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_stores import local_store
+from local_stores import error_of, local_store
 from servers import Running
 from suites import SuiteAt
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
@@ -50,13 +49,6 @@ def store(root: str) -> Store:
 def names_in(folder: Path) -> list[str]:
     """Return the names that are in a folder, temporary ones too."""
     return sorted(path.name for path in folder.iterdir())
-
-
-def error_of(call: Callable[[], object]) -> StorageError:
-    """Return the storage error that a call raises."""
-    with pytest.raises(StorageError) as caught:
-        call()
-    return caught.value
 
 
 def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from local_stores import error_of
 from remote_tools import KEY, ONCE, PARTS, SECRET, ops, plain, retrying, send
 from servers import free_port
 
@@ -47,9 +48,8 @@ def test_bytes_that_never_came_are_not_made_up(server: S3Server) -> None:
         lambda: store.read("saves/a/x", [(0, target)], size_bytes=2000),
         lambda: store.get("saves/a/x"),
     ):
-        with pytest.raises(StorageError) as caught:
-            call()
-        assert (caught.value.kind, caught.value.retryable) == ("connection", True)
+        error = error_of(call)
+        assert (error.kind, error.retryable) == ("connection", True)
     server.faults([FaultRule(op="get", times=0, action="ignore_range")])
     with pytest.raises(UnsupportedByStoreError, match="honours the Range header"):
         store.read("saves/a/x", [(500, target)])
@@ -193,12 +193,10 @@ def test_an_unreachable_endpoint_is_named() -> None:
     port = free_port()
     options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
     store = open_store("s3://bkt/run", storage_options=options, retry=ONCE)
-    with pytest.raises(StorageError) as caught:
-        store.put("x", b"data")
-    assert caught.value.kind == "connection"
-    assert caught.value.retryable
-    assert f"127.0.0.1:{port}" in str(caught.value)
-    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+    error = error_of(lambda: store.put("x", b"data"))
+    assert (error.kind, error.retryable) == ("connection", True)
+    assert f"127.0.0.1:{port}" in str(error)
+    assert isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def test_a_refusal_is_told_with_what_to_do(server: S3Server) -> None:
@@ -245,9 +243,7 @@ def test_no_error_log_or_pickle_shows_a_credential(
     others: list[Action] = ["reset", "status", "truncate"]
     for rule in [EXPIRED, *(FaultRule(action=action) for action in others)]:
         server.faults([replace(rule, op="get", times=0)])
-        with pytest.raises(StorageError) as caught:
-            store.get("saves/a/x")
-        errors.append(caught.value)
+        errors.append(error_of(lambda: store.get("saves/a/x")))
     for error in errors:
         texts += [str(error), repr(error), repr(error.__dict__), repr(pickle.dumps(error))]
         assert error.__context__ is None

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from local_stores import error_of
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
@@ -161,13 +162,6 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.close()
-
-
-def error_of(call: Callable[[], object]) -> StorageError:
-    """Return the storage error that a call raises."""
-    with pytest.raises(StorageError) as caught:
-        call()
-    return caught.value
 
 
 def fault(operation: str, **how: object) -> Rule:

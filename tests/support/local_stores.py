@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backend import Backend, Settings
 from ckpt_storage.store.backends.local import LocalBackend
@@ -31,3 +35,10 @@ def store_on(backend: Backend, *, policy: RetryPolicy = ONCE, **bounds: Any) -> 
     """Return a store on a backend of a test's own."""
     folder = getattr(backend, "folder", "/run")
     return Store(backend, url=f"file://{folder}", policy=policy, **bounds)
+
+
+def error_of(call: Callable[[], object]) -> StorageError:
+    """Return the storage error that a call raises."""
+    with pytest.raises(StorageError) as caught:
+        call()
+    return caught.value
