@@ -94,7 +94,7 @@ class Upload:
         is_whole = not number and not offset and self._is_owner and not self._token
         is_put = is_whole and self._capabilities.is_remote and self._fits_put(part)
         if last and (is_put or self._capabilities.last_part_publishes):
-            self._held = part, _joined(buffers)
+            self._held = part, b"".join(buffers)
             return
         self._send(
             number,
@@ -347,13 +347,6 @@ class Upload:
         return StorageError(
             f"The upload of {self._shown} {what}.", path=self._shown, next_step=next_step
         )
-
-
-def _joined(buffers: Sequence[memoryview]) -> bytes:
-    """Return the bytes of consecutive views in one object, without a copy of one that is."""
-    whole = buffers[0].obj if len(buffers) == 1 else None
-    is_all = isinstance(whole, bytes) and len(whole) == buffers[0].nbytes
-    return whole if is_all and isinstance(whole, bytes) else b"".join(buffers)
 
 
 def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from ckpt_storage.store.backends.posix import Posix, as_bytes
+from ckpt_storage.store.backends.posix import Posix
 
 from .faults import Rule, Script, first_half, played
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _halved(buffers: Sequence[memoryview]) -> list[memoryview]:
-    return first_half([*map(as_bytes, buffers)])
+    return first_half([view.cast("B") for view in buffers if view.nbytes])
 
 
 def _os_error(rule: Rule, path: str) -> OSError:

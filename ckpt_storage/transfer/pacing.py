@@ -38,18 +38,9 @@ class Budget:
         """Forget what is held, as a child of fork must: it has none of its parent's threads."""
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
-        self._held_bytes = 0
-        self._peak_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes claimed and not yet released."""
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was ever held."""
-        return self._peak_bytes
+        self.held_bytes = 0
+        # The most that was ever held.
+        self.peak_bytes = 0
 
     def acquire(self, byte_count: int, *, limit_bytes: int, deadline: Deadline) -> None:
         """Wait until `byte_count` more fit below `limit_bytes`, and claim them.
@@ -62,11 +53,11 @@ class Budget:
         with self._changed:
             self._queue.append(turn)
             try:
-                while self._queue[0] is not turn or self._held_bytes > most_bytes:
+                while self._queue[0] is not turn or self.held_bytes > most_bytes:
                     self._changed.wait(min(LOOK_S, deadline.remaining_s() + 0.001))
                     deadline.check("Waiting for memory to send or read with")
-                self._held_bytes += byte_count
-                self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+                self.held_bytes += byte_count
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             finally:
                 self._queue.remove(turn)
                 self._changed.notify_all()
@@ -74,7 +65,7 @@ class Budget:
     def release(self, byte_count: int) -> None:
         """Give back bytes that `acquire` claimed."""
         with self._changed:
-            self._held_bytes -= byte_count
+            self.held_bytes -= byte_count
             self._changed.notify_all()
 
 

@@ -89,11 +89,6 @@ def _advise(fd: int, advice: str) -> None:
         os.posix_fadvise(fd, 0, 0, getattr(os, advice))
 
 
-def as_bytes(view: memoryview) -> memoryview:
-    """Return `view` as one dimension of unsigned bytes, without copying."""
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
 def _move_all(
     call: Callable[[int, Sequence[memoryview], int], int],
     fd: int,
@@ -102,7 +97,7 @@ def _move_all(
     most_bytes: int,
 ) -> int:
     """Read or write until nothing is left or nothing moves; return how many bytes were moved."""
-    pending = deque(as_bytes(view) for view in buffers if view.nbytes)
+    pending = deque(view.cast("B") for view in buffers if view.nbytes)
     at = offset
     while pending:
         views, room = [], most_bytes - at % most_bytes
