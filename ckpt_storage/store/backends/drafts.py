@@ -141,6 +141,7 @@ class Draft:
             try:
                 with self._using(alone=True) as fd:
                     if by_several:
+                        # A network file system asks the server anew how long it is.
                         self._posix.close(self._posix.open_read(self._path))
                     self._check_length(fd, total_bytes)
                     self._sync_content(fd)
