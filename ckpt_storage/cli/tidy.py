@@ -55,7 +55,8 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
                 f"{checkpoint.url} was written by another tool ({checkpoint.format}).",
                 next_step="Delete it with the tool that wrote it, or as a folder.",
             )
-    is_deleted = yes and delete(url, **options)
+    # What was shown goes, not what may have replaced it.
+    is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
     if as_json:
         output.emit("rm", **told, is_dry_run=not yes, is_deleted=is_deleted)
         return SOUND

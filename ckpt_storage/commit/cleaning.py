@@ -258,6 +258,10 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
             path=store.url,
             next_step="Give the id of the save that is meant, or None for whatever is there.",
         )
+
+    def is_meant(found: CommitLog) -> bool:
+        return expected_save_id in {None, found.head.save_id if found.head else None}
+
     while True:
         doomed = set(attempts_there(store))
         found = read_log(store)
@@ -266,9 +270,11 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         record = _tombstone(store, found)
         if record is not None:
             break
-        if expected_save_id not in {None, found.head.save_id if found.head else None}:
+        if not is_meant(found):
             return False
         found = log_to_extend(store)
+        if not is_meant(found):
+            return False  # saved anew since
         for known in history(store, found.head):
             if known.save_id is None or known.save_id in doomed:
                 break

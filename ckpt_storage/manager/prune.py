@@ -290,16 +290,18 @@ def delete(
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     missing_ok: bool = False,
+    expected_save_id: str | None = None,
 ) -> bool:
     """Delete the checkpoint at `url` and its exports; return whether there was anything to delete.
 
     The commit goes first, so that no reader meets a half; cut at any point, call it again. A record
     of a few hundred bytes stays, and so does what another tool left there. Of a symbolic link the
     link alone goes. One process calls it; a save that is under way fails with
-    `CommitConflictError`.
+    `CommitConflictError`. With `expected_save_id` only that save is deleted, not one that has
+    replaced it.
 
     Raises:
-        CheckpointNotFoundError: nothing of ours is there; unless `missing_ok`.
+        CheckpointNotFoundError: nothing of ours is there, or not that save; unless `missing_ok`.
         InvalidInputError: another tool wrote it; unless `missing_ok`.
         StorageError, PhaseTimeoutError: deleted in part; call it again.
 
@@ -307,10 +309,11 @@ def delete(
     location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
     root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
     is_link = location.is_local and _unlinked(Path(location.path))
-    is_deleted = is_link or _deleted(root, None, missing_ok=missing_ok)
+    is_deleted = is_link or _deleted(root, None, missing_ok=missing_ok, save_id=expected_save_id)
     if not is_deleted and not missing_ok:
+        what = "checkpoint" if expected_save_id is None else f"save {expected_save_id}"
         raise CheckpointNotFoundError(
-            f"{location.url} holds no checkpoint.",
+            f"{location.url} holds no {what}.",
             path=location.url,
             next_step="ckpt_storage.list_checkpoints(root) shows what is there.",
         )
@@ -335,7 +338,7 @@ def delete_step(roots: Sequence[Root], step: int) -> bool:
     return is_deleted
 
 
-def _deleted(root: Root, name: str | None, *, missing_ok: bool) -> bool:
+def _deleted(root: Root, name: str | None, *, missing_ok: bool, save_id: str | None = None) -> bool:
     """Delete what lies below a root under `name`, or at the root; return whether it was there."""
     location = root.location if name is None else root.location.child(name)
     if location.is_local and not Path(location.path).is_dir():
@@ -345,7 +348,7 @@ def _deleted(root: Root, name: str | None, *, missing_ok: bool) -> bool:
     found = read_log(store)
     if not is_foreign(store, found):
         is_there = found.head is not None or bool(attempts_there(store))
-        return is_there and _delete_with_exports(store)
+        return is_there and _delete_with_exports(store, expected_save_id=save_id)
     if missing_ok:
         return False
     raise InvalidInputError(

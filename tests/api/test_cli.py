@@ -15,6 +15,8 @@ from copy_cases import files_below, flip, save
 from dcp_cases import same
 from safetensors.torch import load_file
 
+from ckpt_storage import delete
+from ckpt_storage.cli import tidy
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.testing.s3_server import S3Server
@@ -247,6 +249,22 @@ def test_rm_shows_and_deletes_one_checkpoint_when_told(tmp_path: Path) -> None:
     assert names == ["step-00000900", "step-00001100"]
     assert {path.parts[0] for path in map(Path, files_below(one))} == {"commits"}
     assert "was deleted" in refused("rm", one, "--yes")
+
+
+def test_rm_deletes_the_save_that_it_has_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that replaces it meanwhile stays, and is told."""
+    one = make_run(tmp_path / "run") / "step-00001000"
+
+    def after_a_save(url: str, **options: Any) -> bool:
+        save({"w": torch.ones(3)}, url, overwrite=True)
+        return delete(url, **options)
+
+    monkeypatch.setattr(tidy, "delete", after_a_save)
+    shown = answer("rm", one)["save_id"]
+    assert f"holds no save {shown}" in " ".join(refused("rm", one, "--yes").split())
+    assert answer("show", one)["save_id"] != shown
 
 
 def test_rm_leaves_what_another_tool_wrote(last: Path, tmp_path: Path) -> None:

@@ -269,6 +269,17 @@ def test_no_save_id_to_expect_is_refused(store: DictStore) -> None:
 
 
 @BOTH
+def test_what_replaces_the_save_to_delete_stays(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it commits between the look at the head and the slot that is taken."""
+    old, look = saved(store), cleaning.log_to_extend
+    monkeypatch.setattr(cleaning, "log_to_extend", lambda again: (saved(store), look(again))[1])
+    assert cleaning.delete(store, expected_save_id=old) is False
+    assert seen(store.disk.files).head not in {None, old}
+
+
+@BOTH
 def test_deleting_again_does_not_harm_who_began_since(store: DictStore) -> None:
     """The tombstone in force is found behind a fence, and names only what was before it."""
     saved(store)
