@@ -258,10 +258,6 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
             path=store.url,
             next_step="Give the id of the save that is meant, or None for whatever is there.",
         )
-
-    def is_meant(found: CommitLog) -> bool:
-        return expected_save_id in {None, found.head.save_id if found.head else None}
-
     while True:
         doomed = set(attempts_there(store))
         found = read_log(store)
@@ -270,10 +266,10 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         record = _tombstone(store, found)
         if record is not None:
             break
-        if not is_meant(found):
+        if not _is_meant(found, expected_save_id):
             return False
         found = log_to_extend(store)
-        if not is_meant(found):
+        if not _is_meant(found, expected_save_id):
             return False  # saved anew since
         for known in history(store, found.head):
             if known.save_id is None or known.save_id in doomed:
@@ -286,6 +282,10 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         store.deadline.check(f"Deleting {store.url}")
     _end_deletion(store, record)
     return True
+
+
+def _is_meant(found: CommitLog, save_id: str | None) -> bool:
+    return save_id in {None, found.head.save_id if found.head else None}
 
 
 def log_to_extend(store: Store) -> CommitLog:
