@@ -60,12 +60,14 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
     `STALL_S`, or than its phase may take and `_GRACE_S`.
     """
     limits = {save: limit for save in saves if (limit := _in_flight.get(save)) is not None}
-    start = time.monotonic()
+    start = moved = time.monotonic()
+    ended = 0
     while True:
         now, told = time.monotonic(), {save: save.progress() for save in limits}
-        # What moves one save brings those behind it nearer, too.
+        # What moves or ends one save brings those behind it nearer, too.
         ranks = [one for progress in told.values() for one in progress.ranks.values()]
-        moved = max([start, *(one.heard_s - one.idle_s for one in ranks)])
+        before, ended = ended, sum(save.done() for save in limits)
+        moved = max([now if ended > before else moved, *(r.heard_s - r.idle_s for r in ranks)])
         if all(
             save.done() or now > min(start + timeout_s, moved + _patience_s(told[save], timeouts))
             for save, (timeout_s, timeouts) in limits.items()

@@ -167,7 +167,9 @@ class Heartbeats:
         with self._lock:
             every = [own, *self._heard.values()]
         slowest = max(every, key=lambda one: (one.left_bytes, one.idle_s))
-        return pickle.dumps((next(self._numbers), own, slowest))
+        # As of now: who hears it takes what was just told for a sign of progress.
+        idle_s = slowest.idle_s + own.heard_s - slowest.heard_s
+        return pickle.dumps((next(self._numbers), own, replace(slowest, idle_s=idle_s)))
 
     def hear(self, rank: int, packed: bytes | None) -> None:
         """Take in the last heartbeat of `rank`; the same as last time is no new one."""

@@ -31,10 +31,10 @@ class CudaMover:
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Return pinned memory, plain where there is none to be had."""
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             log.warning("No pinned memory for a load: %s", error)
-            return torch.empty(size_bytes, dtype=torch.uint8)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
         """Queue the upload of `data`, in such memory, and its `use` on the device.

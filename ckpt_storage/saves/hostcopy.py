@@ -117,7 +117,7 @@ class HostCopies:
 
 def _pinned(window: torch.Tensor) -> torch.Tensor:
     """Return pinned memory for a window; torch uses it again once no view of it is left."""
-    return torch.empty(window.shape, dtype=window.dtype, pin_memory=True)
+    return torch.empty(window.shape, dtype=window.dtype, device="cpu", pin_memory=True)
 
 
 def _arrived(target: torch.Tensor, event: torch.cuda.Event) -> memoryview:

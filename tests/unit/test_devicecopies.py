@@ -6,11 +6,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from ckpt_storage.loads.targets import CudaMover
 from ckpt_storage.saves import hostcopy
 from ckpt_storage.saves.hostcopy import HostCopies, host_bytes
 
@@ -85,6 +86,19 @@ def test_a_part_on_its_way_keeps_its_bytes(cuda: FakeCuda) -> None:
     held = [view for _ in range(10) for view in copies.from_device(HERE, windows(3, 16))]
     assert [view.cast("i")[0] for view in held] == [0, 1, 2] * 10
     assert cuda.log.count("synchronize") == 10
+
+
+def test_what_is_pinned_is_host_memory_whatever_torchs_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scripts that make their tensors on a GPU by default save and load through host memory."""
+    empty = torch.empty
+    with torch.device("meta"):
+        assert empty(1).is_meta
+        plain = {"pin_memory": False}
+        monkeypatch.setattr(torch, "empty", lambda *of, **how: empty(*of, **(how | plain)))
+        assert hostcopy._pinned(torch.ones(2, device="cpu")).is_cpu  # noqa: SLF001  # needs CUDA
+        assert CudaMover.buffer(cast("Any", None), 8).is_cpu
 
 
 KINDS: list[Callable[[], torch.Tensor]] = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import pytest
 
@@ -17,9 +19,10 @@ from ckpt_storage import (
     SaveState,
     StorageError,
 )
+from ckpt_storage.background import exits
 from ckpt_storage.background.handle import SaveStatus
-from ckpt_storage.coordination.liveness import RankProgress
-from ckpt_storage.options import Phase
+from ckpt_storage.coordination.liveness import Heartbeats, RankProgress
+from ckpt_storage.options import Phase, Timeouts
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
 
@@ -162,3 +165,26 @@ def test_callbacks_are_called_once_at_the_end(
     assert called == [status, status]
     assert status.result() is INFO
     assert len([record for record in caplog.records if "callback" in record.getMessage()]) == 2
+
+
+def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
+    """What rank 0 passes on of a rank that it no longer hears grows old; an exit waits for none."""
+    slow, coordinator, member = (Heartbeats(rank) for rank in (1, 0, 2))
+    slow.begin("write", 100)
+    coordinator.hear(1, slow.pack())
+    begun_s = time.monotonic()
+    time.sleep(0.5)
+    member.hear(0, coordinator.pack())
+    told = member.known()[1]
+    assert told.heard_s - told.idle_s < begun_s + 0.2
+
+
+def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that is staged while another commits is waited for from the end of that one on."""
+    monkeypatch.setattr(exits, "STALL_S", 2.0)
+    first, second = (SaveStatus(f"file:///{name}", 0, limit_s=9.0) for name in "ab")
+    for save in (first, second):
+        exits.flush_at_exit(save, 60.0, Timeouts())
+    for save, end_s in ((first, 1.5), (second, 2.7)):
+        threading.Timer(end_s, save.succeed, [INFO]).start()
+    assert exits.flush([first, second]) == []
