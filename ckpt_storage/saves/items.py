@@ -70,7 +70,8 @@ class LiveItems:
                 next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
             )
         refusal = None if fqn in self._plain else refusal_of(data)
-        view = data.getbuffer()
+        # Not getbuffer(): a file among garbage cannot be closed while there is a view of it.
+        view = memoryview(data.getvalue())
         return Item(
             fqn=fqn,
             dtype=None,
