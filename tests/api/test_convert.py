@@ -495,6 +495,9 @@ def test_memory_stays_bounded(tmp_path: Path, to: TargetFormat) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1.5 * limit
+    numbers = torch.arange(10 * limit // 4, dtype=torch.int32)
+    assert same(read(to, target, {"x": numbers}), {"x": numbers})
+    assert to == "torch_save" or verify(target).ok
 
 
 def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ def test_a_copy_into_or_around_its_source_is_refused(tmp_path: Path, server: S3S
     for inner in ("", "saves/x", "backup"):
         with pytest.raises(InvalidInputError, match="inside"):
             copy(folder, folder / inner)
+        with pytest.raises(InvalidInputError, match="inside"):
+            copy(folder, tmp_path / "step" / inner, overwrite=True)
     for target in (f"{run}/", f"{run}/inner", run.as_uri(), tmp_path / "link"):
         for source in (folder, f"{folder.as_uri()}/", tmp_path / "step"):
             with pytest.raises(InvalidInputError, match="inside"):

@@ -219,7 +219,8 @@ def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
     count = draws.draw(st.sampled_from([None, 9000]))
     tail_bytes = draws.draw(st.none() | st.integers(0, 8 * MIB - 1))
     gaps = st.sampled_from([0, 64, MIB, 7 * MIB])
-    run = st.tuples(st.integers(1, 800 * MIB), st.integers(0, 3), gaps)
+    before = st.integers(0, 3 * BLOCK_BYTES // 8)
+    run = st.tuples(st.integers(1, 800 * MIB), before, before, gaps)
     able = replace(
         SHARED,
         min_part_bytes=least,
@@ -234,18 +235,18 @@ def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
     region = Region(file=0, start=start, stop=stop, owner=0, file_bytes=file_bytes)
     runs = []
     at = start + 8 * draws.draw(st.integers(0, 200))
-    for wanted, blocks_before, gap in draws.draw(st.lists(run, max_size=8)):
+    for wanted, before_8, behind_8, gap in draws.draw(st.lists(run, max_size=8)):
         size = min(stop - at, wanted)
         if size <= 0:
             break
-        offset = blocks_before * BLOCK_BYTES
+        offset, payload_bytes = 8 * before_8, 8 * before_8 + size + 8 * behind_8
         place = ChunkPlace(
             path="p",
             fqn="f",
             start=0,
-            size_bytes=offset + size,
+            size_bytes=payload_bytes,
             block_bytes=BLOCK_BYTES,
-            crcs=range(-(-(offset + size) // BLOCK_BYTES)),
+            crcs=range(-(-payload_bytes // BLOCK_BYTES)),
         )
         runs.append(Part(start=at, stop=at + size, place=place, shift=at - offset))
         at += size + gap
