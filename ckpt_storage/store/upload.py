@@ -199,7 +199,7 @@ class Upload:
         """Return the token, for which the upload may have to be begun."""
         with self._begin_lock:
             if self._token is None:
-                if self._state == "aborted":
+                if self._state in {"complete", "aborted"}:
                     raise self._ended()
                 self._token = self._store.run("start of the upload", self._path, self._begin)
             return self._token

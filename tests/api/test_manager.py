@@ -287,14 +287,20 @@ def test_a_prune_that_fails_does_not_stop_training(
 
 
 def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
-    """Multiples of `every_steps`; whenever `every_s` have passed; without any wish, never."""
+    """Multiples of `every_steps`; `every_s` after the last save began; without a wish, never."""
     with manager_of(tmp_path, every_steps=3) as manager:
         assert [step for step in range(10) if manager.should_save(step)] == [3, 6, 9]
     with manager_of(tmp_path) as manager:
         assert not any(manager.should_save(step) for step in range(10))
-    for every_s in (0.0, 3600.0):
-        with manager_of(tmp_path, every_s=every_s) as manager:
-            assert manager.should_save(1) == (every_s == 0.0)
+    now_s = 0.0
+    with manager_of(tmp_path, every_s=10) as manager:
+        manager._schedule._clock = lambda: now_s  # noqa: SLF001  # not public
+        manager._schedule.saved()  # noqa: SLF001  # the same
+        for step in range(1, 12):
+            now_s += 3.0
+            if manager.should_save(step):
+                save(manager, step)
+    assert names_in(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:

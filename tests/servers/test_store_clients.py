@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from ckpt_storage.errors import StorageError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, Settings, open_store
 from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.store.backends.clouds import Page, Terms
+from ckpt_storage.store.backends.clouds import Terms
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -357,20 +358,33 @@ def test_nothing_delays_the_end_of_a_process(tmp_path: Path, code: str, told: st
 def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
     """Names are deleted before the next page is asked for; folders go last, deepest first."""
     log: list[str] = []
-    pages = [("a", "d", 1), ("b", "d/e", None)]
+    pages = {None: [("a", False), ("d", True)], "2": [("b", False), ("d/e", True)]}
+
+    class Answer:
+        """One page of a listing, and which is the next."""
+
+        def __init__(self, at: str | None) -> None:
+            log.append("page")
+            self._at, self.continuation_token = at, None if at else "2"
+
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            yield self._each()
+
+        async def _each(self) -> AsyncIterator[Any]:
+            for name, is_folder in pages[self._at]:
+                told = {"metadata": {"hdi_isfolder": "true"} if is_folder else {}}
+                known = {"size": 0, "last_modified": datetime.now(UTC)}
+                yield SimpleNamespace(name=f"run/f/{name}", get=told.get, **known)
+
+    container = SimpleNamespace(list_blobs=lambda **_: SimpleNamespace(by_page=Answer))
+    client = SimpleNamespace(get_container_client=lambda _: container)
 
     class Paged(AzureBackend):
         """Has two pages, each with a blob and one that stands for a folder."""
 
         def _run(self, operation: Any, *args: Any, **more: Any) -> Any:
-            return asyncio.run(operation(None, *args, **more))
-
-        async def _page(self, fs: Any, below: str, more: Any, *, recursive: bool) -> Page:
-            assert (fs, recursive) == (None, True)
-            log.append("page")
-            name, folder, following = pages[more or 0]
-            blobs = [(f"{below}{name}", 0, None, None)]
-            return Page(objects=blobs, markers=[f"{below}{folder}"], more=following)
+            fs = SimpleNamespace(service_client=client)
+            return asyncio.run(operation(fs, *args, **more))
 
         async def _delete(self, fs: Any, path: str, terms: Terms) -> None:
             log.append(path)

@@ -160,6 +160,17 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     assert store.list("") == []
 
 
+def test_an_upload_that_has_ended_begins_no_other(server: S3Server) -> None:
+    """An object of one part was put in one request; who asks for a token later gets none."""
+    store = plain(server)
+    upload = store.upload(PATH)
+    upload.write_part(0, 0, view(b"data"), last=True)
+    upload.complete(4)
+    with pytest.raises(StorageError, match="was ended before"):
+        upload.token()
+    assert store.abort_uploads("") == 0
+
+
 def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
     """Only receipts that are the object exactly, in the order of their numbers, complete it."""
     store = local(tmp_path)
