@@ -122,7 +122,8 @@ def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], *, as_json
         output.table(("file", "rank", "bytes"), rows, right="rank bytes")
     if "history" in more:
         output.line()
-        output.table(_SLOT, [one.values() for one in more["history"]], right="slot pid")
+        slots = [one | {"fenced": " ".join(one["fenced"])} for one in more["history"]]
+        output.table(_SLOT, [one.values() for one in slots], right="slot pid")
 
 
 def _show_tensor(tensor: LazyTensor, *, as_json: bool) -> None:

@@ -406,8 +406,7 @@ def selected_copies(
 ) -> list[WindowCopy]:
     """Return what to copy from elements [start, stop) of a payload into the array of a selection.
 
-    At most max(1, 2 ndim - 1) copies. Raises `InvalidInputError` for a window that leaves the
-    chunk.
+    At most max(1, 2 ndim - 1) copies. Raises `ValueError` for a window that leaves the chunk.
     """
     strides = _strides(chunk_sizes)
     copies = []

@@ -78,6 +78,7 @@ def test_show_tells_what_a_checkpoint_is_and_how_a_tensor_is_stored(last: Path) 
     assert [entry["type"] for entry in body["history"]] == ["commit"]
     text = call("show", last, "--files", "--history").stdout
     assert all(word in text for word in ("format", "commit"))
+    assert "()" not in text, "nobody was fenced"
     body = answer("show", last, "model.w")["tensor"]
     assert (body["dtype"], body["shape"], body["size_bytes"]) == ("float32", [3, 4], 48)
     assert body["chunks"] == [{"offsets": [0, 0], "sizes": [3, 4], "rank": 0}]
