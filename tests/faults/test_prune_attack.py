@@ -279,6 +279,24 @@ def test_what_a_policy_counts_is_looked_at_again() -> None:
     assert set(heads(disk.files)) == {1, 4}
 
 
+def test_the_mirror_is_asked_for_the_save_that_the_last_look_found() -> None:
+    """The best was saved anew, worse, after it was read and copied: that save has no copy yet."""
+    disk = Disk()
+    store = stored(disk)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+        save(store, step, loss=loss)
+    root, copied = DiskRoot(store), set(heads(disk.files).values())
+    root.look([name_of(step) for step in (1, 2, 3)], FAR, fresh=True)
+    anew = save(store, 2, loss=2.0)
+    root.found_sound(name_of(4), save(store, 4, loss=1.0))
+    keep = KeepLatest(1) | KeepBest("loss", "min")
+    one = Pruner(
+        root, keep, others=lambda found, _: {f.name: "" for f in found if f.save_id not in copied}
+    )
+    assert one.prune(FAR).deleted == (name_of(3),)
+    assert heads(disk.files)[2] == anew
+
+
 def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
     """As many sound ones are looked for as the policy counts, past those known to be damaged."""
     disk = Disk()
