@@ -26,7 +26,7 @@ from ckpt_storage.source.model import Key, Source, TensorInfo, explained
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
-from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.pacing import Pacer, costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
 from .layout import Elements, Fixed, OutFile, Segment, Stored, boxes_of
@@ -127,8 +127,9 @@ class SegmentReader:
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
         largest = max((place.block_bytes for place in places), default=1)
+        window_bytes = costs_for(self._ranges.store).window_bytes
         # An element that does not divide the block is read whole.
-        return max(self._options.part_bytes, largest) + largest
+        return max(min(self._options.part_bytes, window_bytes), largest) + largest
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""

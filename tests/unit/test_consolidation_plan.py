@@ -31,6 +31,7 @@ from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.plan import Part, Region, cut_region, divide, number_unit_bytes
 from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.options import DEFAULT_PART_BYTES, default_memory_limit_bytes
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.transfer.chunks import ChunkPlace
 
@@ -266,6 +267,15 @@ def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
     numbers = [p.start // unit for p in cut]
     assert len(set(numbers)) == len(numbers)
     assert count is None or max(numbers) <= count
+
+
+def test_where_many_ranks_share_a_node_one_part_is_read_while_another_is_written() -> None:
+    """Two parts fit into the default memory of a rank, however many others the node has."""
+    source = bare_source(tensor("w", (9,)))
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=1)
+    with reading(plan, source) as reader:
+        part_bytes = DEFAULT_PART_BYTES + reader.prepare(0, 0, plan.files[0].size_bytes)
+    assert 2 * part_bytes <= default_memory_limit_bytes({"LOCAL_WORLD_SIZE": "256"})
 
 
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
