@@ -93,13 +93,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     "with an index, as Hugging Face has it; torch_save: one file.",
 )
 @patterns_options
-@click.option(
-    "--drop-unsupported",
-    "unsupported",
-    flag_value="drop",
-    default="error",
-    help="Leave out what the format cannot hold.",
-)
+@click.option("--drop-unsupported", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("--overwrite", is_flag=True, help="Replace what is at DST.")
 @bytes_option("--max-file-bytes", help_text="Size of a file.", default="5GB")
 @click.option(
@@ -110,13 +104,21 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
 @reads("SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
 def convert(
-    src: str, dst: str, *, as_json: bool, memory_limit_bytes: int | None, **options: Any
+    src: str,
+    dst: str,
+    *,
+    as_json: bool,
+    drop_unsupported: bool,
+    memory_limit_bytes: int | None,
+    **options: Any,
 ) -> int:
     """Write the checkpoint at SRC to DST in another format, in bounded memory.
 
     SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
     For a model as transformers wants it, use consolidate.
     """
+    if drop_unsupported:
+        options["unsupported"] = "drop"
     if memory_limit_bytes is not None:
         options["memory_limit_bytes"] = memory_limit_bytes
     report = conversion(src, dst, progress=output.shows_progress(), **options)

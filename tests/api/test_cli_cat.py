@@ -87,7 +87,8 @@ def test_files_have_the_elements_in_numpys_order(
         file = io.BytesIO(call("cat", url, *sliced(name, index, "--form", "npy")).stdout_bytes)
         found = np.load(file)
         assert found.dtype == array.dtype
-        np.testing.assert_array_equal(found, array)
+        with np.errstate(invalid="ignore"):  # numpy 1 compares complex NaN so
+            np.testing.assert_array_equal(found, array)
         monkeypatch.setattr(PIECES_HELD, (256 << 20) // 100)
 
 

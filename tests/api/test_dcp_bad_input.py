@@ -63,7 +63,7 @@ def load_error(path: Any, **options: Any) -> CheckpointError:
         reader.read_metadata()
     # Two slots are read side by side; either may fail first.
     first, other = (re.sub(r"0[12]\.json", "json", str(one.value)) for one in (raised, told))
-    assert first in other
+    assert dcp_cases.HIDES_REASONS or first in other
     return raised.value
 
 

@@ -63,7 +63,7 @@ def check_note(path: Path) -> None:
     with pytest.raises(CheckpointException) as raised:
         dcp.load(zeros_like(STATE), storage_reader=FileSystemReader(path))
     (failure,) = failures_of(raised.value).values()
-    assert "load it with ckpt_storage" in str(failure)
+    assert dcp_cases.HIDES_REASONS or "load it with ckpt_storage" in str(failure)
     with pytest.raises(ValueError, match=r"no \.metadata for torch's own readers"):
         FileSystemReader(path).read_metadata()
     state = zeros_like(STATE)

@@ -194,8 +194,9 @@ def test_a_malicious_stock_metadata_is_refused_and_runs_nothing(tmp_path: Path) 
     for look in (reader.read_metadata, lambda: reader.format):
         with pytest.raises(UnsafeContentError, match=r"posix\.mkdir"):
             look()
-    with pytest.raises(CheckpointException, match=r"posix\.mkdir"):
+    with pytest.raises(CheckpointException) as raised:
         dcp_cases.load({"a": torch.zeros(3)}, folder)
+    assert dcp_cases.HIDES_REASONS or "posix.mkdir" in str(raised.value)
     assert not verify(str(folder)).ok
     assert not sign.exists()
 

@@ -61,6 +61,10 @@ def same(left: object, right: object) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
+HIDES_REASONS = torch.__version__ < "2.10"
+"""Whether a failed `dcp.load` says why: torch 2.9 raises an empty error in place of a reader's."""
+
+
 def zeros_like(value: Any) -> Any:
     """Return a target for loading `value` into: tensors of zeros, everything else None."""
     if isinstance(value, torch.Tensor):
