@@ -123,6 +123,7 @@ class Worker:
             return run.ended_without_worker(error)
         except BaseException:
             # What it goes on to tell is of this save, and must not be taken for the next one's.
+            run.is_over = True
             self.close()
             raise
         if not outcome.is_clean:
@@ -229,6 +230,7 @@ class _Run:
         self._gone: GoneError | None = None
         self._death: RankFailedError | None = None
         self._is_bound = False  # the save may end well without the worker
+        self.is_over = False  # its end is our doing, and no news to other ranks
         self._reports: dict[str, Callable[[int], None]] = {}
 
     def serve(self) -> Outcome:
@@ -298,7 +300,7 @@ class _Run:
                         operation.failed(message)
         except GoneError as gone:
             end = self._gone = gone
-            if not self._is_bound:
+            if not (self._is_bound or self.is_over):
                 try:
                     operation.failed(self.death(gone))
                 except CheckpointError as error:

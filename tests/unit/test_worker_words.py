@@ -32,6 +32,11 @@ class Child:
     def send(self, message: object, *, file: int | None = None) -> None:
         """Take what the pipe holds, though nobody reads it."""
 
+    def close(self) -> None:
+        """Be ended, and leave time for it to be noticed."""
+        self.gone.set()
+        self.told.wait(0.5)
+
     def messages(self, limit_s: float) -> Iterator[Step]:
         """Ask, and be gone."""
         del limit_s
@@ -40,13 +45,17 @@ class Child:
         raise link.GoneError("gave no sign of life")
 
 
-def served(child: Child, operation: Operation) -> object:
-    """Return what the trainer's thread ends with, within 10 seconds."""
+def job() -> Any:
+    """Return a save that is staged."""
     options = types.SimpleNamespace(timeouts=Timeouts(), progress=None)
     arena = types.SimpleNamespace(size_bytes=1, file=0)
     staging = types.SimpleNamespace(staged=None, arena=arena)
-    job = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
-    run = link._Run(cast("Any", child), operation, cast("Any", job))  # noqa: SLF001  # the unit
+    return types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
+
+
+def served(child: Child, operation: Operation) -> object:
+    """Return what the trainer's thread ends with, within 10 seconds."""
+    run = link._Run(cast("Any", child), operation, job())  # noqa: SLF001  # the unit
     ends: list[object] = []
 
     def serve() -> None:
@@ -102,3 +111,21 @@ def test_a_worker_that_dies_once_its_part_is_told_fails_only_a_consolidation(
     monkeypatch.setattr(operation, "_tell", told.append)
     assert isinstance(served(child, operation), link.GoneError)
     assert len(told) == (committed is not None)
+
+
+def test_a_worker_that_is_ended_for_an_error_here_is_no_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks are told why a step failed here, not that its worker was killed for it."""
+    child, operation = Child(), Operation(RankGroup.alone(1, 2), "the save", Timeouts())
+    operation.id = "1"
+    told: list[CheckpointError] = []
+
+    def gather(_part: bytes) -> list[bytes]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(operation, "gather_bytes", gather)
+    monkeypatch.setattr(operation, "_tell", told.append)
+    with pytest.raises(RuntimeError, match="can't start"):
+        link.Worker.run(cast("Any", child), operation, job())
+    assert told == []
