@@ -145,7 +145,7 @@ class RegionWriter:
         self._begin, self._end, self._on_bytes = begin, end, on_bytes
         self._has_failed = False
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._free: list[memoryview] = []
         self._reader = SegmentReader(
             plan.files,
             source=source,
@@ -259,11 +259,13 @@ class RegionWriter:
         """Read and write a part."""
         start, stop, edges = part.start, part.stop, job.file.edges
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
-        # Fresh memory costs the kernel more than the copies through it.
-        window: memoryview = getattr(self._own, "window", memoryview(b""))
-        if len(window) < part.size_bytes:
-            window = self._own.window = memoryview(bytearray(part.size_bytes))
-        window = window[: part.size_bytes]
+        # Fresh memory costs the kernel more than the copies through it. No thread keeps its own:
+        # there are more of them than parts in flight.
+        with self._lock:
+            whole = self._free.pop() if self._free else memoryview(b"")
+        if len(whole) < part.size_bytes:
+            whole = memoryview(bytearray(part.size_bytes))
+        window = whole[: part.size_bytes]
         read_bytes = self._reader.fill(job.region.file, start, stop, window)
         spans = [
             (first, last - first, crc32c_of(window[first - start : last - start]))
@@ -273,6 +275,7 @@ class RegionWriter:
         job.upload.write_part(start // job.unit, start, [window], last=is_last)
         self._site.target_pace.succeeded(time.monotonic() - begin_s, part.size_bytes)
         with self._lock:
+            self._free.append(whole)
             job.spans += spans
             self._result.read_bytes += read_bytes
             self._result.sent_bytes += part.size_bytes

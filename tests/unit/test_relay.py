@@ -16,6 +16,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export import output
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
 
@@ -115,6 +116,26 @@ def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> No
     assert BUDGET.peak_bytes <= LIMIT_BYTES
     assert BUDGET.held_bytes == 0
     assert ckpt_storage.verify("s3://bkt/run", storage_options=options_of(server)).ok
+
+
+def test_buffers_are_those_of_what_is_in_flight(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More threads than the memory has room for do not keep a buffer each."""
+    limit_bytes, seen = 24 * MIB, dict[int, Any]()
+    write_part = Upload.write_part
+
+    def noted(upload: Upload, number: int, offset: int, views: Any, **options: Any) -> None:
+        seen.update((id(view.obj), view.obj) for view in views)
+        write_part(upload, number, offset, views, **options)
+
+    monkeypatch.setattr(Upload, "write_part", noted)
+    given: dict[str, Any] = {"storage_options": options_of(server), "retry": RETRY}
+    ckpt_storage.copy(
+        "s3://bkt/run", "s3://bkt/to", copies="never", memory_limit_bytes=limit_bytes, **given
+    )
+    held_bytes = sum(map(len, seen.values()))
+    assert 0 < held_bytes <= limit_bytes
 
 
 @pytest.mark.parametrize("job", [export, copy])
