@@ -22,7 +22,7 @@ from damage_cases import (
 )
 from dcp_cases import files_below, same, seeded, zeros_like
 
-from ckpt_storage import FormatError, IntegrityError, VerifyReport, verify
+from ckpt_storage import FormatError, IntegrityError, VerifyReport, save, verify
 from ckpt_storage.inspect.checks import Problem
 from ckpt_storage.testing.ranks import RankPool
 
@@ -336,3 +336,17 @@ def test_missing_files_are_found(checkpoint: Checkpoint) -> None:
         path.write_bytes(content)
     assert files_below(checkpoint.root) == set(map(checkpoint.name, checkpoint.files))
     assert verify(checkpoint.root).ok
+
+
+def save_the_same(_rank: int, folder: Path) -> None:
+    """Save what one rank alone writes for all."""
+    save({"w": torch.ones(3)}, folder)
+
+
+def test_the_manifest_of_a_rank_without_files_is_checked(ranks: RankPool, tmp_path: Path) -> None:
+    """There is nothing else of that rank that could be looked at."""
+    ranks.run(save_the_same, tmp_path, world_size=2)
+    assert len(list(tmp_path.glob("saves/*/*.distcp"))) == 1
+    for path in tmp_path.glob("saves/*/ranks/*.json"):
+        with flipped(path, 40):
+            problem_at(verify(tmp_path), path.relative_to(tmp_path).as_posix())
