@@ -321,6 +321,8 @@ class _Run:
     def _take_beat(self, beat: RankProgress, shown: contextlib.ExitStack) -> None:
         """Note how far the worker is, and show it in the phases that move bytes."""
         operation, own = self._operation, self._operation.heartbeats.own()
+        if beat.phase != own.phase:
+            return  # it was under way while the next one began here
         if beat.total_bytes:
             operation.expect(beat.total_bytes)
         for _ in range(beat.done_files - own.done_files):

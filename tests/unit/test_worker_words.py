@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from ckpt_storage.background import link
 from ckpt_storage.background.worker import Step
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
+from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.options import Timeouts
+from ckpt_storage.options import Phase, Timeouts
 
 
 class Child:
@@ -129,3 +131,16 @@ def test_a_worker_that_is_ended_for_an_error_here_is_no_news(
     with pytest.raises(RuntimeError, match="can't start"):
         link.Worker.run(cast("Any", child), operation, job())
     assert told == []
+
+
+def test_a_beat_of_the_phase_before_counts_for_nothing() -> None:
+    """One may be under way while this rank's trainer begins the next phase."""
+    operation = Operation(RankGroup.alone(), "the save", Timeouts())
+    run = link._Run(cast("Any", Child()), operation, job())  # noqa: SLF001  # the unit
+    operation.phase("consolidate")
+    with contextlib.ExitStack() as shown:
+        phases: list[Phase] = ["commit", "consolidate"]
+        for phase, done_bytes in zip(phases, (9, 2), strict=True):
+            beat = RankProgress(rank=0, phase=phase, done_bytes=done_bytes)
+            run._take_beat(beat, shown)  # noqa: SLF001  # as above
+    assert operation.heartbeats.own().done_bytes == 2
