@@ -269,6 +269,18 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
     assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
 
 
+def test_a_prune_frees_what_died_beside_a_kept_step(tmp_path: Path) -> None:
+    """Files of a save that died days ago go, though a later save of its step is kept."""
+    saved(tmp_path, 1)
+    dead = tmp_path / "step-00000001/saves/20260101T000000Z-0123456789abcdef"
+    dead.mkdir()
+    (dead / "__0_0.distcp").write_bytes(b"half")
+    os.utime(dead / "__0_0.distcp", (0, 0))
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        assert pruned(manager).freed == (dead.name,)
+    assert not dead.exists()
+
+
 def test_a_prune_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
