@@ -138,6 +138,7 @@ def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
     ("method", "given", "other", "named"),
     [
         ("restore", ({}, {}), {"root_url": "memory://elsewhere"}, "the root's URL"),
+        ("restore", ({}, {}), {"mirror": "memory://elsewhere"}, "the mirror's URL"),
         ("should_save", (5, 6), {}, "the step"),
         ("should_save", (1, 1), {"preemption": bool}, "preemption"),
         ("should_save", (1, 1), {"every_steps": 4}, "every_steps"),

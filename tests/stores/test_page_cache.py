@@ -94,6 +94,7 @@ def test_all_that_writes_tensors_has_the_option(tmp_path: Path, seen: list[str],
     """Files with tensors are written so; the default keeps all."""
     if way in SAVES:
         SAVES[way](tmp_path / "a")
+        assert not seen
         SAVES[way](tmp_path / "b", page_cache="drop")
         count = 2 if way == "manager" else 1
     else:
