@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crc32c import crc32c
@@ -169,6 +170,23 @@ def test_an_upload_that_has_ended_begins_no_other(server: S3Server) -> None:
     with pytest.raises(StorageError, match="was ended before"):
         upload.token()
     assert store.abort_uploads("") == 0
+
+
+def test_a_part_that_ends_after_the_receipts_were_told_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would know of it: it is in no receipt, so its writer must not take it for written."""
+    put, upload = LocalBackend.put_part, local(tmp_path).upload(PATH)
+
+    def late(backend: LocalBackend, *given: Any, **more: Any) -> str:
+        told = put(backend, *given, **more)
+        assert upload.receipts() == []
+        return told
+
+    monkeypatch.setattr(LocalBackend, "put_part", late)
+    with pytest.raises(StorageError, match="was ended before"):
+        upload.write_part(0, 0, view(b"data"), last=True)
+    upload.abort()
 
 
 def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
