@@ -49,7 +49,6 @@ _TIERS = {"docs", "faults", "interop", "ranks", "servers"}
 _LONG = (
     "test_example",
     "test_fault_matrix",
-    "test_exits",
     "test_copy_faults",
     "test_integration_torchtitan",
     "test_damage_everywhere",
@@ -59,7 +58,6 @@ _LONG = (
     "test_saver_workers",
     "test_dcp_modes",
     "test_benchmarks",
-    "test_hung_storage",
     "test_consolidate",
 )
 """Files that take minutes: they begin first, so that no worker is left alone with one."""
