@@ -255,14 +255,14 @@ class Fields:
         return cls(body, where)
 
     def __contains__(self, key: str) -> bool:
-        return isinstance(self.body, Mapping) and self.body.get(key) is not None
+        return isinstance(self.body, dict) and self.body.get(key) is not None
 
     def fail(self, what: str) -> NoReturn:
         """Raise the `FormatError` that says what the document has or does."""
         raise FormatError(f"{self.where} {what}.", path=self.where, next_step=DAMAGED)
 
     def _get(self, key: str, kind: type[_T], ok: Callable[[_T], bool] = lambda _: True) -> _T:
-        value = self.body.get(key) if isinstance(self.body, Mapping) else None
+        value = self.body.get(key) if isinstance(self.body, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool) or not ok(value):
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
@@ -330,24 +330,25 @@ class Fields:
         self, key: str, *, count: int | None = None, least: int = 0, below: int = 1 << 63
     ) -> Counts:
         """Return `count` integers from `least` on, less than `below`."""
-        if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
+        if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
             plain = self._get(key, list, lambda v: are_counts(v, least))
             self._take(key, len(plain) * _INTEGER_BYTES)
-            column = np.array(plain, dtype=np.int64)
+            column, is_within = np.array(plain, dtype=np.int64), not plain or max(plain) < below
         else:
             packed = self.object(key)
             size_bytes = packed.count("count") * _INTEGER_BYTES
             words = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
             column = np.cumsum(words, dtype=np.int64)
+            is_within = not len(column) or least <= column.min() <= column.max() < below
         if count is not None and len(column) != count:
             self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
-        if len(column) and not least <= int(column.min()) <= int(column.max()) < below:
+        if not is_within:
             self.fail(f"has a number in {key!r} that cannot be")
         return column
 
     def names(self, key: str) -> list[str]:
         """Return packed strings."""
-        if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
+        if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
             return self.strings(key)
         packed = self.object(key)
         count = packed.count("count")

@@ -28,8 +28,8 @@ from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import open_newest
-from ckpt_storage.source.model import CommittedSource, Key, explained
+from ckpt_storage.source.filemarks import FileMarks, open_newest
+from ckpt_storage.source.model import CommittedSource, Key, Source, explained
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
@@ -63,26 +63,33 @@ class Handle:
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=arguments["retry"])
-        self.options = TransferOptions.for_storage(
-            is_remote=self._store.capabilities.is_remote,
-            local_threads=2,
-            local_part_bytes=LOCAL_READ_BYTES,
-            thread_count=arguments["thread_count"],
-            memory_limit_bytes=arguments["memory_limit_bytes"],
-        )
-        # How much to hold at a time of what may be too large to hold.
-        self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
-        self._pacer = Pacer(self.options.thread_count)
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as (store, deadline):
-            source, self.marks = open_newest(store, deadline=deadline, options=self.options)
+            opening = partial(self._open, store, deadline)
+            if location.is_local:
+                # A thread that is waited for takes longer than to read a document from a disk.
+                opening = partial(store.in_one_thread, f"opening of {self.url}", opening)
+            source, self.marks = opening()
         self.source = source
+        # How much to hold at a time of what may be too large to hold.
+        self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
+        self._pacer = Pacer(self.options.thread_count)
         self.manifest = source.manifest if isinstance(source, CommittedSource) else None
         self.tensors = source.tensors
         self.objects = tuple(sorted(source.blobs))
         telling = partial(reporting, phase="load", rank=0, with_bar=True)
         self.reporting = partial(telling, save_id=source.save_id)
+
+    def _open(self, store: Store, deadline: Deadline) -> tuple[Source, FileMarks | None]:
+        self.options = TransferOptions.for_storage(
+            is_remote=store.capabilities.is_remote,
+            local_threads=2,
+            local_part_bytes=LOCAL_READ_BYTES,
+            thread_count=self.arguments["thread_count"],
+            memory_limit_bytes=self.arguments["memory_limit_bytes"],
+        )
+        return open_newest(store, deadline=deadline, options=self.options)
 
     def close(self) -> None:
         """Refuse reads from now on and release what the store owns; idempotent."""

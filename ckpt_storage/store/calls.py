@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import SystemRandom
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
@@ -88,6 +88,16 @@ def moved() -> None:
         worker.moved_s = time.monotonic()
 
 
+def _is_one_of_many(what: str) -> bool:
+    """Return whether this thread makes many calls, of which this is the next."""
+    worker: _Worker | None = getattr(_serving, "worker", None)
+    if worker is None or not worker.is_of_many:
+        return False
+    moved()
+    worker.what = what
+    return True
+
+
 class _Worker(threading.Thread):
     """A daemon thread that makes one call at a time, until it is given None."""
 
@@ -96,6 +106,9 @@ class _Worker(threading.Thread):
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.is_abandoned = False
+        # A call of many has the time of each, and is named after the one that is under way.
+        self.is_of_many = False
+        self.what = ""
         self.moved_s = 0.0
         self._lock = threading.Lock()
         self.start()
@@ -117,14 +130,14 @@ class _Worker(threading.Thread):
             # Held in no variable while waiting: both may keep much memory alive.
             del value, error
 
-    def abandon(self, what: str) -> bool:
+    def abandon(self) -> bool:
         """Leave the thread to its call, unless that has just ended; return whether it was left."""
         with self._lock:
             if not self.answers.empty():
                 return False
             self.is_abandoned = True
             _ABANDONED.add(self)
-        self.name = f"ckpt-storage abandoned: {what}"
+        self.name = f"ckpt-storage abandoned: {self.what}"
         return True
 
 
@@ -162,7 +175,7 @@ class TimedPool:
         """
         halted()
         worker = self._take()
-        worker.moved_s = time.monotonic()
+        worker.moved_s, worker.what = time.monotonic(), what
         last_s = worker.moved_s + most_s
         worker.calls.put(call)
         is_cancelled = False
@@ -176,22 +189,22 @@ class TimedPool:
                 except queue.Empty:
                     is_cancelled = cancelled is not None and cancelled()
                     is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
-                if (is_late or is_cancelled) and worker.abandon(what):
+                if (is_late or is_cancelled) and worker.abandon():
                     break
         except BaseException:
             # An interrupt of the main thread: the call goes on without anyone waiting.
-            if not worker.abandon(what):
+            if not worker.abandon():
                 worker.calls.put(None)
             raise
         if worker.is_abandoned and is_cancelled:
             raise AbandonedError(
-                f"The {what} was given up, because what it belongs to has failed.",
+                f"The {worker.what} was given up, because what it belongs to has failed.",
                 kind="timeout",
                 next_step="Look at the first failure.",
             )
         if worker.is_abandoned:
             raise AbandonedError(
-                f"The {what} did not end within {timeout_s:.3g} s and was given up.",
+                f"The {worker.what} did not end within {timeout_s:.3g} s and was given up.",
                 kind="timeout",
                 retryable=repeatable,
                 next_step="Check that the storage answers; if it is only slow, raise "
@@ -308,6 +321,29 @@ class Caller(ABC):
             del failure
             attempt += 1
 
+    def in_one_thread(self, what: str, calls: Callable[[], T]) -> T:
+        """Return what `calls` returns; the calls that it makes itself take turns in one thread.
+
+        Each has as long as it would have alone. All end by the deadline of this store, and what is
+        done between them must end by itself.
+        """
+        failures: list[BaseException] = []
+
+        def run() -> T | None:
+            _serving.worker.is_of_many = True
+            try:
+                return calls()
+            except BaseException as error:  # noqa: BLE001  # its calls were repeated already
+                failures.append(error)
+                return None
+            finally:
+                _serving.worker.is_of_many = False
+
+        result = self.call(what, run)
+        if failures:
+            raise failures.pop()
+        return cast("T", result)
+
     def pause(self, attempt: int) -> bool:
         """Sleep as after an attempt that failed; return whether there is time for another one.
 
@@ -315,6 +351,7 @@ class Caller(ABC):
         """
         ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
         delay_s = self._random() * min(self.policy.max_delay_s, ceiling_s)
+        moved()
         if delay_s >= self._left_s():
             return False
         while delay_s > 0 and not self._is_over():
@@ -338,6 +375,8 @@ class Caller(ABC):
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
+        if _is_one_of_many(what):
+            return call()
         return self._pool.run(
             call,
             timeout_s=min(self._request_timeout_s + extra_s, left_s),
