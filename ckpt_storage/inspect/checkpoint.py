@@ -61,7 +61,8 @@ def open_checkpoint(
     """Return what lies at a URL or path, as a mapping from FQN to `LazyTensor` or object.
 
     Opens checkpoints of ours, stock DCP's, torch's sharded safetensors and Hugging Face folders, by
-    their documents alone: three small reads for one of ours. Runs no code from the checkpoint,
+    their documents alone: three small reads for one of ours. Small documents that this process has
+    opened there before are not read again; `verify` reads them. Runs no code from the checkpoint,
     unless `unsafe_pickle` lets objects be unpickled that torch does not load with
     `weights_only=True`. `timeout` is how long no bytes may arrive. Any process; not
     collective; changes nothing.

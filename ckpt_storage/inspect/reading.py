@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,12 @@ _PIECES_HELD = 8
 """A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
 
 
+@lru_cache(maxsize=8)
+def _kept(_: Location) -> dict[Hashable, Any]:
+    """Return what this process keeps of the documents at one of the last places it opened."""
+    return {}
+
+
 class Handle:
     """One open checkpoint; every read has a deadline of its own. Any thread.
 
@@ -63,6 +69,7 @@ class Handle:
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=arguments["retry"])
+        self._store.kept = _kept(location)
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as (store, deadline):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import (
@@ -35,6 +35,9 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
 _RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+_MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,8 +366,27 @@ def read_document(
         ) from error
 
 
+def _once(store: Store, reference: FileRef, read: Callable[[], T]) -> T:
+    """Return what `read` makes of a document, or made of it before: no save writes it again."""
+    kept = store.kept
+    if kept is None or reference.size_bytes > _MOST_KEPT_BYTES:
+        return read()
+    found: T | None = kept.get(reference)
+    if found is None:
+        found = read()
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[reference] = found
+    return found
+
+
 def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
     """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
+    reference = manifest.ranks[rank]
+    return _once(store, reference, partial(_read_rank_manifest, store, manifest, rank))
+
+
+def _read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
     path, save_id = manifest.ranks[rank].path, manifest.save_id
     document = read_document(store, manifest.ranks[rank], save_id=save_id)
     found = RankManifest.from_body(unseal(document, path=path), where=path)
@@ -385,6 +407,10 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
     reference, save_id = record.manifest, record.save_id
     if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
         raise FormatError(f"{slot_path(record.slot)} names no manifest.")
+    return _once(store, reference, partial(_read_manifest, store, record, reference, save_id))
+
+
+def _read_manifest(store: Store, record: SlotRecord, reference: FileRef, save_id: str) -> Manifest:
     try:
         document = read_document(store, reference, save_id=save_id)
     except IntegrityError:
@@ -393,7 +419,7 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
         raise
     body = unseal(document, path=reference.path)
     manifest = Manifest.from_body(body, where=reference.path)
-    if manifest.save_id != record.save_id:
+    if manifest.save_id != save_id:
         raise FormatError(
             f"{reference.path} belongs to save {manifest.save_id}.",
             path=reference.path,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -48,6 +48,9 @@ class Store(Caller):
     credentials out of them, and `scope` tells what is one storage. `clock`, `sleep` and `random`
     stand in for time in tests. May be used by several threads and by children of fork.
     """
+
+    kept: MutableMapping[Hashable, Any] | None = None
+    """Where readers keep documents that never change; for who opens the store. None: nowhere."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -43,10 +44,13 @@ URL = "s3://bucket/run/step-7"
 class Watched:
     """An open checkpoint, and what has been asked of its server since it was opened."""
 
-    def __init__(self, server: S3Server, url: str) -> None:
+    def __init__(self, server: S3Server, url: str, options: dict[str, Any] | None = None) -> None:
         self.server = server
+        # What a process knows of a place, it knows by its options.
+        agent = {"config_kwargs": {"user_agent_extra": uuid.uuid4().hex}}
+        self.options = options or {**server.storage_options, **agent}
         server.reset_counters()
-        self.checkpoint = open_checkpoint(url, storage_options=server.storage_options)
+        self.checkpoint = open_checkpoint(url, storage_options=self.options)
         self.opening = self.asked()
 
     def asked(self) -> list[tuple[str, int]]:
@@ -88,6 +92,14 @@ def test_opening_and_listing_take_five_requests(watched: Watched) -> None:
     assert opened._repr_html_()
     assert all((opened.info, opened.files))
     assert watched.asked() == []
+
+
+def test_manifests_are_not_read_again(watched: Watched) -> None:
+    """Opened again, a checkpoint costs slots and `.metadata`, a slice its bytes."""
+    watched.read("rows", np.s_[0:16])
+    again = Watched(watched.server, URL, watched.options)
+    assert len(again.opening) == 4
+    assert [op for op, _ in again.read("rows", np.s_[16:32])] == ["get"]
 
 
 def test_a_slice_of_one_mebibyte_takes_one_request(watched: Watched) -> None:
