@@ -44,7 +44,8 @@ _STYLE = """
 .ckpt i{font-style:normal;opacity:.72}
 .ckpt .f{display:flex;flex-wrap:wrap;gap:2px 24px;margin:6px 0 10px}
 .ckpt .r{display:grid;column-gap:12px;align-items:center;padding:3px 8px;
-grid-template-columns:minmax(11rem,1fr) 7.5rem 8.5rem 6.5rem 3.2rem;
+grid-template-columns:minmax(7rem,1fr) minmax(4rem,7.5rem) minmax(4rem,8.5rem)
+ minmax(4rem,6.5rem) 3.2rem;
 border-top:1px solid rgba(128,128,128,.22)}
 .ckpt .r>*{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .ckpt summary.r{cursor:pointer;font-weight:600}

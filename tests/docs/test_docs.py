@@ -136,3 +136,10 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
     commands = [code for info, code, _ in blocks_of(ROOT / "README.md") if info == "bash"]
     (install,) = re.findall(r"/pip (install .*?) && .venv/bin/pytest\b", "".join(commands))
     assert f'pip" {install}\n' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_map_shows_each_room() -> None:
+    """A box for each folder of the package, and for nothing else."""
+    map_text = (ROOT / "docs" / "site" / "rooms.svg").read_text(encoding="utf-8")
+    rooms = [path.parent.name for path in (ROOT / "ckpt_storage").glob("*/__init__.py")]
+    assert sorted(re.findall(r'font-weight="600"[^>]*>(\w+)<', map_text)) == sorted(rooms)
