@@ -232,27 +232,46 @@ def stall(bench: Bench) -> Comparison:
 
 def export(bench: Bench) -> Comparison:
     """Measure the Hugging Face export of a checkpoint to the storage that it lies on."""
-    state, rank = bench.state(), dist.get_rank()
-    views = own_views(bench.state(filled=False))
+    return _export(bench, "export", "rows")
+
+
+def export_columns(bench: Bench) -> Comparison:
+    """Measure the export of tensors that were saved by columns."""
+    return _export(bench, "export, by columns", "columns")
+
+
+def _export(bench: Bench, what: str, sharding: Sharding) -> Comparison:
+    state, rank = bench.state(sharding), dist.get_rank()
+    views = own_views(bench.state(sharding, filled=False))
     ckpt_storage.save(state, bench.at("export"), **bench.options)
     bench.floor.put(f"export-floor-in/{rank}", own_views(state))
+    first = dist.new_group([0])
     dist.barrier()
 
     def floor() -> None:
         bench.floor.get(f"export-floor-in/{rank}", views)
         bench.floor.put(f"export-floor/{rank}", views)
 
-    def ours() -> None:
+    def ours(group: dist.ProcessGroup | None = None) -> None:
         ckpt_storage.consolidate(
             bench.at("export"),
             bench.at("export-hf"),
+            process_group=group,
             output_storage_options=bench.storage_options,
             **bench.options,
         )
 
+    def alone() -> None:
+        if rank == 0:
+            ours(first)
+
+    def clear() -> None:
+        bench.clear("export-hf")
+
     contenders = [
         Contender(name="floor: read, write", run=floor, after=lambda: bench.clear("export-floor")),
-        Contender(name="ckpt_storage", run=ours, after=lambda: bench.clear("export-hf")),
+        Contender(name="ckpt_storage", run=ours, after=clear),
+        Contender(name="ckpt_storage, rank 0 alone", run=alone, after=clear),
     ]
     if bench.with_peers and "://" not in bench.url:
         source, output = bench.at("export-torch"), bench.at("export-torch-hf")
@@ -268,7 +287,7 @@ def export(bench: Bench) -> Comparison:
 
         after = functools.partial(bench.clear, "export-torch-hf")
         contenders.append(Contender(name="torch, every rank", run=torchs, after=after))
-    found = bench.compare("export", state_bytes(state), contenders)
+    found = bench.compare(what, state_bytes(state), contenders)
     bench.clear("export", "export-floor-in", "export-torch")
     return found
 
@@ -323,6 +342,7 @@ SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
     "small-load": small_load,
     "slice": part,
     "export": export,
+    "export-columns": export_columns,
 }
 """The function that measures each scenario, by the name that the command line takes."""
 
