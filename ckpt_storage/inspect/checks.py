@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
@@ -89,15 +90,12 @@ class Findings:
         """Take in what `error` says; `path` and `rank` where it does not name them as we do."""
         step = error.next_step or "Load another checkpoint."
         message = str(error).removesuffix(step).strip()
-        path, rank = path or error.path, rank if error.rank is None else error.rank
+        rank = rank if error.rank is None else error.rank
         fqn, offset = (getattr(error, name, None) for name in ("fqn", "offset"))
+        about: dict[str, Any] = {"rank": rank, "fqn": fqn, "offset": offset, "next_step": step}
         if self.is_strict:
-            raise IntegrityError(
-                message, path=path, rank=rank, fqn=fqn, offset=offset, next_step=step
-            ) from error
-        self.problems.append(
-            Problem(message=message, next_step=step, file=path, rank=rank, fqn=fqn, offset=offset)
-        )
+            raise IntegrityError(message, path=path or error.path, **about) from error
+        self.problems.append(Problem(message=message, file=path or error.path, **about))
 
     @contextmanager
     def noting(
@@ -280,22 +278,23 @@ def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
-    step, size_bytes, found = ranges.options.part_bytes, file.size_bytes, dict[int, int]()
-
-    def take(start: int, view: memoryview) -> None:
-        found[start] = crc32c_of(view)
-
+    size_bytes, step = file.size_bytes, ranges.options.part_bytes
     starts = range(0, size_bytes, step)
+    lengths = [min(step, size_bytes - start) for start in starts]
+    crcs = [0] * len(lengths)
+
+    def take(number: int, view: memoryview) -> None:
+        crcs[number] = crc32c_of(view)
+
     reads = [
         RangeRead(
             path=file.path,
             start=start,
-            stop=min(start + step, size_bytes),
-            done=partial(take, start),
+            stop=start + length,
+            done=partial(take, number),
             file_bytes=size_bytes,
         )
-        for start in starts
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     ranges.run(reads, on_bytes=on_bytes)
-    lengths = [read.stop - read.start for read in reads]
-    return combine_many([found[start] for start in starts], lengths) == file.crc32c
+    return combine_many(crcs, lengths) == file.crc32c

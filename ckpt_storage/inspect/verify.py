@@ -1,12 +1,10 @@
-"""Is a checkpoint sound: every byte of it read and checked, every document held to the others.
-
-Loads no tensor into anything and imports no torch.
-"""
+"""Is a checkpoint sound: every byte of it read and checked, every document held to the others."""
 
 from __future__ import annotations
 
 import heapq
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,40 +116,29 @@ def verify(  # the public surface, all keyword-only
     return VerifyReport(url=location.url, exports=exports, notes=notes, **found)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part `number` of `count` parts of all shard files, which differ by one file at most.
-
-    What is no shard file belongs to the first.
-    """
-
-    number: int = 0
-    count: int = 1
-
-    def of(self, files: Iterable[tuple[str, int]]) -> dict[str, int]:
-        """Return which of `files` are in this part; paths with lengths, in one order for all."""
-        return _shared(files, self.count)[self.number]
-
-
-def _shared(files: Iterable[tuple[str, int]], count: int) -> list[dict[str, int]]:
+def divided(files: Iterable[tuple[FileRef, int]], count: int) -> list[dict[str, int]]:
+    """Divide the files of a manifest into parts, lengths by path, that differ by one at most."""
     loads = [(0, number) for number in range(count)]
-    found: list[dict[str, int]] = [{} for _ in loads]
-    for path, size_bytes in files:
+    parts: list[dict[str, int]] = [{} for _ in loads]
+    for ref, _ in files:
         load_bytes, number = loads[0]
-        heapq.heapreplace(loads, (load_bytes + size_bytes, number))
-        found[number][path] = size_bytes
-    return found
+        heapq.heapreplace(loads, (load_bytes + ref.size_bytes, number))
+        parts[number][ref.path] = ref.size_bytes
+    return parts
 
 
-def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> str | None:
-    """Check whether one part of a checkpoint can be loaded; return the save id, None without one.
+def check_part(
+    store: Store, number: int = 0, count: int = 1, *, deep: bool, deadline: Deadline
+) -> str | None:
+    """Check whether part `number` of `count` can be loaded; return the save id, None without one.
 
     Unlike `verify` it passes over what no load needs: `.metadata`, markers and exports. The first
     part also checks that files of another writer can be read. Raises `IntegrityError` for the
     first problem, `CheckpointGoneError` if the save was replaced or deleted meanwhile, what opening
     raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
-    check = _Check(_reader(store, deadline), is_deep=deep, is_strict=True, part=part)
+    reader = _reader(store, deadline)
+    check = _Check(reader, is_deep=deep, is_strict=True, part=number, part_count=count)
     with deadline.governs(f"Checking {store.url}"):
         try:
             check.run()
@@ -163,20 +150,12 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
     return check.save_id
 
 
-def part_bytes(store: Store, part: Part, deadline: Deadline) -> tuple[int, int]:
-    """Return how many bytes a deep check of this part reads, and of the largest part.
-
-    0 for what another tool wrote.
-    """
+def part_bytes(store: Store, count: int, deadline: Deadline) -> list[int]:
+    """Return how many bytes a deep check of each part reads; 0 for what another tool wrote."""
     with deadline.governs(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
-        lengths = [] if head is None else _lengths(read_manifest(store, head))
-    sizes = [sum(files.values()) for files in _shared(lengths, part.count)]
-    return sizes[part.number], max(sizes)
-
-
-def _lengths(manifest: Manifest) -> list[tuple[str, int]]:
-    return [(ref.path, ref.size_bytes) for ref, _ in manifest.files]
+        files = () if head is None else read_manifest(store, head).files
+    return [sum(part.values()) for part in divided(files, count)]
 
 
 def _reader(
@@ -204,7 +183,8 @@ _Rank = tuple[int, dict[str, FileRef], list[Key]]
 class _Check(Findings):
     """One check. A strict one checks only what loads need."""
 
-    part: Part = Part()
+    part: int = 0
+    part_count: int = 1
     progress: Progress = None
     format: str | None = None
     save_id: str | None = None
@@ -217,7 +197,7 @@ class _Check(Findings):
             if head is not None:
                 self.format, self.save_id = "ckpt_storage", head.save_id
                 self._check_ours(head)
-            elif not self.part.number:
+            elif not self.part:
                 ranges = self.ranges
                 source = open_source(self.store, deadline=ranges.deadline, options=ranges.options)
                 self.format, self.save_id = source.format, source.save_id
@@ -247,7 +227,7 @@ class _Check(Findings):
                 if marker is not None:
                     self.file_count += 1
                     unseal(marker.data, path=path)
-        files = self.part.of(_lengths(manifest))
+        files = divided(manifest.files, self.part_count)[self.part]
         with reporting(
             self.progress,
             phase="load",
@@ -258,7 +238,7 @@ class _Check(Findings):
         ) as self.on_bytes:
             ranks = self._ranks(manifest, files)
             for at in range(0, len(ranks), _BATCH_RANKS):
-                batch, first = ranks[at : at + _BATCH_RANKS], len(self.problems)
+                batch = ranks[at : at + _BATCH_RANKS]
                 # Of its own, so that no more rank manifests are held than of one batch.
                 source = CommittedSource(
                     self.store, head, manifest, ranges.deadline, ranges.options
@@ -269,10 +249,7 @@ class _Check(Findings):
                     ranges.run(reads, on_bytes=self.on_bytes)
                 self.file_count += sum(1 + len(rank[1]) for rank in batch)
                 self.checked_bytes += sum(read.stop - read.start for read in reads)
-                self.problems[first:] = sorted(
-                    self.problems[first:],
-                    key=lambda one: (one.rank or 0, one.file or "", one.offset or 0),
-                )
+            self.problems.sort(key=lambda one: (one.rank or 0, one.file or "", one.offset or 0))
             if not self.is_strict:
                 # Late, because a saver that committed a moment ago is about to publish.
                 check_stock(self, head, manifest)
@@ -289,8 +266,7 @@ class _Check(Findings):
                     ranks[owner][2].append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
             ranks[owner][2].append((fqn, None))
-        is_first = not self.part.number
-        return [one for one in ranks if files.keys() & one[1] or (is_first and not one[1])]
+        return [one for one in ranks if files.keys() & one[1] or not (self.part or one[1])]
 
     def _check_rank(
         self, source: CommittedSource, rank: _Rank, files: Mapping[str, int]
@@ -325,39 +301,35 @@ class _Check(Findings):
                 if file.path not in files:
                     continue
                 with self.noting(file.path, number):
-                    spans = FileChecks.of_shard(document, file)
+                    checks = FileChecks.of_shard(document, file)
                     size_bytes = self.store.stat(file.path).size_bytes
                     if self.is_deep:
-                        reads += self._reads(spans, size_bytes)
-                    _check_length(spans, size_bytes)
+                        reads += self._reads(checks, size_bytes)
+                    if size_bytes != file.size_bytes:
+                        end = min(size_bytes, file.size_bytes)
+                        cut = checks.span_of(min(end, file.size_bytes - 1))
+                        raise IntegrityError(
+                            f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
+                            offset=end,
+                            fqn=checks.fqns[cut] if checks.fqns else None,
+                            next_step=RESTORE,
+                        )
         return reads
 
-    def _reads(self, spans: FileChecks, size_bytes: int) -> Iterator[RangeRead]:
-        """Yield reads of what is there of a file, in whole blocks."""
-        at, end = 0, spans.edge_before(size_bytes)
-        while at < end:
-            full = spans.edge_before(at + self.ranges.options.part_bytes)
-            stop = min(max(full, spans.edge_from(at + 1)), end)
-            judge = partial(self._judge, spans, at)
-            yield RangeRead(path=spans.path, start=at, stop=stop, done=judge)
-            at = stop
+    def _reads(self, checks: FileChecks, size_bytes: int) -> Iterator[RangeRead]:
+        """Yield reads of the spans that are there, as many at a time as fit into a part."""
+        edges, first = checks.edges, 0
+        end = bisect_right(edges, size_bytes) - 1
+        while first < end:
+            fitting = bisect_right(edges, edges[first] + self.ranges.options.part_bytes) - 1
+            stop = min(max(fitting, first + 1), end)
+            judge = partial(self._judge, checks, range(first, stop))
+            yield RangeRead(path=checks.path, start=edges[first], stop=edges[stop], done=judge)
+            first = stop
 
-    def _judge(self, spans: FileChecks, start: int, view: memoryview) -> None:
-        for span in spans.within(start, start + len(view)):
-            if crc32c_of(view[span.start - start : span.stop - start]) != span.crc32c:
-                self.add(spans.damage(span))
-
-
-def _check_length(spans: FileChecks, size_bytes: int) -> None:
-    """Raise `IntegrityError` for a file of another length, naming where it ends."""
-    if size_bytes == spans.size_bytes:
-        return
-    end = min(size_bytes, spans.size_bytes)
-    last = max(0, min(end, spans.size_bytes - 1))
-    cut = next(spans.within(last, last + 1), None)
-    raise IntegrityError(
-        f"{spans.path} has {size_bytes} bytes; {spans.size_bytes} were written.",
-        offset=end,
-        fqn=None if cut is None else cut.fqn,
-        next_step=RESTORE,
-    )
+    def _judge(self, checks: FileChecks, spans: range, view: memoryview) -> None:
+        origin = checks.edges[spans.start]
+        for span in spans:
+            part = view[checks.edges[span] - origin : checks.edges[span + 1] - origin]
+            if crc32c_of(part) != checks.crcs[span]:
+                self.add(checks.damage(span))

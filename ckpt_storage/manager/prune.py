@@ -36,7 +36,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.format.names import COMMITS, probe_path
-from ckpt_storage.inspect.verify import Part, check_part
+from ckpt_storage.inspect.verify import check_part
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -266,7 +266,7 @@ def is_sound(root: Root, info: CheckpointInfo, deadline: Deadline, *, deep: bool
         return True
     try:
         store = root.open(deadline, info.name)
-        checked_id = check_part(store, Part(), deep=deep, deadline=deadline)
+        checked_id = check_part(store, deep=deep, deadline=deadline)
         why = "it was saved anew"
     except USELESS as error:
         checked_id, why = None, str(error)

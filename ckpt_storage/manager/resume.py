@@ -22,7 +22,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     RankFailedError,
 )
-from ckpt_storage.inspect.verify import Part, check_part, part_bytes
+from ckpt_storage.inspect.verify import check_part, part_bytes
 from ckpt_storage.store.deadline import Deadline
 
 from .retention import Found, begun_of, by_step
@@ -222,15 +222,16 @@ class Resumer:
 
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
         """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
-        part = Part(self._ranks.rank, self._ranks.world_size)
+        rank, count = self._ranks.rank, self._ranks.world_size
         with self._together(f"the check of {info.url}") as operation:
             operation.meet(_terms_of(info))
             deadline = operation.phase("load")
-            byte_count, most = part_bytes(root.open(deadline, info.name), part, deadline)
+            sizes = part_bytes(root.open(deadline, info.name), count, deadline)
             # Alike on all ranks: who has little to read waits for who has most.
-            limit_s = max(self._timeouts.load, most / _SLOWEST_BYTES_PER_S)
-            deadline = operation.phase("load", limit_s, total_bytes=byte_count)
-            check_part(root.open(deadline, info.name), part, deep=True, deadline=deadline)
+            limit_s = max(self._timeouts.load, max(sizes) / _SLOWEST_BYTES_PER_S)
+            deadline = operation.phase("load", limit_s, total_bytes=sizes[rank])
+            store = root.open(deadline, info.name)
+            check_part(store, rank, count, deep=True, deadline=deadline)
             operation.all_gather(None)
 
     def _try(

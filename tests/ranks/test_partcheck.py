@@ -15,7 +15,8 @@ from manager_cases import restore, saved, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
-from ckpt_storage.inspect.verify import Part, check_part, part_bytes
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.inspect.verify import check_part, divided, part_bytes
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.retention import KeepLatest
@@ -29,9 +30,10 @@ from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), count=st.integers(1, 9))
 def test_parts_share_all_files_and_differ_by_one_at_most(sizes: list[int], count: int) -> None:
     """Each file is in exactly one part, and no two parts differ by more than the longest file."""
-    files = [(f"f{number}", size) for number, size in enumerate(sizes)]
-    parts = [Part(number, count).of(files) for number in range(count)]
-    assert sorted(pair for part in parts for pair in part.items()) == files
+    files = [FileRef(path=f"f{at}", size_bytes=size, crc32c=0) for at, size in enumerate(sizes)]
+    parts = divided([(file, 0) for file in files], count)
+    pairs = sorted(pair for part in parts for pair in part.items())
+    assert pairs == [(file.path, file.size_bytes) for file in files]
     lengths = [sum(part.values()) for part in parts]
     assert max(lengths) - min(lengths) <= max(sizes, default=0)
 
@@ -43,7 +45,7 @@ def check_all(folder: Path, count: int, *, deep: bool = True) -> list[str]:
         deadline = Deadline("load", 60)
         store = open_store(Location.of(folder))
         try:
-            check_part(store, Part(number, count), deep=deep, deadline=deadline)
+            check_part(store, number, count, deep=deep, deadline=deadline)
         except IntegrityError as error:
             found.append(str(error))
     return found
@@ -146,6 +148,4 @@ def test_all_ranks_know_the_largest_part(tmp_path: Path) -> None:
     ckpt_storage.save({"w": torch.rand(5000)}, tmp_path)
     (file,) = (tmp_path / "saves").rglob("*.distcp")
     deadline, store = Deadline("load", 60), open_store(Location.of(tmp_path))
-    found = [part_bytes(store, Part(number, 3), deadline) for number in range(3)]
-    size_bytes = file.stat().st_size
-    assert found == [(size_bytes, size_bytes), (0, size_bytes), (0, size_bytes)]
+    assert part_bytes(store, 3, deadline) == [file.stat().st_size, 0, 0]
