@@ -38,12 +38,12 @@ from .export.options import ConsolidateOptions as ConsolidateOptions
 from .inspect.checkpoint import Checkpoint as Checkpoint
 from .inspect.checkpoint import diff as diff
 from .inspect.checkpoint import open_checkpoint as open_checkpoint
-from .inspect.diff import CheckpointDiff as CheckpointDiff
-from .inspect.diff import ValueDiff as ValueDiff
 from .inspect.doctor import Diagnosis as Diagnosis
 from .inspect.doctor import diagnose as diagnose
 from .inspect.lazy_tensor import LazyTensor as LazyTensor
-from .inspect.stats import TensorStats as TensorStats
+from .inspect.numbers import CheckpointDiff as CheckpointDiff
+from .inspect.numbers import TensorStats as TensorStats
+from .inspect.numbers import ValueDiff as ValueDiff
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load

@@ -1,7 +1,4 @@
-"""`open_checkpoint`: a checkpoint as a mapping from FQN to tensor or object, read when asked for.
-
-Needs no process group.
-"""
+"""`open_checkpoint`: a checkpoint as a mapping from FQN to what it holds, read when asked for."""
 
 from __future__ import annotations
 
@@ -16,35 +13,34 @@ from numpy.typing import NDArray
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
-from ckpt_storage.format.boxes import Selection
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, SourceFormat, value_keys
+from ckpt_storage.source.model import CommittedSource, SourceFormat, gone, value_keys
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import some_at_once
 
-from .diff import CheckpointDiff, compare
 from .lazy_tensor import LazyTensor
-from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, slabs
-from .stats import TensorStats, summarise
+from .numbers import CheckpointDiff, TensorStats, compare, summarise
+from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, walk
 from .verify import VerifyReport, verify
 from .views import (
     Entry,
     Row,
     StoredFile,
     TreeView,
-    checkpoint_html,
-    checkpoint_text,
+    heading,
     human_bytes,
     rows_of,
+    shown,
 )
 
 if TYPE_CHECKING:
     from .torchload import Device
 
 
+_MOST_LINES = 12
 _STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
@@ -254,18 +250,22 @@ class Checkpoint(Mapping[str, Any]):
         bar. Raises `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
         """
         tensor = self._tensor(fqn)
-        parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
-        total_bytes = tensor.nbytes * min(2, max(1, len(parts)))
+        if tensor.dtype.startswith("complex"):
+            raise InvalidInputError(
+                f"{fqn} is complex: its elements have no order.",
+                next_step="Read it, and look at its real and imaginary parts.",
+            )
+        is_held = tensor.nbytes <= self._handle.piece_bytes
+        total_bytes = tensor.nbytes * (1 if is_held else 2)
         with self._handle.reporting(progress, total_bytes=total_bytes) as on_bytes:
 
-            def read(part: Selection) -> NDArray[Any]:
-                words = tensor.words(part)
-                on_bytes(words.nbytes)
-                return elements_of(words.reshape(-1), tensor.dtype)
+            def read() -> Iterator[NDArray[Any]]:
+                for _, (words,) in walk([self._handle], [fqn], on_bytes=on_bytes):
+                    yield elements_of(words, tensor.dtype)
 
-            held = [read(parts[0])] if len(parts) == 1 else []
-            facts: dict[str, Any] = {"fqn": fqn, "dtype": tensor.dtype, "shape": tensor.shape}
-            return summarise(lambda: held or map(read, parts), **facts, bin_count=bin_count)
+            held = list(read()) if is_held else None
+            facts = {"dtype": tensor.dtype, "shape": tensor.shape, "count": tensor.size}
+            return summarise(lambda: held or read(), bin_count=bin_count, fqn=fqn, **facts)
 
     def diff(
         self,
@@ -297,13 +297,9 @@ class Checkpoint(Mapping[str, Any]):
         handle = self._handle
         report = verify(handle.location.target, deep=deep, **handle.arguments)
         if report.save_id != self.save_id:
-            now = "deleted" if report.save_id is None else f"overwritten by save {report.save_id}"
-            raise CheckpointGoneError(
-                f"Save {self.save_id} of {self.url} is gone: it was {now} since it was opened.",
-                path=self.url,
-                phase="load",
-                next_step="Open the checkpoint again to check what is there now.",
-            )
+            with handle.session("Verifying") as (store, _):
+                if error := gone(store, self.save_id or "", self.url):
+                    raise error
         return report
 
     def close(self) -> None:
@@ -346,10 +342,12 @@ class Checkpoint(Mapping[str, Any]):
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        return checkpoint_text(self.url, self._facts(), self._top)
+        told = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        lines = self.tree(1).lines(_MOST_LINES, "… tree(depth=2) shows more")
+        return "\n  ".join([shown(f"<Checkpoint {self.url}>"), shown(told), *lines])
 
     def _repr_html_(self) -> str:
-        return checkpoint_html(self.info.name, self.url, self._facts(), self.tree())
+        return self.tree().page(heading(self.info.name, self.url, self._facts()))
 
 
 def diff(

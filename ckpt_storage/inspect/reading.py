@@ -44,6 +44,8 @@ Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
 
 _MOST_SUGGESTED_FROM = 20_000
+_PIECE = 1 << 20
+"""Elements that are looked at together: 8 MiB as float64."""
 _PIECES_HELD = 8
 """A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
 
@@ -310,16 +312,48 @@ def read_objects(
 def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:
     """Yield selections of at most `most_count` elements that follow one another in C order.
 
-    Each is of adjacent rows of one dimension. An empty shape has none.
+    Each is of adjacent rows of one dimension; that of an empty shape has no elements.
     """
     count = math.prod(shape)
-    if 0 < count <= most_count:
+    if count <= most_count:
         yield tuple(map(range, shape))
-    elif count:
+    else:
         step = max(1, most_count * shape[0] // count)
         for start in range(0, shape[0], step):
             for inner in slabs(shape[1:], most_count):
                 yield (range(start, min(start + step, shape[0])), *inner)
+
+
+def walk(
+    handles: Sequence[Handle], fqns: Iterable[str], *, on_bytes: OnBytes
+) -> Iterator[tuple[str, list[Words]]]:
+    """Yield the elements of tensors in C order, piece by piece: flat words, of each of `handles`.
+
+    Shapes are those of the first. Small tensors are read many at a time.
+    """
+    batch: list[tuple[str, Selection]] = []
+    most_bytes, size_bytes = min(handle.piece_bytes for handle in handles), 0
+    for fqn in fqns:
+        item_bytes = max(handle.entry(fqn).item_bytes for handle in handles)
+        for part in slabs(handles[0].tensors[fqn].shape, max(1, most_bytes // item_bytes)):
+            part_bytes = math.prod(map(len, part)) * item_bytes
+            if size_bytes + part_bytes > most_bytes:
+                yield from _pieces(handles, batch, on_bytes)
+                batch, size_bytes = [], 0
+            batch.append((fqn, part))
+            size_bytes += part_bytes
+    yield from _pieces(handles, batch, on_bytes)
+
+
+def _pieces(
+    handles: Sequence[Handle], batch: Sequence[tuple[str, Selection]], on_bytes: OnBytes
+) -> Iterator[tuple[str, list[Words]]]:
+    arrays = [read_tensors(handle, batch, gaps="cheap") for handle in handles]
+    for (fqn, _), *sides in zip(batch, *arrays, strict=True):
+        flat = [words.reshape(-1) for words in sides]
+        on_bytes(sum(words.nbytes for words in flat))
+        for at in range(0, max(1, len(flat[0])), _PIECE):
+            yield fqn, [words[at : at + _PIECE] for words in flat]
 
 
 def numpy_name(dtype: str) -> str | None:

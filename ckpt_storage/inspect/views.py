@@ -1,8 +1,4 @@
-"""What is told of a checkpoint without reading its values: as values, as text and as HTML.
-
-Names are shown as a tree, in which alike layers are shown once. The HTML has no scripts, and
-colours that suit light and dark pages.
-"""
+"""What is told of a checkpoint without reading its values: as values, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -29,11 +25,8 @@ _LEAST_ALIKE = 3
 _MOST_LEVELS = 40
 """Names may be nested deeper than the stack takes."""
 _MOST_ROWS = 400
-_MOST_SHORT = 12
 _MOST_DTYPES = 2
-_MOST_OPEN = 24
 _MOST_CHUNKS = 256
-_SIDE = 30
 _MORE = "… (more names than are shown; narrow it with depth=)"
 _GOLDEN_ANGLE = 137.508
 """Hues so far apart that neighbours never look alike, however many ranks there are."""
@@ -47,8 +40,10 @@ _STYLE = """
 grid-template-columns:minmax(7rem,1fr) minmax(4rem,7.5rem) minmax(4rem,8.5rem)
  minmax(4rem,6.5rem) 3.2rem;
 border-top:1px solid rgba(128,128,128,.22)}
+.ckpt svg{width:30px;height:30px;stroke:currentColor;stroke-width:.75}
+.ckpt rect{vector-effect:non-scaling-stroke}
 .ckpt .r>*{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-.ckpt summary.r{cursor:pointer;font-weight:600}
+.ckpt .g{font-weight:600}
 """
 
 
@@ -241,7 +236,7 @@ def _row(members: Sequence[Sequence[_Named]], at: int, parts: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeView:
-    """The names of a checkpoint as a tree; text where it is printed, HTML in a notebook.
+    """The names of a checkpoint as a tree; text where it is printed, a table in a notebook.
 
     Alike layers are shown once. `depth` limits how many levels are shown, None: all of them.
     """
@@ -251,81 +246,62 @@ class TreeView:
     depth: int | None = None
 
     def __str__(self) -> str:
-        lines = list(islice(_lines(self.top, self._levels), _MOST_ROWS + 1))
-        return "\n".join([*lines[:_MOST_ROWS], *([_MORE] if len(lines) > _MOST_ROWS else [])])
+        return "\n".join(self.lines(_MOST_ROWS, _MORE))
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return page(self.rows())
-
-    def rows(self) -> str:
-        """Return the rows of the tree as HTML; prefixes unfold without a script."""
-        left = iter(range(_MOST_ROWS))
-        rows = "".join(self._rows(self.top, left, 0, 1))
-        return rows if next(left, None) is not None else f"{rows}<div>{_MORE}</div>"
-
-    @property
-    def _levels(self) -> int:
-        return _MOST_LEVELS if self.depth is None else min(self.depth, _MOST_LEVELS)
-
-    def _rows(
-        self, rows: Sequence[Row], left: Iterator[int], level: int, copies: int
-    ) -> Iterator[str]:
-        """Yield rows, of which there are `copies`, and those below, while some are left."""
-        for row in rows:
-            if next(left, None) is None:
+    def lines(self, most: int, more: str) -> Iterator[str]:
+        """Yield the first lines of text, and `more` if there are others."""
+        for number, (branch, row, copies) in enumerate(self._rows()):
+            if number == most:
+                yield more
                 return
-            entry, told = row.entry, row.told(copies)
-            picture = sharding_svg(self.sharding_of(entry.fqn)) if entry and entry.dtype else ""
-            name = escaped(entry.fqn if entry and row.alike == 1 else row.name)
-            cells = (
-                f'<span style="padding-left:{level}em" title="{name}">{escaped(row.name)}</span>'
-            )
-            cells += "".join(f"<span>{escaped(text)}</span>" for text in told)
-            cells += f"<span>{picture}</span>"
-            if not row.below or level + 1 >= self._levels:
-                yield f'<div class="r">{cells}</div>'
-                continue
-            is_open = ' open=""' if len(row.below) <= _MOST_OPEN else ""
-            below = "".join(self._rows(row.below, left, level + 1, copies * row.alike))
-            yield f'<details{is_open}><summary class="r">{cells}</summary>{below}</details>'
+            yield f"{branch}{shown(row.name)}  {'  '.join(filter(None, row.told(copies)))}"
+
+    def page(self, heading: str = "") -> str:
+        """Return what a notebook shows: a heading, and the tree as rows of HTML."""
+        rows = list(islice(self._rows(), _MOST_ROWS + 1))
+        lines = [heading, *(self._html(*row) for row in rows[:_MOST_ROWS])]
+        lines += [f"<div>{_MORE}</div>"] if len(rows) > _MOST_ROWS else []
+        return f'<div class="ckpt"><style>{_STYLE}</style>{"".join(lines)}</div>'
+
+    _repr_html_ = page
+
+    def _html(self, branch: str, row: Row, copies: int) -> str:
+        entry = row.entry
+        picture = sharding_svg(self.sharding_of(entry.fqn)) if entry and entry.dtype else ""
+        title = escaped(entry.fqn if entry and row.alike == 1 else row.name)
+        cells = "".join(f"<span>{escaped(text)}</span>" for text in row.told(copies))
+        kind, name = "r g" if row.below else "r", escaped(row.name)
+        return (
+            f'<div class="{kind}" title="{title}"><span style="padding-left:{len(branch) // 3}em">'
+            f"{name}</span>{cells}<span>{picture}</span></div>"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, Row, int]]:
+        depth = _MOST_LEVELS if self.depth is None else min(self.depth, _MOST_LEVELS)
+        return _shown_rows(self.top, depth)
 
 
-def _lines(
+def _shown_rows(
     rows: Sequence[Row], depth: int, indent: str | None = None, copies: int = 1
-) -> Iterator[str]:
-    """Yield the lines of rows and of those below; the first level has no branches before it."""
-    if depth <= 0:
-        return
-    for row in rows:
+) -> Iterator[tuple[str, Row, int]]:
+    """Yield rows and those below: the branches before each, and how many there are of it."""
+    for row in rows if depth > 0 else ():
         branch, below = ("└─ ", "   ") if row is rows[-1] else ("├─ ", "│  ")
+        # The first level has no branches.
         before, after = ("", "") if indent is None else (indent + branch, indent + below)
-        yield f"{before}{shown(row.name)}  {'  '.join(filter(None, row.told(copies)))}"
-        yield from _lines(row.below, depth - 1, after, copies * row.alike)
+        yield before, row, copies
+        yield from _shown_rows(row.below, depth - 1, after, copies * row.alike)
 
 
-def checkpoint_text(title: str, facts: Mapping[str, object], top: Sequence[Row]) -> str:
-    """Return a few lines about a checkpoint: what it is, and its first names."""
-    told = ", ".join(f"{name} {value}" for name, value in facts.items())
-    lines = list(islice(_lines(top, 1), _MOST_SHORT))
-    if len(top) > _MOST_SHORT:
-        lines.append("… tree(depth=2) shows more")
-    return "\n  ".join([shown(f"<Checkpoint {title}>"), shown(told), *lines])
-
-
-def checkpoint_html(title: str, url: str, facts: Mapping[str, object], tree: TreeView) -> str:
-    """Return a heading and the tree of a checkpoint as HTML."""
+def heading(title: str, url: str, facts: Mapping[str, object]) -> str:
+    """Return what stands above the tree of a checkpoint, as HTML."""
     cells = "".join(
         f"<div><i>{escaped(name)}</i><br/>{escaped(value)}</div>" for name, value in facts.items()
     )
-    heading = f"<b>{escaped(title)}</b><div><code>{escaped(url)}</code></div>"
-    return page(f'{heading}<div class="f">{cells}</div>{tree.rows()}')
-
-
-def page(content: str) -> str:
-    """Return HTML as what a notebook shows."""
-    return f'<div class="ckpt"><style>{_STYLE}</style>{content}</div>'
+    top = f"<b>{escaped(title)}</b><div><code>{escaped(url)}</code></div>"
+    return f'{top}<div class="f">{cells}</div>'
 
 
 def escaped(text: object) -> str:
@@ -338,29 +314,21 @@ def sharding_svg(sharding: Sharding) -> str:
 
     Of its dimensions those two are drawn in which it is cut most; too many chunks are not drawn.
     """
-    shape, chunks = sharding.shape, list(sharding) if len(sharding) <= _MOST_CHUNKS else []
-    counts = [len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
+    # What lacks a second dimension runs across.
+    shape = (1, 1, *sharding.shape)
+    chunks = [
+        ((0, 0, *chunk.offsets), (1, 1, *chunk.sizes), chunk.rank)
+        for chunk in (sharding if len(sharding) <= _MOST_CHUNKS else ())
+    ]
+    counts = [len({offsets[dim] for offsets, *_ in chunks}) for dim in range(len(shape))]
     # The last dimensions win where nothing is cut: rows and columns are there.
-    drawn = sorted(sorted(range(len(shape)), key=lambda dim: (-counts[dim], -dim))[:2])
-    # Of one dimension it runs across.
-    down, across = [None, None, *drawn][-2:] if drawn else (None, None)
+    down, across = sorted(sorted(range(len(shape)), key=lambda dim: (-counts[dim], -dim))[:2])
     cells = ""
-    for chunk in chunks:
-        y, height = _along(chunk, shape, down)
-        x, width = _along(chunk, shape, across)
-        hue = f"{((chunk.rank or 0) * _GOLDEN_ANGLE + 212) % 360:.0f} "
-        hue += "8%" if chunk.rank is None else "58%"
-        cells += f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
-        cells += f'fill="hsl({hue} 55%)"/>'
+    for offsets, sizes, rank in chunks:
+        cells += f'<rect x="{offsets[across]}" y="{offsets[down]}" width="{sizes[across]}" '
+        hue, strength = ((rank or 0) * _GOLDEN_ANGLE + 212) % 360, 8 if rank is None else 58
+        cells += f'height="{sizes[down]}" fill="hsl({hue:.0f} {strength}% 55%)"/>'
     return (
-        f'<svg role="img" width="{_SIDE}" height="{_SIDE}" viewBox="0 0 {_SIDE} {_SIDE}">'
-        f"<title>{escaped(sharding)}</title>"
-        f'<g stroke="currentColor" stroke-width=".75">{cells}</g></svg>'
+        f'<svg role="img" viewBox="0 0 {shape[across]} {shape[down]}" preserveAspectRatio="none">'
+        f"<title>{escaped(sharding)}</title><g>{cells}</g></svg>"
     )
-
-
-def _along(chunk: Chunk, shape: Sequence[int], dim: int | None) -> tuple[float, float]:
-    """Return where a chunk begins along one side of the picture, and how long it is there."""
-    if dim is None or not shape[dim]:
-        return 0.0, _SIDE
-    return chunk.offsets[dim] / shape[dim] * _SIDE, chunk.sizes[dim] / shape[dim] * _SIDE

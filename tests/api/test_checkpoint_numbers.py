@@ -20,8 +20,14 @@ from hypothesis.extra import numpy as npst
 
 from ckpt_storage import IntegrityError, InvalidInputError
 from ckpt_storage.inspect.checkpoint import diff, open_checkpoint
-from ckpt_storage.inspect.diff import CheckpointDiff, Findings, ValueDiff
-from ckpt_storage.inspect.stats import TensorStats, summarise
+from ckpt_storage.inspect.numbers import (
+    CheckpointDiff,
+    TensorStats,
+    ValueDiff,
+    differences,
+    summarise,
+)
+from ckpt_storage.inspect.views import Entry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
@@ -72,20 +78,23 @@ def test_values_can_be_left_unread(tmp_path: Path) -> None:
         diff(tmp_path / "left", tmp_path / "right")
 
 
+def differing(pieces: Any, dtype: str, count: int, absolute: float = 0.0) -> dict[str, Any]:
+    """Return how two flat tensors of one type differ that arrive in pieces."""
+    entry = Entry(fqn="a", dtype=dtype, shape=(count,))
+    return differences(pieces, (entry, entry), 0.0, absolute)
+
+
 def test_infinities_and_nan_of_odd_types_are_compared_in_silence() -> None:
     """inf+1j is not inf+2j; numpy would warn of narrow NaN, and here warnings are errors."""
     x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
     y = np.array([complex(np.inf, 2), complex(np.inf, 3), 1], "complex64")
-    findings = Findings()
-    findings.add(x.view("u8"), "complex64", y.view("u8"), "complex64")
-    fields = findings.as_fields((3,))
+    fields = differing([(x.view("u8"), y.view("u8"))], "complex64", 3)
     assert (fields["different_count"], fields["at"]) == (1, (0,))
     assert (fields["max_absolute"], fields["max_relative"]) == (np.inf, np.inf)
     for kind, word in (("bfloat16", "u2"), ("float8_e4m3fn", "u1")):
         every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
-        findings = Findings()
-        findings.add(every, kind, np.roll(every, 1), kind)
-        assert findings.different_count > len(every) // 2
+        fields = differing([(every, np.roll(every, 1))], kind, len(every))
+        assert fields["different_count"] > len(every) // 2
 
 
 def test_elements_within_a_tolerance_are_alike(tmp_path: Path) -> None:
@@ -116,11 +125,9 @@ def test_findings_are_numpys(pair: tuple[Any, Any], cuts: list[int], absolute: f
     x, y = pair
     name = str(x.dtype)
     word = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[x.dtype.itemsize]
-    findings = Findings(absolute=absolute)
-    bounds = sorted({0, 9, *cuts})
-    for start, stop in itertools.pairwise(bounds):
-        findings.add(x[start:stop].view(word), name, y[start:stop].view(word), name)
-    fields = findings.as_fields((9,))
+    bounds = itertools.pairwise(sorted({0, 9, *cuts}))
+    pieces = [(x[start:stop].view(word), y[start:stop].view(word)) for start, stop in bounds]
+    fields = differing(pieces, name, 9, absolute)
     kind = np.complex128 if name.startswith("complex") else np.float64
     a, b = x.astype(kind), y.astype(kind)
     with np.errstate(all="ignore"):
@@ -175,7 +182,8 @@ def summary_of(array: Any, cuts: list[int], bin_count: int = 8) -> TensorStats:
         for start, stop in itertools.pairwise(bounds):
             yield array[start:stop]
 
-    return summarise(pieces, fqn="a", dtype="x", shape=array.shape, bin_count=bin_count)
+    facts = {"fqn": "a", "dtype": "x", "shape": array.shape, "count": array.size}
+    return summarise(pieces, bin_count=bin_count, **facts)
 
 
 @given(
