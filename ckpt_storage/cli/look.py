@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from ckpt_storage.inspect import verify as verification
-from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
-from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Diagnosis, Probe, diagnose
+from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Probe, diagnose
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.inspect.verify import VerifyReport
+from ckpt_storage.inspect.views import human_bytes
 from ckpt_storage.manager.root import list_checkpoints
 
 from . import output
@@ -26,7 +27,6 @@ from .options import (
 )
 from .output import COULD_NOT_RUN, FOUND, SOUND, check_root, tensor_of
 
-_MOST_CHUNKS = 40
 _SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 
 
@@ -46,17 +46,13 @@ def ls(root: str, *, as_json: bool, **options: Any) -> int:
     problems = [info.problem for info in infos if info.problem is not None]
     for problem in problems:
         click.echo(problem, err=True)
-    if as_json:
-        output.emit("ls", checkpoints=infos)
-    elif not infos:
+    if not (infos or as_json):
         click.echo("No committed checkpoint.", err=True)
-    else:
-        head = ["name", "step", "created", "format", "save id"]
-        head += ["metrics"] if any(info.metrics for info in infos) else []
-        rows = [
-            [i.name, i.step, i.created_at, i.format, i.save_id, _metrics(i.metrics)] for i in infos
-        ]
-        output.table(head, [row[: len(head)] for row in rows], right="step")
+    rows = [(i.name, i.step, i.created_at, i.format, i.save_id, i.metrics) for i in infos]
+    head = ("name", "step", "created", "format", "save id", "metrics")
+    count = len(head) if any(info.metrics for info in infos) else len(head) - 1
+    text = output.table(head[:count], [row[:count] for row in rows], right="step")
+    output.tell("ls", as_json=as_json, text=text, checkpoints=infos)
     return COULD_NOT_RUN if problems else SOUND
 
 
@@ -80,71 +76,49 @@ def show(
     Reads documents only, no tensor.
     """
     with open_checkpoint(url, **options) as checkpoint:
-        if fqn is None:
-            more: dict[str, Any] = {"files": checkpoint.files} if with_files else {}
-            if with_history:
-                slots = checkpoint.history
-                more["history"] = [{key: getattr(one, key) for key in _SLOT} for one in slots]
-            _show_checkpoint(checkpoint, more, as_json=as_json)
-        elif (tensor := tensor_of(checkpoint, fqn)) is not None:
-            _show_tensor(tensor, as_json=as_json)
-        elif as_json:
-            output.emit("show_value", fqn=fqn, kind="object", tensor=None)
-        else:
-            output.facts({"name": fqn, "kind": "object, no tensor"})
+        if fqn is not None:
+            _show_value(tensor_of(checkpoint, fqn), fqn, as_json=as_json)
+            return SOUND
+        more: dict[str, Any] = {"files": checkpoint.files} if with_files else {}
+        if with_history:
+            slots = checkpoint.history
+            more["history"] = [{key: getattr(one, key) for key in _SLOT} for one in slots]
+        entries = checkpoint.entries()
+        tensor_count = sum(entry.dtype is not None for entry in entries)
+        told = {
+            "url": checkpoint.url,
+            "format": checkpoint.format,
+            "save_id": checkpoint.save_id,
+            "step": checkpoint.step,
+            "metrics": checkpoint.info.metrics,
+            "created_at": checkpoint.info.created_at,
+            "world_size": checkpoint.world_size,
+            "tensor_count": tensor_count,
+            "object_count": len(entries) - tensor_count,
+            "tensor_bytes": checkpoint.nbytes,
+        }
+    files = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more.get("files", ())]
+    text = itertools.chain(
+        output.facts(told),
+        output.table(("file", "rank", "bytes"), files, right="rank bytes"),
+        output.table(_SLOT, [one.values() for one in more.get("history", ())], right="slot pid"),
+    )
+    output.tell("show", as_json=as_json, text=text, **told, **more)
     return SOUND
 
 
-def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], *, as_json: bool) -> None:
-    info, entries = checkpoint.info, checkpoint.entries()
-    tensor_count = sum(entry.dtype is not None for entry in entries)
-    told: dict[str, Any] = {
-        "url": checkpoint.url,
-        "format": checkpoint.format,
-        "save_id": checkpoint.save_id,
-        "step": checkpoint.step,
-        "metrics": info.metrics,
-        "created_at": info.created_at,
-        "world_size": checkpoint.world_size,
-        "tensor_count": tensor_count,
-        "object_count": len(entries) - tensor_count,
-        "tensor_bytes": checkpoint.nbytes,
-    }
-    if as_json:
-        output.emit("show", **told, **more)
+def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:
+    if tensor is None:
+        output.tell("show_value", as_json=as_json, fqn=fqn, kind="object", tensor=None)
         return
-    told["metrics"] = _metrics(info.metrics)
-    told["tensor_bytes"] = _bytes(checkpoint.nbytes)
-    output.facts({name.replace("_", " "): value for name, value in told.items()})
-    if "files" in more:
-        rows = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more["files"]]
-        output.line()
-        output.table(("file", "rank", "bytes"), rows, right="rank bytes")
-    if "history" in more:
-        output.line()
-        slots = [one | {"fenced": " ".join(one["fenced"])} for one in more["history"]]
-        output.table(_SLOT, [one.values() for one in slots], right="slot pid")
-
-
-def _show_tensor(tensor: LazyTensor, *, as_json: bool) -> None:
-    sharding = tensor.sharding
-    told: dict[str, Any] = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
-    if as_json:
-        chunks = [{"offsets": c.offsets, "sizes": c.sizes, "rank": c.rank} for c in sharding]
-        told |= {"size_bytes": tensor.nbytes, "chunks": chunks}
-        output.emit("show_value", fqn=tensor.fqn, kind="tensor", tensor=told)
-        return
-    more = {"bytes": _bytes(tensor.nbytes), "sharding": sharding}
-    output.facts({"name": tensor.fqn, **told, **more})
-    if len(sharding) > 1:
-        rows = [
-            (list(chunk.offsets), list(chunk.sizes), chunk.rank)
-            for chunk in islice(sharding, _MOST_CHUNKS)
-        ]
-        output.line()
-        output.table(("offsets", "sizes", "rank"), rows, right="rank")
-        if len(sharding) > _MOST_CHUNKS:
-            output.line(f"... and {len(sharding) - _MOST_CHUNKS} more chunks; --json lists all.")
+    chunks = [{"offsets": c.offsets, "sizes": c.sizes, "rank": c.rank} for c in tensor.sharding]
+    told = {"dtype": tensor.dtype, "shape": tensor.shape, "size_bytes": tensor.nbytes}
+    text = itertools.chain(
+        output.facts({"fqn": fqn, **told, "sharding": str(tensor.sharding)}),
+        output.table(("offsets", "sizes", "rank"), [one.values() for one in chunks], right="rank"),
+    )
+    whole = {**told, "chunks": chunks}
+    output.tell("show_value", as_json=as_json, text=text, fqn=fqn, kind="tensor", tensor=whole)
 
 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
@@ -158,28 +132,16 @@ def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     without a dtype is an object.
     """
     with open_checkpoint(url, **options) as checkpoint:
-        if as_json:
-            keys = ("fqn", "dtype", "shape", "size_bytes")
-            values = [{key: getattr(one, key) for key in keys} for one in checkpoint.entries()]
-            output.emit("tree", url=checkpoint.url, values=values)
-        else:
-            click.echo(str(checkpoint.tree(depth)))
+        keys = ("fqn", "dtype", "shape", "size_bytes")
+        values = [{key: getattr(one, key) for key in keys} for one in checkpoint.entries()]
+        text = () if as_json else str(checkpoint.tree(depth)).splitlines()
+        output.tell("tree", as_json=as_json, text=text, url=checkpoint.url, values=values)
     return SOUND
-
-
-def _metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
-
-
-def _bytes(count: int) -> str:
-    return f"{output.size(count)} ({count:,})"
 
 
 @click.command(short_help="Is every byte what was written?")
 @url_argument()
-@click.option(
-    "--shallow", is_flag=True, help="Check documents and lengths of files; read no tensor."
-)
+@click.option("--shallow", is_flag=True, help="Check documents and lengths only; read no tensor.")
 @threads_option
 @memory_option
 @reads()
@@ -191,39 +153,28 @@ def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:
     only that all files are there and long enough.
     """
     report = verification.verify(url, deep=not shallow, progress=output.shows_progress(), **options)
-    if as_json:
-        output.emit("verify", report, ok=report.ok)
-    else:
-        _print_report(report, "documents and lengths" if shallow else "")
+    text = _verdict(report, is_deep=not shallow)
+    output.tell("verify", report, as_json=as_json, text=text, ok=report.ok)
     return SOUND if report.ok else FOUND
 
 
-def _print_report(report: VerifyReport, looked_at: str) -> None:
+def _verdict(report: VerifyReport, *, is_deep: bool) -> Iterator[str]:
     for problem in [*report.problems, *report.notes]:
-        output.line(f"- {problem.message}")
-        output.line(f"  {problem.next_step}")
+        yield f"- {problem.message}"
+        yield f"  {problem.next_step}"
     for export in report.exports:
         if export.is_stale:
-            output.line(f"The export {export.path or '.'} is of another save ({export.save_id}).")
-    if report.format != "ckpt_storage":
-        looked_at = "documents and lengths"
-    checked = looked_at or output.size(report.checked_bytes)
-    count = len(report.problems)
-    verdict = "sound" if report.ok else f"{count} problem{'s' if count != 1 else ''}"
-    output.line(f"{report.url}: {verdict}; {report.file_count} files, {checked} checked.")
+            yield f"The export {export.path or '.'} is of another save ({export.save_id})."
+    has_checksums = is_deep and report.format == "ckpt_storage"
+    checked = human_bytes(report.checked_bytes) if has_checksums else "documents and lengths"
+    verdict = "sound" if report.ok else f"problems: {len(report.problems)}"
+    yield f"{report.url}: {verdict}; {report.file_count} files, {checked} checked."
 
 
 @click.command(short_help="How two checkpoints differ.")
 @url_argument("left")
 @url_argument("right")
-@click.option(
-    "--no-values",
-    "values",
-    flag_value=False,
-    default=True,
-    type=bool,
-    help="Compare names, shapes and types; read no tensor.",
-)
+@click.option("--values/--no-values", default=True, help="Whether to read and compare elements.")
 @click.option("--prefix", help="Compare only names that begin so.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
@@ -252,10 +203,8 @@ def diff(  # one parameter for each option
         open_checkpoint(right, storage_options=others, **limits) as second,
     ):
         found = first.diff(second, progress=output.shows_progress(), **how)
-    if as_json:
-        output.emit("diff", found, is_equal=found.is_equal)
-    else:
-        click.echo(str(found))
+    text = str(found).splitlines()
+    output.tell("diff", found, as_json=as_json, text=text, is_equal=found.is_equal)
     return SOUND if found.is_equal else FOUND
 
 
@@ -270,35 +219,19 @@ def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) ->
     saved to it and loaded from it.
     """
     found = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
-    if as_json:
-        output.emit("doctor", found, ok=found.ok)
-    else:
-        _print_diagnosis(found)
+    probes = [(one.name, one.outcome, one.seconds, _rate(one), one.detail) for one in found.probes]
+    facts = {"url": found.url, "kind": found.kind, "clock_offset_s": found.clock_offset_s}
+    can = "can" if found.ok else "cannot"
+    text = itertools.chain(
+        output.facts(facts),
+        output.table(("can it", "answer", "seconds", "rate", "detail"), probes, right="seconds"),
+        (f"- {advice}" for advice in found.advice),
+        (f"Could not remove {path}." for path in found.leftovers),
+        [f"Checkpoints {can} be saved and loaded here."],
+    )
+    output.tell("doctor", found, as_json=as_json, text=text, ok=found.ok)
     return SOUND if found.ok else FOUND
 
 
-def _print_diagnosis(found: Diagnosis) -> None:
-    output.line(f"{found.url} ({found.kind})")
-    rows = [
-        (one.name, one.outcome, _ms(one.seconds), _rate(one), one.detail) for one in found.probes
-    ]
-    output.table(("can it", "", "takes", "", ""), rows, right="takes")
-    if found.clock_offset_s is not None:
-        output.line(f"Its clock is {found.clock_offset_s:+.1f} s from this machine's.")
-    output.line("What to do:" if found.advice else "The defaults suit it.")
-    for advice in found.advice:
-        output.line(f"- {advice}")
-    for path in found.leftovers:
-        output.line(f"Could not remove {path}.")
-    can = "can" if found.ok else "cannot"
-    output.line(f"Checkpoints {can} be saved and loaded here.")
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.1f} ms"
-
-
 def _rate(one: Probe) -> str:
-    if not one.size_bytes or not one.seconds:
-        return ""
-    return f"{output.size(round(one.size_bytes / one.seconds))}/s"
+    return f"{human_bytes(round(one.size_bytes / one.seconds))}/s" if one.seconds else ""

@@ -54,31 +54,8 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
     report = copy(src, dst, progress=output.shows_progress(), **options)
-    code = FOUND if report.failed_exports else SOUND
-    if as_json:
-        output.emit("cp", report)
-        return code
-    if report.was_there:
-        output.line(
-            f"{report.url}: this save ({report.save_id}) is there already; "
-            "ckpt-storage verify says whether it is sound."
-        )
-    else:
-        parts = {
-            "sent": report.sent_bytes,
-            "copied by the storage": report.copied_bytes,
-            "there from before": report.kept_bytes,
-        }
-        how = ", ".join(f"{output.size(count)} {what}" for what, count in parts.items() if count)
-        output.line(
-            f"{report.url}: {report.file_count} files, {output.size(report.total_bytes)}"
-            f"{f' ({how})' if how else ''} in {report.seconds:.1f} s."
-        )
-    output.names("Exports", report.exports)
-    output.names("Not copied", report.left_out)
-    for path, reason in report.failed_exports.items():
-        output.line(f"The checkpoint is copied; its export {path} is not: {reason}")
-    return code
+    output.tell("cp", report, as_json=as_json)
+    return FOUND if report.failed_exports else SOUND
 
 
 @click.command(short_help="Write it in another format.")
@@ -122,17 +99,7 @@ def convert(
     if memory_limit_bytes is not None:
         options["memory_limit_bytes"] = memory_limit_bytes
     report = conversion(src, dst, progress=output.shows_progress(), **options)
-    if as_json:
-        output.emit("convert", report)
-        return SOUND
-    output.line(
-        f"{report.url}: {report.format} of {report.source_format}, {report.tensor_count} tensors "
-        f"and {report.blob_count} objects, {output.size(report.total_bytes)} in "
-        f"{report.seconds:.1f} s."
-    )
-    if report.kept_count:
-        output.line(f"{report.kept_count} files of an earlier call were sound, and kept.")
-    output.names(f"Left out, because {report.format} cannot hold them", report.dropped)
+    output.tell("convert", report, as_json=as_json)
     return SOUND
 
 
@@ -192,19 +159,11 @@ def consolidate(
     """
     with _ranks(meet_timeout) as rank:
         report = consolidation(url, out, progress=output.shows_progress(), **options)
-    if rank:
-        return SOUND
-    if as_json:
-        output.emit("consolidate", report, resumed=report.resumed)
-        return SOUND
-    output.line(
-        f"{report.output_url}: {len(report.files)} weight files, {report.tensor_count} tensors, "
-        f"{output.size(report.total_bytes)} in {report.seconds:.1f} s."
-    )
-    if report.resumed:
-        output.line(f"{len(report.resumed)} files were complete from an earlier run.")
-    if report.skipped:
-        output.line(f"{len(report.skipped)} values are in no weight file; --json names them.")
+    if not rank:
+        counts = {key: len(getattr(report, key)) for key in ("files", "resumed", "skipped")}
+        names = ("output_url", "tensor_count", "total_bytes", "seconds")
+        text = output.facts({**{key: getattr(report, key) for key in names}, **counts})
+        output.tell("consolidate", report, as_json=as_json, text=text, resumed=report.resumed)
     return SOUND
 
 

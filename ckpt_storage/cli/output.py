@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,26 @@ def shows_progress() -> bool:
     return sys.stderr.isatty()
 
 
-def emit(kind: str, report: object = None, /, **values: object) -> None:
-    """Print one JSON object: the fields of a dataclass and `values`; `schema` names its kind."""
-    click.echo(document(kind, report, **values), nl=False)
+def tell(
+    kind: str,
+    report: object = None,
+    /,
+    *,
+    as_json: bool,
+    text: Iterable[str] | None = None,
+    **values: object,
+) -> None:
+    """Print the fields of a dataclass and `values`: as JSON, as `text`, or in two columns."""
+    if as_json:
+        click.echo(document(kind, report, **values), nl=False)
+        return
+    for line in facts({**(_plain(report) or {}), **_plain(values)}) if text is None else text:
+        # Names in it may come from a checkpoint.
+        click.echo(shown(line))
 
 
 def document(kind: str, report: object = None, /, **values: object) -> str:
-    """Return what `emit` prints."""
+    """Return one JSON object; `schema` names its kind."""
     body = {"schema": f"ckpt_storage.cli.{kind}/1", **(_plain(report) or {}), **_plain(values)}
     return f"{json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2)}\n"
 
@@ -114,38 +127,35 @@ def _plain(value: object) -> Any:
     return repr(value)
 
 
-def size(count: int | None) -> str:
-    """Return a number of bytes for people."""
-    return "" if count is None else human_bytes(count)
+def facts(pairs: Mapping[str, object]) -> Iterator[str]:
+    """Yield names and values in two columns; those without a value are left out."""
+    told = {name.replace("_", " "): fact(value, name) for name, value in pairs.items()}
+    width = max((len(name) for name, text in told.items() if text), default=0)
+    return (f"{name:<{width}}  {text}" for name, text in told.items() if text)
 
 
-def line(text: str = "") -> None:
-    """Print one line; names in it may come from a checkpoint."""
-    click.echo(shown(text))
+def fact(value: object, name: str = "") -> str:
+    """Return a value for people; of a name that ends so, as a number of bytes."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {fact(one)}" for key, one in value.items())
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return f"{human_bytes(value)} ({value:,})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
 
 
-def names(title: str, found: Iterable[str]) -> None:
-    """Print names in one line, if there are any."""
-    if told := ", ".join(found):
-        line(f"{title}: {told}.")
-
-
-def facts(pairs: Mapping[str, object]) -> None:
-    """Print names and values in two columns; those without a value are left out."""
-    known = {name: str(value) for name, value in pairs.items() if value not in (None, "")}
-    width = max(map(len, known), default=0)
-    for name, text in known.items():
-        click.echo(f"{name:<{width}}  {shown(text)}")
-
-
-def table(head: Sequence[str], rows: Iterable[Iterable[object]], *, right: str = "") -> None:
-    """Print a table; columns named in `right`, a list with spaces, are aligned to the right."""
-    lines = [head, *([shown("" if cell is None else str(cell)) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    numeric = right.split(" ")
-    for cells in lines:
-        padded = (
-            cell.rjust(width) if name in numeric else cell.ljust(width)
-            for name, cell, width in zip(head, cells, widths, strict=True)
-        )
-        click.echo("  ".join(padded).rstrip())
+def table(
+    head: Sequence[str], rows: Iterable[Iterable[object]], *, right: str = ""
+) -> Iterator[str]:
+    """Yield a table; columns named in `right`, a list with spaces, end at the right."""
+    cells = [[fact(cell) for cell in row] for row in rows]
+    padded = []
+    for column in zip(head, *cells, strict=True):
+        width = max(map(len, column))
+        is_right = column[0] in right.split(" ")
+        padded.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+    if cells:
+        yield from ("  ".join(line).rstrip() for line in zip(*padded, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import click
@@ -57,12 +58,9 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
             )
     # What was shown goes, not what may have replaced it.
     is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
-    if as_json:
-        output.emit("rm", **told, is_dry_run=not yes, is_deleted=is_deleted)
-        return SOUND
-    what = f"{told['url']}: save {told['save_id']}, {told['file_count']} files, "
-    what += output.size(checkpoint.nbytes)
-    output.line(f"{what}: {'deleted.' if is_deleted else 'would be deleted; --yes does it.'}")
+    verdict = "deleted" if is_deleted else "would be deleted; --yes does it"
+    text = [*output.facts(told), f"This checkpoint {verdict}."]
+    output.tell("rm", as_json=as_json, text=text, **told, is_dry_run=not yes, is_deleted=is_deleted)
     return SOUND
 
 
@@ -109,16 +107,11 @@ def prune(  # one parameter for each option
     report = run(root, policies, names=names, dry_run=not yes, **options)
     if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
         _check_names(names, check_root(root, **options))
-    code = FOUND if report.failed else SOUND
-    if as_json:
-        keys = ("is_dry_run", "leftovers", "deleted", "freed", "skipped", "failed")
-        plan = {"kept": _told(report.kept), "planned": _told(report.planned)}
-        output.emit("prune", **plan, **{key: getattr(report, key) for key in keys})
-        return code
-    _print(report)
-    if report.is_dry_run and keep_newer_than is not None:
-        output.line("Ages are by this machine's clock; with --yes they are by the storage's.")
-    return code
+    keys = ("is_dry_run", "leftovers", "deleted", "freed", "skipped", "failed")
+    told = {"kept": _told(report.kept), "planned": _told(report.planned)}
+    told |= {key: getattr(report, key) for key in keys}
+    output.tell("prune", as_json=as_json, text=_lines(report), **told)
+    return FOUND if report.failed else SOUND
 
 
 def _check_names(template: str, folders: list[str]) -> None:
@@ -155,18 +148,18 @@ def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
     return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
 
 
-def _print(report: PruneReport) -> None:
+def _lines(report: PruneReport) -> Iterator[str]:
     rows = [
         *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
         *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),
         *((name, None, "free", "nothing is committed here") for name in report.leftovers),
     ]
-    if rows:
-        output.table(("name", "step", "", "why"), rows, right="step")
+    yield from output.table(("name", "step", "", "why"), rows, right="step")
     for what, reasons in (("Skipped", report.skipped), ("Failed", report.failed)):
         for name, why in reasons.items():
-            output.line(f"{what} {name}: {why}")
+            yield f"{what} {name}: {why}"
     if report.is_dry_run:
-        output.line(f"{len(report.planned)} would be deleted; --yes does it.")
+        yield f"{len(report.planned)} would be deleted; --yes does it."
+        yield "Ages are by this machine's clock; with --yes they are by the storage's."
     else:
-        output.line(f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed.")
+        yield f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed."

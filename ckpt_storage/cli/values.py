@@ -32,7 +32,6 @@ _MOST_SHOWN = 1000
 """More elements than these are abbreviated; as numpy and torch have it by default."""
 _EDGE = 3
 """How many are shown at either end of a dimension; as above."""
-_BARS = " ▁▂▃▄▅▆▇█"
 
 
 @click.command(short_help="Elements of a tensor, or an object.")
@@ -212,14 +211,14 @@ def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:
     return buffer.getvalue()
 
 
-@click.command(short_help="Mean, spread, NaN counts and histogram.")
+@click.command(short_help="Mean, spread, extremes, NaN counts.")
 @url_argument()
 @click.argument("fqns", metavar="FQN...", nargs=-1, required=True)
 @click.option("--bins", type=click.IntRange(1, 4096), default=64, show_default=True)
 @memory_option
 @reads()
 def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **options: Any) -> int:
-    """Show mean, spread, extremes, NaN and Inf counts and a histogram of tensors.
+    """Show mean, spread, extremes, NaN and Inf counts of tensors; with --json a histogram too.
 
     Reads each tensor in pieces, verified.
     """
@@ -229,14 +228,5 @@ def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **option
                 raise _no_tensor(fqn, "ckpt-storage cat prints it.")
         progress = output.shows_progress()
         found = [checkpoint.stats(fqn, bin_count=bins, progress=progress) for fqn in fqns]
-    if as_json:
-        output.emit("stats", tensors=found)
-        return SOUND
-    for number, one in enumerate(found):
-        if number:
-            output.line()
-        counts = one.histogram.counts
-        bars = (_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
-        output.line(str(one))
-        output.line("".join(bars))
+    output.tell("stats", as_json=as_json, text=map(str, found), tensors=found)
     return SOUND
