@@ -1,6 +1,5 @@
 """Adapters to training frameworks, each in a module of its own that imports its framework.
 
 Import the one you use, for example `ckpt_storage.integrations.lightning`; nothing else in the
-package imports them. Each turns what its framework calls into `save`, `load` and `AsyncSaver`, and
-keeps their promises: one commit, bounded waits, errors on every rank.
+package imports them.
 """

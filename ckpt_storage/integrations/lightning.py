@@ -1,16 +1,9 @@
-"""Lightning's checkpoints in this package's storage: a `CheckpointIO`, and a sharded strategy.
-
-`Trainer(plugins=[CheckpointStorageIO()])` serves every strategy that saves through a
-`CheckpointIO`: rank 0 holds the whole checkpoint and saves it, all ranks load.
-`CheckpointStorageStrategy` is for FSDP2 and tensor parallelism: Lightning's own
-`ModelParallelStrategy` asks no `CheckpointIO`; here each rank saves and loads its own shards.
-"""
+"""Lightning's checkpoints in this package's storage: a `CheckpointIO`, and a sharded strategy."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,36 +35,6 @@ _Timeout = float | timedelta | Timeouts | None
 _SHARDED = ("state_dict.", "optimizer_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Storage:
-    """How checkpoints are reached."""
-
-    options: Mapping[str, Any] | None
-    timeouts: Timeouts
-
-    def with_options(self, given: Any) -> dict[str, Any] | None:
-        """Return the storage options with those of one call, which win."""
-        return {**(self.options or {}), **(given or {})} or None
-
-    def load(
-        self, state: dict[str, Any], path: _Path, planner: WholePlanner, weights_only: bool | None
-    ) -> dict[str, Any]:
-        """Load `state` in place; return what was packed beside it."""
-        load(
-            state,
-            path,
-            planner=planner,
-            storage_options=self.options,
-            timeout=self.timeouts,
-            unsafe_pickle=weights_only is False,
-        )
-        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
-
-    def delete(self, path: _Path) -> None:
-        """Delete a checkpoint; none there is no error."""
-        delete(path, storage_options=self.options, timeout=self.timeouts, missing_ok=True)
-
-
 class CheckpointStorageIO(CheckpointIO):
     """Saves and loads Lightning's checkpoints; give it to `Trainer(plugins=[...])`.
 
@@ -87,7 +50,7 @@ class CheckpointStorageIO(CheckpointIO):
         self, *, storage_options: Mapping[str, Any] | None = None, timeout: _Timeout = None
     ) -> None:
         super().__init__()
-        self._storage = _Storage(options=storage_options, timeouts=Timeouts.of(timeout))
+        self.storage_options, self.timeouts = storage_options, Timeouts.of(timeout)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: object = None
@@ -97,9 +60,9 @@ class CheckpointStorageIO(CheckpointIO):
         Raises as `ckpt_storage.save`.
         """
         options = SaveOptions(
-            timeouts=self._storage.timeouts,
+            timeouts=self.timeouts,
             overwrite=True,
-            storage_options=self._storage.with_options(storage_options),
+            storage_options=_merged(self.storage_options, storage_options),
         )
         save_on(RankGroup.alone(), lambda: pack(checkpoint), path, options)
 
@@ -116,21 +79,22 @@ class CheckpointStorageIO(CheckpointIO):
                 f"map_location is {map_location!r}.",
                 next_step="Leave it out: Lightning moves what it loads to its devices.",
             )
-        return self._storage.load({}, path, WholePlanner(), weights_only)
+        return _load(self, {}, path, WholePlanner(), weights_only)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete the checkpoint at `path`, its commit first; nothing there is no error.
 
         Raises `StorageError`, `PhaseTimeoutError`.
         """
-        self._storage.delete(path)
+        delete(path, storage_options=self.storage_options, timeout=self.timeouts, missing_ok=True)
 
 
 class CheckpointStorageStrategy(ModelParallelStrategy):
     """`ModelParallelStrategy` whose ranks save and load their own shards; `Trainer(strategy=...)`.
 
-    Loads on another number of ranks and with another sharding. Arguments as for
-    `ModelParallelStrategy`; `storage_options` and `timeout` as for `CheckpointStorageIO`.
+    For FSDP2 and tensor parallelism, for which Lightning asks no `CheckpointIO`. Loads on another
+    number of ranks and with another sharding. Arguments as for `ModelParallelStrategy`;
+    `storage_options` and `timeout` as for `CheckpointStorageIO`.
     """
 
     def __init__(
@@ -141,7 +105,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **{**kwargs, "save_distributed_checkpoint": True})
-        self._storage = _Storage(options=storage_options, timeouts=Timeouts.of(timeout))
+        self._io = CheckpointStorageIO(storage_options=storage_options, timeout=timeout)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _Path, storage_options: object = None
@@ -156,8 +120,8 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             state,
             self.broadcast(os.fspath(filepath)),
             overwrite=True,
-            storage_options=self._storage.with_options(storage_options),
-            timeout=self._storage.timeouts,
+            storage_options=_merged(self._io.storage_options, storage_options),
+            timeout=self._io.timeouts,
         )
 
     def load_checkpoint(
@@ -176,7 +140,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             state[_optimizer(number)] = get_optimizer_state_dict(self.model, optimizer)
         planner = WholePlanner(wanted=lambda fqn: not fqn.startswith(_SHARDED))
         path = self.broadcast(os.fspath(checkpoint_path))
-        rest = self._storage.load(state, path, planner, weights_only)
+        rest = _load(self._io, state, path, planner, weights_only)
         options = StateDictOptions(strict=module.strict_loading)
         set_model_state_dict(self.model, state["state_dict"], options=options)
         for number, optimizer in enumerate(self.optimizers):
@@ -189,8 +153,32 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         Raises `StorageError`, `PhaseTimeoutError`.
         """
         if self.is_global_zero:
-            self._storage.delete(filepath)
+            self._io.remove_checkpoint(filepath)
 
 
 def _optimizer(number: int) -> str:
     return f"optimizer_{number}"
+
+
+def _merged(own: Mapping[str, Any] | None, given: Any) -> dict[str, Any] | None:
+    """Return storage options with those of one call, which win."""
+    return {**(own or {}), **(given or {})} or None
+
+
+def _load(
+    io: CheckpointStorageIO,
+    state: dict[str, Any],
+    path: _Path,
+    planner: WholePlanner,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Load `state` in place; return what was packed beside it."""
+    load(
+        state,
+        path,
+        planner=planner,
+        storage_options=io.storage_options,
+        timeout=io.timeouts,
+        unsafe_pickle=weights_only is False,
+    )
+    return unpack(planner.loaded, planner.loaded.get(OUTLINE))

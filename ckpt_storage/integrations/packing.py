@@ -21,12 +21,7 @@ __all__ = ["OUTLINE", "WholePlanner", "pack", "unpack"]
 OUTLINE = "outline"
 """The key of what is no tensor. Everything else in a packed state is."""
 
-_CONTAINERS: dict[str, type] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "list": list,
-    "tuple": tuple,
-}
+_Path = tuple[object, ...]
 
 
 def pack(
@@ -40,18 +35,16 @@ def pack(
     pickle.
     """
     tensors: dict[str, torch.Tensor] = {}
+    names: dict[_Path, str] = {}
 
-    def outlined(value: object, path: tuple[str, ...]) -> object:
+    def taken_out(value: object, path: _Path) -> object:
         if isinstance(value, torch.Tensor):
-            return ("tensor", named(value, path))
-        kind = next((name for name, cls in _CONTAINERS.items() if type(value) is cls), None)
-        if kind is None:
-            return ("value", value)
-        items: Any = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]  # a list or tuple
-        return (kind, tuple((key, outlined(item, (*path, str(key)))) for key, item in items))
+            names[path] = named(value, path)
+            return None
+        return _like(value, path, taken_out)
 
-    def named(tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        head, _, rest = ".".join(path).partition(".")
+    def named(tensor: torch.Tensor, path: _Path) -> str:
+        head, _, rest = ".".join(map(str, path)).partition(".")
         wish = f"[{head}]" if head == OUTLINE or is_taken(head) else head
         wish += f".{rest or 'value'}"
         # "a.b" and "a" with "b" in it spell one name.
@@ -62,46 +55,42 @@ def pack(
         tensors[name] = tensor
         return name
 
-    outline = outlined(dict(values), ())
+    rest = taken_out(dict(values), ())
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # The first key stays a level of its own: consolidation takes it off a model's weights.
-        head, _, rest = name.partition(".")
-        state.setdefault(head, {})[rest] = tensor
-    return {**state, OUTLINE: outline}
+        head, _, inner = name.partition(".")
+        state.setdefault(head, {})[inner] = tensor
+    return {**state, OUTLINE: (rest, names)}
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], outline: object) -> dict[str, Any]:
+def unpack(tensors: Mapping[str, torch.Tensor], outline: Any) -> dict[str, Any]:
     """Return what was packed, of `tensors` by name and the outline.
 
     Raises `FormatError` if the outline is none.
     """
+
+    def put_back(value: object, path: _Path) -> Any:
+        return tensors[names[path]] if path in names else _like(value, path, put_back)
+
     try:
-        values = _restored(outline, tensors)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+        rest, names = outline
+        return dict(put_back(rest, ()))
+    except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"The outline of the checkpoint is not one of ours: {error!r}.",
             next_step="Load it with what it was saved with.",
         ) from error
-    if not isinstance(values, dict):
-        raise FormatError(
-            f"The checkpoint holds a {type(values).__name__}, not a dict.",
-            next_step="Load it with what it was saved with.",
-        )
-    return values
 
 
-def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:
-    kind, content = outline
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "value":
-        return content
-    pairs = [(key, _restored(part, tensors)) for key, part in content]
-    if kind in {"dict", "ordered"}:
-        return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
-    items = [item for _, item in pairs]
-    return items if kind == "list" else tuple(items)
+def _like(value: Any, path: _Path, change: Callable[[object, _Path], object]) -> object:
+    """Return a container of the same class, of changed items; what is no container as it is."""
+    kind: Any = type(value)
+    if kind in {dict, OrderedDict}:
+        return kind((key, change(item, (*path, key))) for key, item in value.items())
+    if kind in {list, tuple}:
+        return kind(change(item, (*path, at)) for at, item in enumerate(value))
+    return value
 
 
 class WholePlanner(DefaultLoadPlanner):

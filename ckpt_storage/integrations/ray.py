@@ -1,7 +1,6 @@
 """Ray Train over this package's storage: Ray keeps a pointer, the workers save and load.
 
-Workers save straight to a URL that all of them reach, each its own part. What Ray is told of is a
-file with that URL, so it moves no other byte, and its retention deletes none.
+Ray is told of a file with the URL: it moves no other byte, and its retention deletes none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """torchtitan's checkpointer over this package's storage: a `CheckpointManager` of its own kind.
 
-When to save, what to save and the last, model-only step stay torchtitan's; how states reach storage
-and come back is ours.
-
 Its own checkpointer takes neither a storage writer nor a reader, so this is a subclass that
 replaces the methods which call DCP.
 """

@@ -1,8 +1,4 @@
-"""Checkpoints of the Hugging Face `Trainer` in this package's storage: a `TrainerCallback`.
-
-The Trainer decides when to save, by its own arguments; the callback saves instead of it, in the
-background, each rank its own part.
-"""
+"""Checkpoints of the Hugging Face `Trainer` in this package's storage: a `TrainerCallback`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_only_what_is_wanted_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "outline", [None, ("dict",), ("dict", ((1,),)), ("tensor", "none"), ("value", 1)]
+    "outline", [None, ({},), ({}, {(): "none"}), ("text", {}), ({"a": 1}, "x"), ({}, 1)]
 )
 def test_a_checkpoint_of_another_kind_is_refused(outline: object) -> None:
     """A checkpoint without an outline, or with a broken one, is an error and no guess."""
