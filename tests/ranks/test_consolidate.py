@@ -1,7 +1,11 @@
-"""Ranks export exactly the tensors that were saved, whoever saved them, after a save or alone."""
+"""Ranks export, convert and copy exactly what was saved, after a save or by themselves."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate_cases import check, check_report, files_in
+from copy_cases import files_below, head_of, save, save_files
 from dcp_cases import seeded
 from safetensors import safe_open
 from test_dcp_memory import Peak
@@ -19,13 +24,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, ConsolidateOptions, ConsolidationError, SaveState
-from ckpt_storage.errors import InvalidInputError, RankMismatchError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.options import ProgressEvent
+from ckpt_storage.export.convert import TargetFormat, convert
+from ckpt_storage.export.copy import copy
+from ckpt_storage.export.folder import ExportFolder
+from ckpt_storage.options import ProgressEvent, Timeouts
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20
 TIMEOUT_S = 60.0
+SILENCE_S = 2.0
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -49,51 +59,39 @@ def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path) -> No
     assert weights(tmp_path / "one") == weights(url / "hf")
 
 
-def save_stock(_rank: int, url: Path) -> None:
-    """Save with torch's own writer, which keeps strides: only what is contiguous."""
-    dcp.save(contiguous(cases.sharded_state(["bfloat16"])), storage_writer=stock(url))
-
-
-def contiguous(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a state that are no views."""
-    return {name: value for name, value in state.items() if "turned" not in name}
-
-
-def stock(url: Path) -> dcp.FileSystemWriter:
-    """Return torch's writer."""
-    return dcp.FileSystemWriter(url, sync_files=False)
-
-
-def save_torch_safetensors(_rank: int, url: Path) -> None:
-    """Save torch's sharded safetensors."""
+def save_foreign(_rank: int, folder: Path) -> None:
+    """Save with torch's own writers; the first keeps strides, so views are left out."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
 
-    state = {k: v for k, v in cases.sharded_state(["bfloat16"]).items() if "large" in k}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(url), save_distributed=True))
-
-
-def test_checkpoints_of_stock_dcp_are_exported(ranks: RankPool, tmp_path: Path) -> None:
-    """What `FileSystemWriter` saved is exported; without a save id, changed files make it anew."""
-    url = tmp_path / "run"
-    ranks.run(save_stock, url, world_size=2)
-    first = ranks.run(cases.export, url, world_size=2)[0]
-    check(files_in(url / "hf"), contiguous(cases.whole_state(["bfloat16"])))
-    assert (first.source_format, first.save_id) == ("dcp", None)
-    assert ranks.run(cases.export, url, world_size=3)[0].resumed == ("model.safetensors",)
-    ranks.run(save_stock, url, world_size=2)
-    again = ranks.run(cases.export, url, world_size=2)[0]
-    assert not again.resumed
-    assert again.fingerprint != first.fingerprint
+    state = cases.sharded_state(["bfloat16"])
+    plain = {name: value for name, value in state.items() if "turned" not in name}
+    dcp.save(plain, storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=False))
+    large = {name: value for name, value in state.items() if "large" in name}
+    writer = HuggingFaceStorageWriter(str(folder / "dcp_safetensors"), save_distributed=True)
+    dcp.save(large, storage_writer=writer)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_torchs_sharded_safetensors_are_exported(ranks: RankPool, tmp_path: Path) -> None:
-    """What `HuggingFaceStorageWriter(save_distributed=True)` saved is exported."""
-    ranks.run(save_torch_safetensors, tmp_path / "run", world_size=2)
-    report = ranks.run(cases.export, tmp_path / "run", world_size=2)[0]
-    state = {k: v for k, v in cases.whole_state(["bfloat16"]).items() if "large" in k}
-    check(files_in(tmp_path / "run" / "hf"), state)
-    assert report.source_format == "dcp_safetensors"
+def test_checkpoints_of_torchs_writers_are_exported(ranks: RankPool, tmp_path: Path) -> None:
+    """Shards of both of torch's writers; without a save id, changed files make the export anew."""
+    ranks.run(save_foreign, tmp_path, world_size=2)
+    for kind in ("dcp", "dcp_safetensors"):
+        url = tmp_path / kind
+        first = ranks.run(cases.export, url, world_size=2)[0]
+        kept = {
+            name: value
+            for name, value in cases.whole_state(["bfloat16"]).items()
+            if "large" in name or (kind == "dcp" and "turned" not in name)
+        }
+        check(files_in(url / "hf"), kept)
+        assert (first.source_format, first.save_id) == (kind, None)
+    url = tmp_path / "dcp"
+    first, again = (ranks.run(cases.export, url, world_size=count)[0] for count in (2, 3))
+    assert again.resumed == ("model.safetensors",)
+    ranks.run(save_foreign, tmp_path, world_size=2)
+    again = ranks.run(cases.export, url, world_size=2)[0]
+    assert not again.resumed
+    assert again.fingerprint != first.fingerprint
 
 
 def model() -> dict[str, Any]:
@@ -229,3 +227,86 @@ def test_a_failed_export_leaves_the_checkpoint_committed(ranks: RankPool, tmp_pa
     target["model"]["b"].zero_()
     ckpt_storage.load(target, str(tmp_path / "one"))
     assert torch.equal(target["model"]["b"], torch.ones(3))
+
+
+def consolidate_and_die(
+    rank: int, url: Path, victim: int, holder: type, name: str
+) -> tuple[str, float]:
+    """Consolidate; the victim is killed at a method. Others return their error and how long."""
+    if rank == victim:
+        setattr(holder, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        consolidate(url, timeout=Timeouts(consolidate=60, plan=60, silence=SILENCE_S))
+    return str(caught.value), time.monotonic() - start_s
+
+
+@pytest.mark.parametrize(
+    ("victim", "holder", "name"),
+    [(1, Upload, "write_part"), (0, Upload, "complete"), (0, ExportFolder, "publish")],
+)
+def test_a_killed_rank_is_named_and_a_rerun_completes(
+    tmp_path: Path, ranks: RankPool, victim: int, holder: type, name: str
+) -> None:
+    """The others raise within seconds, nothing is published; the next run leaves nothing over."""
+    url = tmp_path / "run"
+    ckpt_storage.save(model(), url)
+    consolidate(url, tmp_path / "reference")
+    outcomes = ranks.outcomes(consolidate_and_die, url, victim, holder, name, world_size=3)
+    assert "died" in str(outcomes.pop(victim).failure)
+    for outcome in outcomes:
+        assert outcome.value is not None, outcome
+        text, seconds = outcome.value
+        assert f"ank {victim}" in text, text
+        assert seconds < SILENCE_S + 5.0
+    unfinished = files_in(url / "hf")
+    index = json.loads(unfinished.get(cases.INDEX, b'{"weight_map": {}}'))
+    assert not unfinished.keys() & index["weight_map"].values()
+    consolidate(url)
+    check(files_in(url / "hf"), model()["model"])
+    assert weights(url / "hf").keys() == weights(tmp_path / "reference").keys()
+
+
+STATE: dict[str, Any] = {f"t{number}": seeded(number, 40_000) for number in range(5)} | {
+    "step": {"count": 4}
+}
+OPTIONS: dict[str, Any] = {"unsupported": "drop", "max_file_bytes": 200_000}
+
+
+def move_together(_rank: int, folder: Path, formats: list[TargetFormat]) -> list[Any]:
+    """Convert to each format, copy, and be refused; return the reports."""
+    world = dist.group.WORLD
+    told: list[Any] = []
+    for to in formats:
+        source = folder / ("state.pt" if to == "ckpt_storage" else "src")
+        told.append(convert(source, folder / f"three-{to}", process_group=world, to=to, **OPTIONS))
+    told.append(copy(folder / "src", folder / "copy", process_group=world))
+    with pytest.raises(CheckpointError):
+        convert(folder / "src", folder / "refused", process_group=world, to="safetensors")
+    return told
+
+
+def test_ranks_move_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
+    """Three ranks make the files that one makes, commit once, and all get the report."""
+    save(STATE, tmp_path / "src")
+    torch.save(STATE, tmp_path / "state.pt")
+    formats: list[TargetFormat] = ["dcp", "safetensors", "torch_save", "ckpt_storage"]
+    told = ranks.run(move_together, tmp_path, formats, world_size=3)
+    assert all(one == told[0] for one in told), told
+    assert not list((tmp_path / "refused").glob("*.safetensors"))
+    for to in formats[:-1]:
+        convert(tmp_path / "src", tmp_path / f"one-{to}", to=to, **OPTIONS)
+    assert (tmp_path / "one-torch_save").read_bytes() == (
+        tmp_path / "three-torch_save"
+    ).read_bytes()
+    for to in formats[:2]:
+        made, expected = files_below(tmp_path / f"three-{to}"), files_below(tmp_path / f"one-{to}")
+        made.pop(".metadata", None), expected.pop(".metadata", None)
+        assert made == expected
+    found = ckpt_storage.open_checkpoint(tmp_path / "three-ckpt_storage")
+    assert all(torch.equal(found[name].torch(), STATE[name]) for name in ("t0", "t4"))
+    there, here = files_below(tmp_path / "copy"), files_below(tmp_path / "src")
+    assert head_of(there) == head_of(here)
+    assert save_files(there) == save_files(here)
+    for name in ("three-ckpt_storage", "copy"):
+        assert ckpt_storage.verify(tmp_path / name).ok

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_cases import failures_of, same, seeded, zeros_like
+from dcp_cases import failures_of, planner, raised, seeded, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -38,53 +38,53 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": seeded(step, 30, 20), "step": step}
 
 
-def save_with(rank: int, places: list[str], options: list[dict[str, Any]]) -> None:
-    """Save to this rank's place with this rank's options."""
-    writer = CheckpointStorageWriter(places[rank], **options[rank])
-    dcp.save(state_of(0), storage_writer=writer)
+def save_as(rank: int, folder: Path, what: str, values: list[Any]) -> None:
+    """Save with this rank's value of an option, to its folder, or as its release."""
+    value, place, options = values[rank], folder / "run", dict[str, Any]()
+    with pytest.MonkeyPatch.context() as patched:
+        if what == "the version of ckpt_storage":
+            patched.setattr("ckpt_storage.saves.options.__version__", value)
+        elif what == "the checkpoint's URL":
+            place = value
+        else:
+            options = {what: value} if what else value
+        dcp.save(state_of(0), storage_writer=CheckpointStorageWriter(place, **options))
 
 
-def mismatch_on_all_ranks(
-    ranks: RankPool, places: list[str], options: list[dict[str, Any]]
-) -> RankMismatchError:
-    """Save on three ranks; assert that each is told by each of the mismatch; return that."""
-    for outcome in ranks.outcomes(save_with, places, options, world_size=3, timeout_s=25):
-        failures = failures_of(outcome.error)
-        assert sorted(failures) == [0, 1, 2]
-        for error in failures.values():
-            assert isinstance(error, RankMismatchError)
-            assert "Nothing was written." in str(error)
-            assert (error.values, str(error)) == (failures[0].values, str(failures[0]))  # type: ignore[attr-defined]
-    assert isinstance(error, RankMismatchError)
-    return error
-
-
-def test_regression_ranks_with_different_paths_all_raise(ranks: RankPool, tmp_path: Path) -> None:
-    """Ranks that were given different folders all raise, told who has which; none is created."""
-    places = [str(tmp_path / name) for name in ("a", "a", "b")]
-    error = mismatch_on_all_ranks(ranks, places, [{}] * 3)
-    assert error.values == {f"file://{tmp_path}/a": [0, 1], f"file://{tmp_path}/b": [2]}
-    assert f"'file://{tmp_path}/a': ranks 0-1; 'file://{tmp_path}/b': ranks 2" in str(error)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_options_of_one_save_are_equal_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """All raise where they differ; threads, sizes, deadlines and spellings may."""
-    unlike = {"overwrite": [False, True, False], "sync_files": [True, True, False]}
-    for option, values in unlike.items():
-        options: list[dict[str, Any]] = [{option: value} for value in values]
-        error = mismatch_on_all_ranks(ranks, [str(tmp_path / "run")] * 3, options)
-        assert f"Ranks disagree on {option}" in str(error)
-        assert sorted(itertools.chain(*error.values.values())) == [0, 1, 2]
+def test_what_is_of_one_save_is_equal_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """All raise where it differs, told who has what; threads, sizes, deadlines, spellings may."""
+    a, b = f"file://{tmp_path}/a", f"file://{tmp_path}/b"
+    unlike: dict[str, list[Any]] = {
+        "the checkpoint's URL": [a, a, b],
+        "overwrite": [False, True, False],
+        "sync_files": [True, True, False],
+        "the version of ckpt_storage": [ckpt_storage.__version__, "9.9", "9.9"],
+    }
+    for what, values in unlike.items():
+        expected: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            expected.setdefault(str(value), []).append(rank)
+        for outcome in ranks.outcomes(save_as, tmp_path, what, values, world_size=3, timeout_s=25):
+            failures = failures_of(outcome.error)
+            assert sorted(failures) == [0, 1, 2]
+            for error in failures.values():
+                assert isinstance(error, RankMismatchError)
+                assert error.values == expected
+                assert f"Ranks disagree on {what}" in str(error)
+                assert "Nothing was written." in str(error)
+                assert what != "the checkpoint's URL" or f"'{a}': ranks 0-1; '{b}': ranks 2" in str(
+                    error
+                )
         assert list(tmp_path.iterdir()) == []
-    options = [
+    may: list[dict[str, Any]] = [
         {"thread_count": 2},
         {"part_bytes": 1 << 20},
         {"timeout": 100, "memory_limit_bytes": 64 << 20},
     ]
-    places = [f"{tmp_path}/run", f"file://{tmp_path}/run/", f"{tmp_path}/x/../run"]
-    ranks.run(save_with, places, options, world_size=3)
-    assert [info.name for info in list_checkpoints(str(tmp_path))] == ["run"]
+    ranks.run(save_as, tmp_path, "", may, world_size=3)
+    places = [f"{tmp_path}/two", f"file://{tmp_path}/two/", f"{tmp_path}/x/../two"]
+    ranks.run(save_as, tmp_path, "the checkpoint's URL", places, world_size=3)
+    assert [info.name for info in list_checkpoints(str(tmp_path))] == ["run", "two"]
 
 
 OTHERS = {"shape": torch.ones(4), "dtype": torch.ones(3, dtype=torch.float16)}
@@ -113,22 +113,6 @@ def test_unlike_values_by_one_name_are_refused(ranks: RankPool, tmp_path: Path) 
     assert list_checkpoints(str(tmp_path)) == []
 
 
-def save_with_other_version(rank: int, path: Path) -> None:
-    """Save while rank 1 has another release of the package."""
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-            patched.setattr("ckpt_storage.saves.options.__version__", "9.9")
-        dcp_cases.save(state_of(0), path)
-
-
-def test_ranks_with_different_releases_all_raise(ranks: RankPool, tmp_path: Path) -> None:
-    """A rank that runs another release of the package is named."""
-    for outcome in ranks.outcomes(save_with_other_version, tmp_path / "run", world_size=2):
-        for error in failures_of(outcome.error).values():
-            assert isinstance(error, RankMismatchError)
-            assert error.values == {ckpt_storage.__version__: [0], "9.9": [1]}
-
-
 def save_with_stock_writer_on(rank: int, path: Path, stock_rank: int) -> None:
     """Save with torch's own writer, to a folder of its own, on one rank."""
     writer: Any = CheckpointStorageWriter(path / "ours")
@@ -154,21 +138,17 @@ def test_another_writer_on_one_rank_is_refused_by_all(
     assert not (tmp_path / "stock" / ".metadata").exists()
 
 
-class ForgetfulPlanner(dcp.DefaultSavePlanner):
-    """A planner that makes new plans at each step and keeps nothing of what a writer put in."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan without the writer's data."""
-        bare = [SavePlan(plan.items, planner_data=plan.planner_data) for plan in all_plans]
-        return super().create_global_plan(bare)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return super().finish_plan(SavePlan(new_plan.items, planner_data=new_plan.planner_data))
-
-
 def save_forgetfully(_rank: int, path: Path) -> None:
-    """Save with a planner that drops the writer's messages."""
-    dcp_cases.save(state_of(1), path, planner=ForgetfulPlanner())
+    """Save with a planner that makes new plans at each step, without what a writer put in."""
+
+    def bare(plan: SavePlan) -> SavePlan:
+        return SavePlan(plan.items, planner_data=plan.planner_data)
+
+    forgetful = planner(
+        create_global_plan=lambda create, plans: create(list(map(bare, plans))),
+        finish_plan=lambda finish, plan: finish(bare(plan)),
+    )
+    dcp_cases.save(state_of(1), path, planner=forgetful)
 
 
 def test_a_planner_that_drops_the_writers_messages_does_no_harm(
@@ -176,60 +156,42 @@ def test_a_planner_that_drops_the_writers_messages_does_no_harm(
 ) -> None:
     """What ranks say to one another arrives although the planner drops the plans' content."""
     ranks.run(save_forgetfully, tmp_path / "run", world_size=3)
-    target = zeros_like(state_of(1))
-    dcp_cases.load(target, tmp_path / "run")
-    assert same(target, state_of(1))
-
-
-class OverwritingPlanner(dcp.DefaultLoadPlanner):
-    """A planner in whose first step another job overwrites what was opened."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def set_up_planner(self, *args: Any, **options: Any) -> None:
-        """Overwrite, tell the other rank, and go on with what was read before."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            writer = CheckpointStorageWriter(self.path, overwrite=True)
-            dcp.save(state_of(1), storage_writer=writer, no_dist=True)
-        dist.barrier()
-        super().set_up_planner(*args, **options)
+    dcp_cases.assert_holds(tmp_path / "run", state_of(1))
 
 
 def load_while_it_is_overwritten(rank: int, path: Path) -> None:
-    """Open the old save on rank 0 and the new one on rank 1."""
+    """Open the old save on rank 0, which another job then overwrites, and the new one on rank 1."""
+
+    def overwrite(set_up: Callable[..., None], *args: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_cases.save_alone(state_of(1), path, overwrite=True)
+        dist.barrier()
+        set_up(*args, **options)
+
     if rank == 1:
         dist.barrier()
-    planner = OverwritingPlanner(path) if rank == 0 else None
-    dcp_cases.load(zeros_like(state_of(0)), path, planner=planner)
+    own = None if rank else planner(dcp.DefaultLoadPlanner, set_up_planner=overwrite)
+    dcp_cases.load(zeros_like(state_of(0)), path, planner=own)
 
 
 def test_ranks_never_load_two_saves_of_one_id(ranks: RankPool, tmp_path: Path) -> None:
     """If an id is overwritten between the ranks' looks at it, all raise and say what to do."""
     dcp_cases.save(state_of(0), tmp_path / "run")
-    job = load_while_it_is_overwritten
-    for outcome in ranks.outcomes(job, tmp_path / "run", world_size=2, timeout_s=30):
-        for error in failures_of(outcome.error).values():
-            assert isinstance(error, RankMismatchError)
-            assert "Ranks disagree on the save to read" in str(error)
-            assert "Load again" in str(error)
-
-
-def save_to_memory(_rank: int, url: str) -> None:
-    """Save to a storage that other processes do not see."""
-    dcp_cases.save(state_of(0), url)
+    for error in raised(ranks, load_while_it_is_overwritten, tmp_path / "run", world_size=2):
+        assert isinstance(error, RankMismatchError)
+        assert "Ranks disagree on the save to read" in str(error)
+        assert "Load again" in str(error)
 
 
 def test_storage_that_ranks_do_not_share_is_refused(ranks: RankPool) -> None:
     """A save of several ranks into each one's own memory is an error on all, not half a success."""
-    for outcome in ranks.outcomes(save_to_memory, "memory://run/step", world_size=2, timeout_s=25):
-        failures = failures_of(outcome.error)
-        assert sorted(failures) == [0, 1]
-        for error in failures.values():
-            assert isinstance(error, InvalidInputError)
-            assert "memory://" in str(error)
+    given = dcp_cases.save, state_of(0), "memory://run/step"
+    errors = raised(ranks, dcp_cases.do, *given, world_size=2)
+    assert len(errors) == 4
+    for error in errors:
+        assert isinstance(error, InvalidInputError)
+        assert "memory://" in str(error)
 
 
 def save_to_own_disk(rank: int, path: Path, *, is_made: bool) -> None:
@@ -240,25 +202,17 @@ def save_to_own_disk(rank: int, path: Path, *, is_made: bool) -> None:
         root = place if isinstance(place, str) else place.target
         original(backend, f"{root}-of-{rank}" if rank else root, settings)
 
-    planner = FolderMakingPlanner(Path(f"{path}-of-1"), path) if is_made and rank == 1 else None
+    def make_folders(finish: Callable[[SavePlan], SavePlan], plan: SavePlan) -> SavePlan:
+        # Those that the coordinator made on its disk.
+        for folder in path.rglob("*/"):
+            mine = Path(f"{path}-of-1") / folder.relative_to(path)
+            mine.mkdir(parents=True, exist_ok=True)
+        return finish(plan)
+
+    own = planner(finish_plan=make_folders) if is_made and rank else None
     state = state_of(0) | {f"own {rank}": seeded(rank, 5)}
     with patch.object(LocalBackend, "__init__", init):
-        dcp_cases.save(state, path, planner=planner)
-
-
-class FolderMakingPlanner(dcp.DefaultSavePlanner):
-    """A planner that makes on one disk the folders that the coordinator made on another."""
-
-    def __init__(self, mine: Path, theirs: Path) -> None:
-        super().__init__()
-        self.mine = mine
-        self.theirs = theirs
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Copy the folders before anything is written."""
-        for folder in self.theirs.rglob("*/"):
-            (self.mine / folder.relative_to(self.theirs)).mkdir(parents=True, exist_ok=True)
-        return super().finish_plan(new_plan)
+        dcp_cases.save(state, path, planner=own)
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["no folder", "folder"])
@@ -267,11 +221,10 @@ def test_a_rank_with_a_disk_of_its_own_is_found_out(
 ) -> None:
     """Where a path means another disk on one rank, the error says so and nothing commits."""
     job = partial(save_to_own_disk, is_made=is_made)
-    for outcome in ranks.outcomes(job, tmp_path / "run", world_size=2, timeout_s=25):
-        for error in failures_of(outcome.error).values():
-            assert isinstance(error, CheckpointError)
-            assert error.rank == 1
-            assert "share" in str(error)
+    for error in raised(ranks, job, tmp_path / "run", world_size=2):
+        assert isinstance(error, CheckpointError)
+        assert error.rank == 1
+        assert "share" in str(error)
     assert list_checkpoints(str(tmp_path)) == []
 
 
@@ -284,10 +237,8 @@ class Within(CheckpointStorageReader):
 
 def load_within(_rank: int, path: Path) -> None:
     """Load by such a reader."""
-    target = {"w": zeros_like(seeded(0, 30, 20)), "step": 7}
-    dcp.load(target, storage_reader=Within(path))
-    assert same(target["w"], seeded(0, 30, 20))
-    assert target["step"] == 0
+    by = [lambda state, at: dcp.load(state, storage_reader=Within(at))]
+    dcp_cases.assert_holds(path, state_of(0), by)
 
 
 def test_a_reader_that_is_not_told_its_rank_asks_for_it(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import dcp_cases
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import ckpt_storage
@@ -68,14 +67,10 @@ def warm_up(path: Path) -> None:
     dcp_cases.load(state, path / "warm")
 
 
-class CastingPlanner(dcp.DefaultSavePlanner):
-    """A planner that converts each tensor only when it is written."""
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
-        """Convert."""
-        if write_item.type is WriteItemType.BYTE_IO:
-            return super().transform_object(write_item, object)
-        return object.to(torch.float32)
+def cast(transform: Callable[..., Any], item: WriteItem, value: Any) -> Any:
+    """Convert a tensor, only when it is written."""
+    found = transform(item, value)
+    return found if item.type is WriteItemType.BYTE_IO else found.to(torch.float32)
 
 
 def peaks_of_saves(_rank: int, path: Path) -> list[float]:
@@ -86,7 +81,9 @@ def peaks_of_saves(_rank: int, path: Path) -> list[float]:
     with Peak() as plain:
         dcp_cases.save(state, path / "plain")
     with Peak() as converted:
-        dcp_cases.save(state, path / "converted", planner=CastingPlanner(), **OPTIONS)
+        dcp_cases.save(
+            state, path / "converted", planner=dcp_cases.planner(transform_object=cast), **OPTIONS
+        )
     del state
     base = torch.arange(side * side, dtype=torch.int16).reshape(side, side)
     wide = torch.arange(side).expand(2_000, side)

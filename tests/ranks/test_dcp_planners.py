@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_cases import failures_of, raw_bytes, same, seeded, zeros_like
+from dcp_cases import failures_of, planner, raised, raw_bytes, resolving, same, seeded, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
@@ -32,19 +31,6 @@ from ckpt_storage.testing.ranks import RankPool
 STATE = {"w": seeded(1, 40, 30), "v": seeded(2, 7), "step": 3}
 
 Planned = tuple[list[SavePlan], Metadata]
-
-
-def planner(kind: Any = dcp.DefaultSavePlanner, **steps: Callable[..., Any]) -> Any:
-    """Return a planner of torch's with steps of one's own, which get torch's step first."""
-    made = kind()
-    for name, step in steps.items():
-        setattr(made, name, partial(step, getattr(made, name)))
-    return made
-
-
-def resolving(change: Callable[[WriteItem, Any], Any]) -> Any:
-    """Return a planner that passes what it resolved through a function."""
-    return planner(resolve_data=lambda resolve, item: change(item, resolve(item)))
 
 
 def losing(fqn: str, first_rank: int = 0) -> Any:
@@ -81,21 +67,16 @@ def turned(item: WriteItem, value: Any) -> Any:
     return value.t().contiguous().t().requires_grad_() if value.ndim == 2 else value
 
 
-def test_a_planner_may_convert_while_data_are_written(tmp_path: Path) -> None:
+def test_a_planner_may_convert_and_give_views_and_streams_at_any_position(tmp_path: Path) -> None:
     """What is stored, and what the metadata tells every reader, is what the planner gave."""
-    dcp_cases.save(dict(STATE), tmp_path, planner=resolving(to_bfloat16))
+    cast, views = tmp_path / "cast", tmp_path / "views"
+    dcp_cases.save(dict(STATE), cast, planner=resolving(to_bfloat16))
     expected = {"w": seeded(1, 40, 30).bfloat16(), "v": seeded(2, 7).bfloat16(), "step": 3}
-    dcp_cases.assert_holds(tmp_path, expected)
-    entry: Any = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
+    dcp_cases.assert_holds(cast, expected)
+    entry: Any = dcp.FileSystemReader(cast).read_metadata().state_dict_metadata["w"]
     assert entry.properties.dtype is torch.bfloat16
-
-
-def test_a_planner_may_give_views_and_streams_at_any_position(tmp_path: Path) -> None:
-    """Turned tensors with history, and streams that were read or written before, are stored."""
-    dcp_cases.save(dict(STATE), tmp_path, planner=resolving(turned))
-    target = zeros_like(STATE)
-    dcp_cases.load(target, tmp_path)
-    assert same(target, STATE)
+    dcp_cases.save(dict(STATE), views, planner=resolving(turned))
+    dcp_cases.assert_holds(views, STATE)
 
 
 def test_a_planner_that_gives_the_wrong_thing_is_told_what(tmp_path: Path) -> None:
@@ -163,8 +144,9 @@ def test_shards_that_make_no_whole_tensor_are_found_before_the_commit(
     ranks: RankPool, tmp_path: Path, flaw: str, text: str
 ) -> None:
     """A missing shard, or one of another dtype, is an error on all ranks; nothing commits."""
-    for outcome in ranks.outcomes(save_flawed, tmp_path / "run", flaw, world_size=3, timeout_s=25):
-        (error,) = failures_of(outcome.error).values()
+    errors = raised(ranks, save_flawed, tmp_path / "run", flaw, world_size=3)
+    assert len(errors) == 3
+    for error in errors:
         assert isinstance(error, IntegrityError)
         assert text in str(error)
         assert error.fqn == "rows"
@@ -205,25 +187,40 @@ class UnpicklableError(Exception):
         super().__init__(first + second)
 
 
-def longer(_own: Any, item: ReadItem, _tensor: torch.Tensor) -> torch.Tensor:
-    """Give one element more than is read."""
-    return torch.empty(item.lengths[0] + 1)
-
-
-def failing(_own: Any, item: ReadItem, _tensor: torch.Tensor) -> NoReturn:
+def failing(*_: Any) -> NoReturn:
     """Fail."""
-    raise UnpicklableError("cannot take ", item.dest_index.fqn)
+    raise UnpicklableError("503 ", "Slow Down")
+
+
+def save_failing_on_rank_1(rank: int, path: Path) -> dict[int, BaseException]:
+    """Save with a planner that fails on rank 1 while it writes; return what this rank is told."""
+    own = resolving(failing) if rank else None
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.save(STATE | {f"own-{rank}": rank}, path, planner=own)
+    return failures_of(caught.value)
+
+
+def test_an_exception_that_does_not_pickle_reaches_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It is replaced by one of ours with its type and text; no rank hangs, nothing commits."""
+    for told in ranks.run(save_failing_on_rank_1, tmp_path / "run", world_size=2, timeout_s=25):
+        assert list(told) == [1]
+        assert isinstance(told[1], CheckpointError)
+        assert "UnpicklableError: 503 Slow Down" in str(told[1])
+    assert list_checkpoints(str(tmp_path)) == []
+    assert not list(tmp_path.rglob("__1_0.distcp"))
 
 
 @pytest.mark.parametrize(
     ("steps", "kind", "text"),
     [
         (
-            {"transform_tensor": longer},
+            {"transform_tensor": lambda _, item, __: torch.empty(item.lengths[0] + 1)},
             InvalidInputError,
             "The planner gave a target of shape [8] for [7]",
         ),
-        ({"commit_tensor": failing}, CheckpointError, "UnpicklableError: cannot take "),
+        ({"commit_tensor": failing}, CheckpointError, "UnpicklableError: 503 Slow Down"),
     ],
     ids=["shape", "commit"],
 )

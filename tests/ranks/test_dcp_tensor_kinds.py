@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import warnings
 from pathlib import Path
@@ -13,41 +14,66 @@ import dcp_cases
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, freed, raw_bytes, same, seeded, zeros_like
+from saver_cases import save_spoilt
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+import ckpt_storage
 from ckpt_storage import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.loads import resolving
+from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 NAMES = [name for name in DTYPES if not name.startswith("bits")]
 """All kinds but those for which torch's own planner raises (it asks for their integer range)."""
 
 
+each_door = pytest.mark.parametrize("save", [dcp_cases.save, save_spoilt])
+"""One saves in the background, and the originals change before anything is written."""
+
+
+def shapes_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return tensors of a kind in every way that they can lie in memory."""
+    image = seeded(9, 2, 3, 4, 5, dtype=dtype)
+    matrix = seeded(6, 50, 40, dtype=dtype)
+    return {
+        "scalar": seeded(1, dtype=dtype),
+        "one": seeded(2, 1, dtype=dtype),
+        "odd": seeded(3, 7, 5, 3, dtype=dtype),
+        "empty": seeded(4, 0, 4, dtype=dtype),
+        "transposed": seeded(5, 6, 3, dtype=dtype).t(),
+        "large": seeded(6, 3, 70_001, dtype=dtype),
+        "column": matrix[:, 3],
+        "expanded": seeded(7, 3, 1, dtype=dtype).expand(3, 40),
+        "expanded column": matrix[:2, 3:4].expand(2, 3),
+        "windows": seeded(8, 12, dtype=dtype).as_strided((4, 6), (2, 1)),
+        "permuted": image.permute(0, 2, 3, 1),
+        "inner": image[1:, :, 1:3],
+    }
+
+
+@each_door
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_every_dtype_survives_in_every_shape(tmp_path: Path) -> None:
+def test_every_dtype_survives_in_every_shape(tmp_path: Path, save: Any) -> None:
     """Scalars, empty ones, transposed ones and ones larger than a block come back bit by bit."""
-    state: dict[str, Any] = {}
-    for name in NAMES:
-        dtype: torch.dtype = getattr(torch, name)
-        state[name] = {
-            "scalar": seeded(1, dtype=dtype),
-            "one": seeded(2, 1, dtype=dtype),
-            "odd": seeded(3, 7, 5, 3, dtype=dtype),
-            "empty": seeded(4, 0, 4, dtype=dtype),
-            "transposed": seeded(5, 6, 3, dtype=dtype).t(),
-            "large": seeded(6, 3, 70_001, dtype=dtype),
-        }
-    dcp_cases.save(state, tmp_path)
-    dcp_cases.assert_holds(tmp_path, state)
+    state = {name: shapes_of(getattr(torch, name)) for name in NAMES}
+    expected = {
+        name: {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }
+    save(state, tmp_path)
+    dcp_cases.assert_holds(tmp_path, expected)
 
 
-def test_views_of_every_kind_are_saved_by_value(tmp_path: Path) -> None:
+@each_door
+def test_views_of_every_kind_are_saved_by_value(tmp_path: Path, save: Any) -> None:
     """Strided, expanded, tied, conjugate, negative and permuted views come back as values."""
     base = seeded(1, 60, 50)
     complex_base = seeded(2, 40, 30, dtype=torch.complex64)
@@ -77,7 +103,7 @@ def test_views_of_every_kind_are_saved_by_value(tmp_path: Path) -> None:
         key: value.detach().resolve_conj().resolve_neg().contiguous().clone()
         for key, value in state.items()
     }
-    dcp_cases.save(state, tmp_path)
+    save(state, tmp_path)
     dcp_cases.assert_holds(tmp_path, expected)
 
 
@@ -94,11 +120,17 @@ def test_a_load_into_parameters_leaves_them_as_they_are(tmp_path: Path) -> None:
 def test_a_load_into_no_memory_is_refused_by_name(tmp_path: Path) -> None:
     """Nothing is written where nothing is; tensors without elements need no memory."""
     dcp_cases.save({"w": seeded(1, 3), "empty": torch.empty(0)}, tmp_path)
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.load({"w": freed(3)}, tmp_path)
-    (error,) = failures_of(caught.value).values()
-    assert isinstance(error, InvalidInputError)
-    assert "The target of w has no memory" in str(error)
+
+    class Lazy(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return torch.empty(tuple(read_item.lengths), device="meta")
+
+    for target, planner in ((freed(3), None), (torch.zeros(3), Lazy())):
+        with pytest.raises(CheckpointException) as caught:
+            dcp_cases.load({"w": target}, tmp_path, planner=planner)
+        (error,) = failures_of(caught.value).values()
+        assert isinstance(error, InvalidInputError)
+        assert planner or "The target of w has no memory" in str(error)
     dcp_cases.load({"empty": freed(0)}, tmp_path)
 
 
@@ -146,30 +178,34 @@ SHARDINGS: list[Case] = [
 ]
 
 
-def sharded_state() -> dict[str, DTensor]:
-    """Return one DTensor for each sharding, each with a seed of its own."""
+def save_and_load_sharded(rank: int, path: Path) -> None:
+    """Save DTensors of every sharding, and values that one rank has; load them sharded alike."""
     meshes = {shape: init_device_mesh("cpu", shape) for _, _, shape, _ in SHARDINGS}
-    return {
+    state: dict[str, Any] = {
         name: distribute_tensor(seeded(seed, *shape), meshes[mesh], placements)
         for seed, (name, shape, mesh, placements) in enumerate(SHARDINGS)
     }
-
-
-def save_and_load_sharded(_rank: int, path: Path) -> None:
-    """Save DTensors of every sharding and load them into zeros that are sharded alike."""
-    state: dict[str, Any] = dict(sharded_state())
+    state |= {f"own {rank}": rank, f"tensor {rank}": seeded(rank, 3), "shared": {"x": seeded(9, 5)}}
     dcp_cases.save(state, path)
-    target: dict[str, Any] = {name: torch.zeros_like(value) for name, value in state.items()}
-    dcp_cases.load(target, path)
-    for name, value in state.items():
-        assert same(target[name].to_local(), value.to_local()), name
+    dcp_cases.assert_holds(path, state, [dcp_cases.load])
 
 
-def test_every_sharding_of_a_dtensor_survives(ranks: RankPool, tmp_path: Path) -> None:
-    """1-D and 2-D meshes, uneven and empty shards, replicas: whole and shard by shard."""
+def test_every_sharding_and_values_of_single_ranks_survive(ranks: RankPool, tmp_path: Path) -> None:
+    """1-D and 2-D meshes, uneven and empty shards, replicas: whole and shard by shard.
+
+    What one rank alone has is found by every loader; a shared value is saved once.
+    """
     ranks.run(save_and_load_sharded, tmp_path)
-    expected = {name: seeded(seed, *shape) for seed, (name, shape, _, _) in enumerate(SHARDINGS)}
+    expected: dict[str, Any] = {
+        name: seeded(seed, *shape) for seed, (name, shape, _, _) in enumerate(SHARDINGS)
+    }
+    expected |= {"shared": {"x": seeded(9, 5)}}
+    expected |= {f"own {rank}": rank for rank in range(4)}
+    expected |= {f"tensor {rank}": seeded(rank, 3) for rank in range(4)}
     dcp_cases.assert_holds(tmp_path, expected)
+    assert len(list(tmp_path.rglob("rank-*.json"))) == 4
+    held = [path.read_bytes().count(raw_bytes(seeded(9, 5))) for path in tmp_path.rglob("*.distcp")]
+    assert sum(held) == 1
 
 
 def sharded_tensor(rank: int, *, fill: bool) -> ShardedTensor:
@@ -204,22 +240,65 @@ def test_several_parts_of_one_tensor_on_one_rank_survive(ranks: RankPool, tmp_pa
     dcp_cases.assert_holds(tmp_path, {"parts": seeded(1, 9, 4)})
 
 
-def save_own_values(rank: int, path: Path) -> None:
-    """Save values that only one rank has, beside some that all have."""
-    own = {f"own {rank}": rank, f"tensor {rank}": seeded(rank, 3), "shared": {"x": seeded(9, 5)}}
-    dcp_cases.save(own, path)
-    target = zeros_like(own)
-    dcp_cases.load(target, path)
-    assert same(target, own)
+is_asked = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
+needs_torch = pytest.mark.skipif(not is_asked, reason="this torch has no CheckpointableTensor")
+
+_NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-def test_values_of_single_ranks_survive(ranks: RankPool, tmp_path: Path) -> None:
-    """What one rank alone has is saved, and found by every loader; a shared value is saved once."""
-    ranks.run(save_own_values, tmp_path, world_size=3)
-    expected: dict[str, Any] = {"shared": {"x": seeded(9, 5)}}
-    expected |= {f"own {rank}": rank for rank in range(3)}
-    expected |= {f"tensor {rank}": seeded(rank, 3) for rank in range(3)}
-    dcp_cases.assert_holds(tmp_path, expected)
-    assert len(list(tmp_path.rglob("rank-*.json"))) == 3
-    held = [path.read_bytes().count(raw_bytes(seeded(9, 5))) for path in tmp_path.rglob("*.distcp")]
-    assert sum(held) == 1
+def marked(tensor: torch.Tensor, *parts: object) -> torch.Tensor:
+    """Make a tensor say which parts of which global tensor it holds."""
+    for name, value in zip(_NAMES, parts, strict=True):
+        setattr(tensor, name, value)
+    return tensor
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_tensor_says_of_its_parts_counts_where_torch_asks(
+    monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    """Then no plan is kept for it; other releases take it for a whole one."""
+    monkeypatch.setattr(resolving, "_is_known", known)
+    state = {"part": marked(torch.ones(2, 3), (8, 3), ((0, 0),), ((0, 0),), ((2, 3),))}
+    kept = structure_of(state, {"part": ("part",)}, rank=0, world_size=1)
+    assert (kept is None) is known
+
+
+def pieces(rank: int, *, empty: bool = False) -> dict[str, Any]:
+    """Return four of eight rows, and a tensor of which each rank has two parts."""
+    rows = torch.arange(24.0).reshape(8, 3)[rank * 4 : rank * 4 + 4].clone()
+    whole, starts = torch.arange(12.0), (3 * rank, 6 + 3 * rank)
+    two = torch.cat([whole[start : start + 3] for start in starts])
+    if empty:
+        rows.zero_()
+        two.zero_()
+    marked(rows, (8, 3), ((rank * 4, 0),), ((0, 0),), ((4, 3),))
+    marked(two, (12,), tuple((start,) for start in starts), ((0,), (3,)), ((3,), (3,)))
+    return {"rows": rows, "two": two, "step": 5}
+
+
+def save_and_load(rank: int, folder: str) -> None:
+    """Save parts on two ranks in each way and load them again on the same two."""
+    state = pieces(rank)
+    for number, how in enumerate(["save", "save", "thread", "process"]):
+        url = f"{folder}/step-{number}"
+        if how == "save":
+            ckpt_storage.save(state, url)
+        else:
+            with ckpt_storage.AsyncSaver(mode=how) as saver:  # type: ignore[arg-type]  # a parameter
+                saver.save(state, url).result()
+        target = pieces(rank, empty=True)
+        ckpt_storage.load(target, url)
+        for name in ("rows", "two"):
+            assert torch.equal(target[name], state[name]), (how, name)
+
+
+@needs_torch
+def test_parts_are_saved_as_parts(ranks: RankPool, tmp_path: Path) -> None:
+    """Every rank's parts are in the checkpoint; one process reads the whole."""
+    ranks.run(save_and_load, str(tmp_path), world_size=2)
+    for number in range(4):
+        target: dict[str, Any] = {"rows": torch.zeros(8, 3), "two": torch.zeros(12)}
+        ckpt_storage.load(target, tmp_path / f"step-{number}")
+        assert torch.equal(target["rows"].flatten(), torch.arange(24.0))
+        assert torch.equal(target["two"], torch.arange(12.0))

@@ -1,4 +1,4 @@
-"""`CheckpointManager` on several ranks; saving a step again, where it is damaged or refused."""
+"""`CheckpointManager` on several ranks, and loads of what is damaged or overwritten meanwhile."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import manager_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 from manager_cases import damage, restore, saved, state_of
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError, CheckpointExistsError, InvalidInputError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InvalidInputError,
+    PhaseTimeoutError,
+)
+from ckpt_storage.inspect.verify import part_bytes
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import KeepLatest
-from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import open_store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.ranks import RankPool, run_ranks
+from ckpt_storage.transfer.ranges import RangeReader
 
 RUN: dict[str, Any] = {"mode": "thread", "timeout": 60}
 NEWEST = "step-00000002"
@@ -207,3 +221,148 @@ def test_every_damage_is_passed_over_alike_on_all_ranks(
             assert not what.endswith("begun.json"), what
         if what.endswith(".distcp") and what.startswith("removed"):
             assert step == 2, what
+
+
+@pytest.mark.parametrize("what", ["no .metadata", "no marker", "an export"])
+def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -> None:
+    """A saver died before it published, or an export is damaged: the newest still counts."""
+    saved(tmp_path, 1)
+    newest = tmp_path / NEWEST
+    ckpt_storage.save(
+        state_of(2), newest, sync_files=False, consolidate=what == "an export" or None
+    )
+    if what == "no .metadata":
+        (newest / ".metadata").unlink()
+    elif what == "no marker":
+        for path in newest.rglob("begun.json"):
+            path.write_bytes(b"{")
+    else:
+        (weights,) = newest.glob("hf/*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-9])
+    newest_info = prune(tmp_path, KeepLatest(1)).newest
+    assert newest_info is not None
+    assert newest_info.step == 2
+    with CheckpointManager(tmp_path, **RUN) as manager:
+        found = restore(manager, check="deep")
+    assert (found.step, found.skipped) == (2, ())
+
+
+def test_a_check_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However steadily bytes arrive, a rank that checks has an end that the others know."""
+    saved(tmp_path, 1)
+
+    def moves_for_ever(reader: RangeReader, *_: object, **__: object) -> None:
+        while True:
+            reader.deadline.watch.advanced(1)
+            reader.deadline.check("The read")
+            reader.deadline.sleep(0.01)
+
+    monkeypatch.setattr(RangeReader, "run", moves_for_ever)
+    with (
+        CheckpointManager(tmp_path, timeout=Timeouts(load=1.0)) as manager,
+        pytest.raises(PhaseTimeoutError, match="load phase"),
+    ):
+        manager.restore(cases.blank(), check="deep")
+
+
+def test_ranks_divide_a_deep_check(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks read a file each of two; what one finds ends the check of one that never ends.
+
+    Each knows the largest part, so that who has nothing to read waits as long as the others.
+    """
+    saved(tmp_path, 1)
+    ranks.run(cases.save_large, str(tmp_path), 2, world_size=2)
+    files = sorted((tmp_path / NEWEST).rglob("*.distcp"))
+    sizes = [file.stat().st_size for file in files]
+    found = ranks.run(cases.resume_watched, str(tmp_path), -1, world_size=2)
+    assert sorted(count for *_, count in found) == sorted(sizes)
+    store = open_store(tmp_path / NEWEST)
+    assert sorted(part_bytes(store, 3, Deadline("load", 60))) == sorted([*sizes, 0])
+    data = bytearray(files[1].read_bytes())
+    data[-5000] ^= 1
+    files[1].write_bytes(data)
+    found = ranks.run(cases.resume_watched, str(tmp_path), 0, world_size=2)
+    assert [(step, skipped) for step, skipped, _ in found] == [(1, [NEWEST])] * 2
+
+
+STEP = "step-00000001"
+
+
+def full(value: float) -> dict[str, torch.Tensor]:
+    """Return a state of which all elements are `value`."""
+    return {"w": torch.full((4,), value)}
+
+
+def overwritten(tmp_path: Path, *, times: int) -> tuple[Path, Path]:
+    """Return a root with one checkpoint, and one with what later saves over it make of it."""
+    now, later = tmp_path / "now", tmp_path / "later"
+    with ckpt_storage.CheckpointManager(now) as manager:
+        manager.save(1, full(0))
+    shutil.copytree(now, later)
+    for value in range(1, times + 1):
+        ckpt_storage.save(full(value), later / STEP, overwrite=True)
+    return now, later
+
+
+def put_in_place(now: Path, later: Path) -> None:
+    """Let the later saves happen."""
+    shutil.copytree(later, now, dirs_exist_ok=True)
+    kept = {path.name for path in (later / STEP / "saves").iterdir()}
+    for path in (now / STEP / "saves").iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path)
+
+
+def load_overwritten(rank: int, now: Path, later: Path, way: str, name: str) -> list[float]:
+    """Load while rank 1 opens `name` only once the checkpoint was overwritten."""
+    left = [later]
+    # Values are opened only after all ranks have told what they found.
+    waits = name != ".distcp"
+
+    class Overwriting(FaultPosix):
+        """Lets the saves happen when rank 0 knows the older one and rank 1 opens a file."""
+
+        def open_read(self, path: str) -> int:
+            if left and rank == 1 and path.endswith(name):
+                root = left.pop()
+                if waits:
+                    dist.barrier()
+                put_in_place(now, root)
+            found = super().open_read(path)
+            if left and rank == 0 and waits and path.endswith("manifest.json"):
+                left.pop()
+                dist.barrier()
+            return found
+
+    state = full(-1)
+    with patch("ckpt_storage.store.backends.local.Posix", Overwriting):
+        if way == "load":
+            ckpt_storage.load(state, now / STEP)
+        else:
+            with ckpt_storage.CheckpointManager(now) as manager:
+                manager.restore(state)
+    found: list[float] = state["w"].tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "times"),
+    [
+        ("load", "00000001.json", 1),
+        ("load", "manifest.json", 2),
+        ("load", ".distcp", 2),
+        ("restore", ".distcp", 2),
+    ],
+)
+def test_all_ranks_load_the_new_save_together(
+    tmp_path: Path, way: str, name: str, times: int
+) -> None:
+    """Ranks that find different saves, or one that was freed, all load the one that is there now.
+
+    Rank 1 finds the new save in the first case, and no file of the old one in the others.
+    """
+    now, later = overwritten(tmp_path, times=times)
+    outcomes = run_ranks(2, load_overwritten, now, later, way, name)
+    assert [outcome.value for outcome in outcomes] == [[float(times)] * 4] * 2, outcomes

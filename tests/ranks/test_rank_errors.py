@@ -1,4 +1,4 @@
-"""What every rank is told when ranks disagree, when one of them fails, and when one is killed.
+"""What ranks are told when they disagree, fail or are killed; groups of all kinds coordinate.
 
 Each rank is a process. What it must be told follows from what the test lets go wrong.
 """
@@ -11,18 +11,24 @@ import os
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 import front_door_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
+from dcp_cases import load_stock, resolving, same, seeded
 from saver_cases import until
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 import ckpt_storage
-from ckpt_storage import CheckpointManager
+from ckpt_storage import CheckpointManager, RankFailedError
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import store_of
+from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.ranks import RankPool
 
 WITHIN_S = 10.0
@@ -56,28 +62,26 @@ def test_all_ranks_hear_of_what_one_means_otherwise(ranks: RankPool, tmp_path: P
     assert [one["kind"] for _, one in results] == ["RankFailedError", "InvalidInputError"]
 
 
-def look_where_to_resume(rank: int, root: str) -> str | dict[str, Any]:
-    """Ask what would be restored; rank 0 cannot read it where its record is damaged."""
-    del rank
-    with CheckpointManager(root, timeout=20.0) as manager:
-        try:
+def look_where_to_resume(_rank: int, root: Path) -> list[Any]:
+    """Ask what would be restored of each root; a file cannot be listed."""
+    found = list[Any]()
+    for name in ("empty", "two"):
+        with CheckpointManager(root / name, timeout=20.0) as manager:
             info = manager.resume_info()
-        except ckpt_storage.CheckpointError as error:
-            return told(error)
-    return "nothing" if info is None else info.name
+        found.append(info and info.name)
+    with CheckpointManager(root / "file", timeout=20.0) as manager:
+        return [*found, told(cases.caught(manager.resume_info))]
 
 
 def test_all_ranks_hear_where_to_resume_and_why_not(ranks: RankPool, tmp_path: Path) -> None:
     """`resume_info` gives all ranks one answer; what rank 0 fails with in it, all ranks raise."""
-    assert ranks.run(look_where_to_resume, str(tmp_path), world_size=2) == ["nothing"] * 2
     for step in (1, 12):
-        ckpt_storage.save({"step": step}, tmp_path / f"step-{step:08}", sync_files=False)
-    assert ranks.run(look_where_to_resume, str(tmp_path), world_size=2) == ["step-00000012"] * 2
+        ckpt_storage.save({"step": step}, tmp_path / f"two/step-{step:08}", sync_files=False)
     (tmp_path / "file").touch()
-    for one in ranks.run(look_where_to_resume, str(tmp_path / "file"), world_size=2):
-        assert isinstance(one, dict), one
-        assert one["rank"] == 0, one
-        assert str(tmp_path / "file") in one["text"]
+    for empty, two, refused in ranks.run(look_where_to_resume, tmp_path, world_size=2):
+        assert (empty, two) == (None, "step-00000012")
+        assert refused["rank"] == 0, refused
+        assert str(tmp_path / "file") in refused["text"]
 
 
 def wait_for_a_late_rank(rank: int, folder: str) -> list[str]:
@@ -90,14 +94,10 @@ def wait_for_a_late_rank(rank: int, folder: str) -> list[str]:
 
 
 def test_who_has_not_come_is_logged_while_one_waits(ranks: RankPool, tmp_path: Path) -> None:
-    """Long before the deadline rank 0 logs which rank it waits for, and for which save."""
+    """Long before the deadline, by default ten minutes, rank 0 logs whom it waits for."""
+    assert ckpt_storage.Timeouts().plan == pytest.approx(600.0)
     texts, _ = ranks.run(wait_for_a_late_rank, str(tmp_path), world_size=2)
     assert any("Rank 1" in text and f"{tmp_path}/run" in text for text in texts), texts
-
-
-def test_ranks_wait_ten_minutes_for_one_another_by_default() -> None:
-    """The default deadline of the plan phase is ten minutes."""
-    assert ckpt_storage.Timeouts().plan == pytest.approx(600.0)
 
 
 def look_alone_first(rank: int, root: str) -> tuple[list[int | None], str]:
@@ -132,11 +132,19 @@ def test_what_one_rank_makes_alone_shifts_nothing(ranks: RankPool, tmp_path: Pat
         assert "name=" in refusal
 
 
+def be_killed(folder: Path) -> None:
+    """End once the others have written and all have told which phase they are in."""
+    until(lambda: len(list(folder.glob("run/**/__*.distcp"))) >= 2, "the others write")
+    time.sleep(0.5)
+    (folder / "killed").write_text(str(time.time()), encoding="ascii")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_while_saving(rank: int, folder: str, victim: int, kind: str) -> dict[str, Any]:
     """Let one rank be killed in the middle of its write; return what another is told, and when."""
     with cases.default_group(rank, 3, folder, kind=kind):
         ckpt_storage.save({"step": 0}, f"{folder}/first", sync_files=False)
-        planner = KilledInWrite(f"{folder}/killed") if rank == victim else None
+        planner = resolving(lambda *_: be_killed(Path(folder))) if rank == victim else None
         error = cases.caught(
             ckpt_storage.save, {f"of {rank}": torch.zeros(9)}, f"{folder}/run", planner=planner
         )
@@ -146,23 +154,6 @@ def die_while_saving(rank: int, folder: str, victim: int, kind: str) -> dict[str
         )
         # To take the group down would ask the store that may be gone.
         os._exit(0)
-
-
-class KilledInWrite(DefaultSavePlanner):
-    """A planner whose process is killed when it hands out what is to be written."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def resolve_data(self, write_item: Any) -> Any:
-        """Be killed once the others have written and all have told which phase they are in."""
-        run = Path(self.path).parent / "run"
-        until(lambda: len(list(run.glob("**/__*.distcp"))) >= 2, "the others write")
-        time.sleep(0.5)
-        Path(self.path).write_text(str(time.time()), encoding="ascii")
-        os.kill(os.getpid(), signal.SIGKILL)
-        return super().resolve_data(write_item)
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(1, "file"), (0, "tcp")], ids=str)
@@ -206,3 +197,123 @@ def test_all_ranks_read_who_said_what_before_rank_0_leaves(ranks: RankPool, tmp_
         one = json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8"))
         assert one["kind"] == "RankMismatchError", one
         assert all(f"of {other}" in one["text"] for other in (0, 1)), one
+
+
+def speak(group: Any = None) -> list[bytes]:
+    """Run one operation in which every rank sends its rank in the group."""
+    coordinator = RankGroup.of(group)
+    with coordinator.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+        operation.meet({"everything": "equal"})
+        return operation.all_gather(b"%d" % operation.rank)
+
+
+def everybody(world_size: int) -> list[bytes]:
+    """Return what every rank sends."""
+    return [b"%d" % rank for rank in range(world_size)]
+
+
+def in_other_groups(rank: int, folder: str) -> list[list[bytes]]:
+    """Speak in a group of our own kind, end it, and speak in its successor."""
+    heard = []
+    for number in range(2):
+        inner = Path(folder) / str(number)
+        with cases.default_group(rank, 3, str(inner), kind="tcp"):
+            heard.append(speak())
+            heard.append(speak())
+    return heard
+
+
+def test_a_group_made_anew_coordinates(ranks: RankPool, tmp_path: Path) -> None:
+    """After destroy and init the new group's ranks hear each other."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    expected = [[everybody(3)] * 4] * 3
+    assert ranks.run(in_other_groups, str(tmp_path), world_size=3) == expected
+
+
+def in_sub_group(rank: int, path: str) -> str:
+    """Save on ranks 1 and 3, while 0 and 2 never call anything and end at once."""
+    if rank in {0, 2}:
+        return "no member"
+    # A short timeout is for what is tested, not for ranks that begin a moment apart.
+    dist.barrier(dist.new_group([1, 3], use_local_synchronization=True))
+    short = timedelta(seconds=2)
+    group = dist.new_group([1, 3], timeout=short, use_local_synchronization=True)
+    time.sleep(2.5 if rank == 3 else 0.0)  # longer than the group's own timeout
+    assert speak(group) == everybody(2)
+    info = ckpt_storage.save(
+        {"w": seeded(2, 100)}, path, process_group=group, sync_files=False, timeout=20.0
+    )
+    target = {"w": torch.zeros(100)}
+    ckpt_storage.load(target, path, process_group=group, timeout=20.0)
+    assert same(target["w"], seeded(2, 100))
+    return info.save_id or ""
+
+
+def test_a_sub_group_saves_while_others_never_call(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks 1 and 3 of 4 save and load although 0 and 2 take no part, however late one is."""
+    path = tmp_path / "run"
+    first, second, third, fourth = ranks.run(in_sub_group, str(path), world_size=4)
+    assert (first, third) == ("no member", "no member")
+    assert second == fourth != ""
+    target = {"w": torch.zeros(100)}
+    load_stock(target, path)
+    assert same(target["w"], seeded(2, 100))
+
+
+def on_the_default_store(_rank: int) -> list[list[bytes]]:
+    """Speak in two groups whose backend keeps no store."""
+    with patch.object(dist.ProcessGroup, "get_group_store", side_effect=RuntimeError("none")):
+        group = dist.new_group([0, 1])
+        heard = [speak(), speak(group)]
+        assert isinstance(store_of(group), dist.PrefixStore)
+    return heard
+
+
+def test_a_group_without_a_store_uses_the_default_groups(ranks: RankPool) -> None:
+    """Where a group has no store of its own, its ranks meet on the default store."""
+    assert ranks.run(on_the_default_store, world_size=2) == [[everybody(2)] * 2] * 2
+
+
+def with_backend_without_collectives(rank: int, folder: str) -> list[bytes]:
+    """Speak in a default group whose backend moves nothing, as if its network were down."""
+    dist.destroy_process_group()
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  # registers it
+
+    store = dist.FileStore(str(Path(folder) / "rendezvous"), 2)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    try:
+        ckpt_storage.save({"w": seeded(rank, 9)}, f"{folder}/run", timeout=20.0, sync_files=False)
+        return speak()
+    finally:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_no_collective_of_the_group_is_needed(ranks: RankPool, tmp_path: Path) -> None:
+    """Over a backend whose collectives do nothing, ranks agree and save all the same."""
+    heard = ranks.run(with_backend_without_collectives, str(tmp_path), world_size=2)
+    assert heard == [everybody(2)] * 2
+    target = {"w": torch.zeros(9)}
+    load_stock(target, tmp_path / "run")
+    assert same(target["w"], seeded(0, 9))
+
+
+def die_before_the_next(rank: int, who: int) -> tuple[bool, int | None]:
+    """Let one rank vanish after an operation; return what the others are told in the next."""
+    speak()
+    if rank == who:
+        os._exit(3)
+    try:
+        speak()
+    except RankFailedError as error:
+        return error.is_silent, error.rank
+    return False, None
+
+
+def test_a_rank_that_died_between_operations_is_named_at_once(ranks: RankPool) -> None:
+    """Ranks of its host need not wait until the plan phase is over: its process has ended."""
+    begin_s = time.monotonic()
+    for outcome in ranks.outcomes(die_before_the_next, 0, world_size=3)[1:]:
+        assert outcome.value == (True, 0), outcome
+    assert time.monotonic() - begin_s < 15.0

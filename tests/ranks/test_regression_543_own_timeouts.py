@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+import dcp_cases
 import front_door_cases as cases
 import fsspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_cases import same, seeded
+from dcp_cases import assert_holds, seeded
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
@@ -26,11 +28,6 @@ SLOW_S = 5.0
 def state_of(rank: int) -> dict[str, Any]:
     """Return a state of which both ranks write a part."""
     return {"w": seeded(1, 1000), f"of-{rank}": seeded(rank, 10)}
-
-
-def warm_up(_rank: int) -> None:
-    """Import the S3 client: under load that alone takes longer than the group's timeout."""
-    import s3fs  # noqa: F401, PLC0415  # in the ranks' processes
 
 
 def together(rank: int, folder: str, where: str) -> None:
@@ -76,9 +73,8 @@ def save_by_ours(rank: int, folder: str, url: str, options: dict[str, Any]) -> s
         together(rank, folder, "after")
         dist.all_reduce(total)
         assert total.item() == 4.0
-        target = {key: torch.zeros_like(value) for key, value in state_of(rank).items()}
-        ckpt_storage.load(target, f"{url}/ours", storage_options=options)
-        assert same(target, state_of(rank))
+        by = [ckpt_storage.load]
+        assert_holds(f"{url}/ours", state_of(rank), by, storage_options=options)
     return "saved"
 
 
@@ -89,7 +85,8 @@ def run_with_slow_server(ranks: RankPool, folder: Path, job: Any, key: str) -> l
         server.create_bucket("bucket")
         rule = FaultRule(op="put|part|complete", key=key, action="delay", delay_s=SLOW_S)
         server.faults([rule])
-        ranks.run(warm_up, world_size=2)
+        # Under load the import alone takes longer than the group's timeout.
+        ranks.run(dcp_cases.do, importlib.import_module, "s3fs", world_size=2)
         results = ranks.run(
             job, str(folder), "s3://bucket/run", server.storage_options, world_size=2
         )

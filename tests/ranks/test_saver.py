@@ -33,6 +33,7 @@ from saver_cases import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import ckpt_storage
 from ckpt_storage import (
     AsyncSaver,
     CheckpointManager,
@@ -96,100 +97,67 @@ def test_states_walk_in_order(ranks: RankPool, tmp_path: Path, mode: str, world_
 class Trainer:
     """A state that changes in place in every way a trainer changes one."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, steps: int = 0) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.weight = distribute_tensor(seeded(1, 64, 32), mesh, [Shard(0)])
         self.momentum = seeded(100 + rank, 100)
         self.words = {"step": 1, "list": [1, "a"], "object": {"deep": [rank]}}
         self.rank = rank
+        for _ in range(steps):
+            self.step()
 
     def state(self) -> dict[str, Any]:
         """Return the state dict, which shares everything."""
-        return {
-            "weight": self.weight,
-            f"momentum{self.rank}": self.momentum,
-            f"words{self.rank}": self.words,
-        }
+        mine = {f"momentum{self.rank}": self.momentum, f"words{self.rank}": self.words}
+        return {"weight": self.weight, **mine}
 
     def step(self) -> None:
         """Change everything in place."""
         self.weight.to_local().add_(1)
-        self.momentum.zero_()
-        self.words["step"] = 99
+        self.momentum.neg_()
+        self.words["step"] += 1  # type: ignore[operator]
         self.words["list"].append("b")  # type: ignore[attr-defined]
-        self.words["object"]["deep"][0] = -1  # type: ignore[index]
+        self.words["object"]["deep"][0] -= 1  # type: ignore[index]
 
 
-def _values(rank: int, folder: str, mode: Any) -> None:
-    with quick_saver(mode, max_pending=2) as saver:
-        trainer = Trainer(rank)
-        hold = Hold(folder, "local plan", rank)
-        first = saver.save(trainer.state(), f"{folder}/a", planner=held(hold), sync_files=False)
-        trainer.step()
-        second = saver.save(trainer.state(), f"{folder}/b", sync_files=False)
-        trainer.step()
-        hold.reached()
-        hold.go()
-        first.result(END_S)
-        second.result(END_S)
-    whole = seeded(1, 64, 32)
-    for step, name in enumerate("ab"):
-        target = Trainer(rank)
-        target.step()
-        state = target.state()
-        load(state, f"{folder}/{name}")
-        expected = distribute_tensor(whole + step, target.weight.device_mesh, [Shard(0)])
-        assert torch.equal(state["weight"].to_local(), expected.to_local())
-        momentum = torch.zeros(100) if step else seeded(100 + rank, 100)
-        assert same(state[f"momentum{rank}"], momentum)
-        words = state[f"words{rank}"]
-        if step:
-            assert words == {"step": 99, "list": [1, "a", "b"], "object": {"deep": [-1]}}
-        else:
-            assert words == {"step": 1, "list": [1, "a"], "object": {"deep": [rank]}}
-
-
-@pytest.mark.parametrize(("mode", "world_size"), [("thread", 2), ("process", 2)])
-def test_saved_is_what_was_there_at_the_call(
-    ranks: RankPool, tmp_path: Path, mode: str, world_size: int
-) -> None:
-    """What the trainer changes after `save` returned is not in the checkpoint."""
-    ranks.run(_values, str(tmp_path), mode, world_size=world_size)
-
-
-def _ordered(rank: int, folder: str, mode: Any, max_pending: int) -> list[str]:
-    """Save six times with the first one held; return the order in which they ended."""
+def _trained(rank: int, folder: str, mode: Any, max_pending: int) -> list[str]:
+    """Save five steps with the first save held; return the order in which the saves ended."""
     ended: list[str] = []
+    trainer = Trainer(rank)
     with quick_saver(mode, max_pending=max_pending) as saver:
         hold = Hold(folder, "local plan", rank)
         handles: list[SaveHandle] = []
-        for step in range(6):
+        for step in range(5):
             planner = held(hold) if step == 0 else None
             if step == max_pending:
                 # The next call waits for the first, which is let go from another thread.
                 assert not handles[0].done()
                 hold.reached()
                 threading.Timer(0.2, hold.go).start()
-            handle = save_step(saver, folder, rank, step, planner=planner)
+            where = f"{folder}/step-{step}"
+            handle = saver.save(trainer.state(), where, planner=planner, sync_files=False)
+            trainer.step()
             if step == max_pending:
                 assert handles[0].done()
             handle.add_done_callback(lambda it: ended.append(it.url[-6:]))
             handles.append(handle)
         saver.wait(END_S)
         assert all(handle.state is D for handle in handles)
+    for step in range(5):
+        found, expected = trainer.state(), Trainer(rank, step).state()
+        load(found, f"{folder}/step-{step}")
+        assert same(found, expected), step
     return ended
 
 
-@pytest.mark.parametrize(
-    ("mode", "max_pending", "world_size"), [("thread", 1, 2), ("process", 3, 2)]
-)
-def test_saves_commit_in_order_and_the_next_waits(
-    ranks: RankPool, tmp_path: Path, mode: str, max_pending: int, world_size: int
+@pytest.mark.parametrize(("mode", "max_pending"), [("thread", 1), ("process", 3)])
+def test_saves_commit_in_order_what_was_there_at_the_call(
+    ranks: RankPool, tmp_path: Path, mode: str, max_pending: int
 ) -> None:
-    """Saves end in the order of their calls; one more than `max_pending` waits for the oldest."""
-    steps = [f"step-{step}" for step in range(6)]
-    outcomes = ranks.run(_ordered, str(tmp_path), mode, max_pending, world_size=world_size)
-    assert outcomes == [steps] * world_size
+    """What changes after `save` returned is not saved; one too many waits for the oldest save."""
+    steps = [f"step-{step}" for step in range(5)]
+    outcomes = ranks.run(_trained, str(tmp_path), mode, max_pending, world_size=2)
+    assert outcomes == [steps] * 2
     assert [info.name for info in list_checkpoints(tmp_path)] == steps
 
 
@@ -240,72 +208,57 @@ def test_memory_and_descriptors_are_stable(ranks: RankPool, tmp_path: Path, mode
         assert threads[2] <= threads[0] + 1
 
 
-def _cancelled(rank: int, folder: str, mode: Any, canceller: int) -> tuple[str, list[Any]]:
-    with quick_saver(mode, max_pending=2) as saver:
-        hold = Hold(folder, "write", rank)
-        handle = save_step(saver, folder, rank, 0, planner=held(hold))
+def _cancelled(rank: int, folder: str, mode: Any, where: Any, canceller: int) -> list[Any]:
+    """Cancel a save that is held on all ranks, or where rank 0 commits; go on with others."""
+    with quick_saver(mode, max_pending=2, on_error="warn") as saver:
+        hold = Hold(folder, where, rank if where == "write" else 0)
+        planner = held(hold) if rank == hold.rank else None
+        handle = save_step(saver, folder, rank, 0, planner=planner)
         queued = save_step(saver, folder, rank, 1)
         hold.reached()
         dist.barrier()
         if rank == canceller:
             assert handle.cancel()
-            assert handle.cancel()
-        until(lambda: (Path(folder) / "told").exists() or rank == canceller, "the word")
-        (Path(folder) / "told").touch()
-        hold.go()
+            assert where != "write" or handle.cancel()
+            (Path(folder) / "told").touch()
+        until((Path(folder) / "told").exists, "the cancelling")
+        if rank == hold.rank:
+            threading.Timer(0.0 if where == "write" else 0.5, hold.go).start()
         error = handle.exception(END_S)
-        assert isinstance(error, SaveCancelledError), error
         queued.result(END_S)
         third = save_step(saver, folder, rank, 2)
         assert third.cancel() or third.done()
         third.exception(END_S)
-        # Whatever was faster, all ranks say the same, and it is so.
-        return handle.state.value, [third.state, error.rank]
-
-
-@pytest.mark.parametrize(("mode", "canceller"), [("thread", 1), ("process", 0)])
-def test_cancel_on_one_rank_ends_the_save_on_all(
-    ranks: RankPool, tmp_path: Path, mode: str, canceller: int
-) -> None:
-    """A save cancelled on one rank is CANCELLED on all and not there; those behind go on."""
-    outcomes = ranks.run(_cancelled, str(tmp_path), mode, canceller, world_size=2)
-    assert [state for state, _ in outcomes] == ["cancelled"] * 2
-    assert [rest[1] for _, rest in outcomes] == [canceller] * 2
-    there = {info.name for info in list_checkpoints(tmp_path)}
-    assert {rest[0] for _, rest in outcomes} == {D if "step-2" in there else SaveState.CANCELLED}
-    assert there >= {"step-1"}
-    assert "step-0" not in there
-
-
-def _cancelled_late(rank: int, folder: str, mode: Any, where: Any, canceller: int) -> Any:
-    with quick_saver(mode, on_error="warn") as saver:
-        hold = Hold(folder, where, 0)
-        planner = held(hold) if rank == 0 else None
-        handle = save_step(saver, folder, rank, 0, planner=planner)
-        hold.reached()
-        if rank == canceller:
-            assert handle.cancel()
-            (Path(folder) / "told").touch()
-        until((Path(folder) / "told").exists, "the cancelling")
-        if rank == 0:
-            threading.Timer(0.5, hold.go).start()
-        handle.exception(END_S)
-        save_step(saver, folder, rank, 1).result(END_S)
-        return handle.state
+        return [handle.state, third.state, error and (type(error), error.rank)]
 
 
 @pytest.mark.parametrize(
     ("mode", "where", "canceller"),
-    [("thread", "committed", 0), ("process", "commit", 0), ("process", "committed", 1)],
+    [
+        ("thread", "write", 1),
+        ("process", "write", 0),
+        ("thread", "committed", 0),
+        ("process", "commit", 0),
+        ("process", "committed", 1),
+    ],
 )
-def test_cancel_while_committing_is_answered_truthfully(
+def test_cancel_on_one_rank_ends_the_save_alike_on_all(
     ranks: RankPool, tmp_path: Path, mode: str, where: str, canceller: int
 ) -> None:
-    """A save that is cancelled while its commit is made ends alike on all ranks, and truly."""
-    states = ranks.run(_cancelled_late, str(tmp_path), mode, where, canceller, world_size=2)
-    is_there = "step-0" in {info.name for info in list_checkpoints(tmp_path)}
-    assert set(states) == {D if is_there else SaveState.CANCELLED}
-    assert is_there or where == "commit"
+    """Before the commit it is CANCELLED and not there; later as it is; those behind go on."""
+    given = str(tmp_path), mode, where, canceller
+    one, other = ranks.run(_cancelled, *given, world_size=2)
+    assert one == other
+    state, third, error = one
+    there = {info.name for info in list_checkpoints(tmp_path)}
+    assert "step-1" in there
+    # Whatever was faster, all ranks say the same, and it is so.
+    assert state is (D if "step-0" in there else SaveState.CANCELLED)
+    assert third is (D if "step-2" in there else SaveState.CANCELLED)
+    if where != "commit":
+        assert ("step-0" in there) == (where == "committed")
+    if where == "write":
+        assert error == (SaveCancelledError, canceller)
 
 
 class SlowCopies:
@@ -439,6 +392,8 @@ def _short_group(rank: int, folder: str) -> list[object]:
             lambda: AsyncSaver(alone),
             lambda: save_async({}, folder, process_group=alone),
             lambda: CheckpointManager(folder, process_group=alone),
+            lambda: ckpt_storage.save({}, folder, process_group=alone),
+            lambda: load({}, folder, process_group=alone),
         ):
             with pytest.raises(InvalidInputError, match="not a member"):
                 call()
@@ -459,7 +414,7 @@ def _short_group(rank: int, folder: str) -> list[object]:
 def test_a_group_saves_alone_and_is_not_kept(ranks: RankPool, tmp_path: Path) -> None:
     """Others call nothing; a group ends with its last user; who is no member is told so."""
     outcomes = ranks.run(_short_group, str(tmp_path), world_size=3)
-    assert outcomes == [["step-0", None], [3, "does not take part"], ["step-0", None]]
+    assert outcomes == [["step-0", None], [5, "does not take part"], ["step-0", None]]
 
 
 def test_close_and_wait_may_be_called_again(tmp_path: Path) -> None:

@@ -1,29 +1,37 @@
-"""Reads that ranks share: the storage sends what several need once, every rank gets it right."""
+"""Reads that ranks share: the storage sends what several need once; all get it, or an error."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import dcp_cases
 import pytest
 import torch
 import torch.distributed as dist
-from dcp_cases import same, seeded, zeros_like
+from dcp_cases import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import RankFailedError, Timeouts
+from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Timeouts
 from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.loads import session, sharing
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.transfer.ranges import RangeReader
 
-MIB = 1 << 20
-URL = "s3://bucket/model"
+KIB, MIB = 1 << 10, 1 << 20
+URL, SMALL_URL = "s3://bucket/model", "s3://bucket/small"
+SHAPES = [(4, 9), (700, 300), (40, 5000), (64, 64, 8), (3, 100_000)]
 
 
 def model() -> dict[str, Any]:
@@ -39,17 +47,32 @@ def model() -> dict[str, Any]:
     return state
 
 
-def model_bytes() -> int:
-    """Return the bytes of all tensors."""
-    return sum(v.nbytes for v in model().values() if isinstance(v, torch.Tensor))
+def small() -> dict[str, Any]:
+    """Return 3 MiB in a few tensors."""
+    return {f"t{number}": seeded(number, *shape) for number, shape in enumerate(SHAPES)}
+
+
+def placed(tensor: torch.Tensor, dim: int | None) -> Any:
+    """Return a tensor cut over the ranks along a dimension, or whole."""
+    if dim is None:
+        return tensor
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+
+
+def save_columns(_rank: int, options: dict[str, Any]) -> None:
+    """Save the small state in several chunks of each tensor."""
+    state = {name: placed(tensor, 1) for name, tensor in small().items()}
+    dcp_cases.save(state, SMALL_URL, storage_options=options)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    """An S3 server that holds the model, saved by one process."""
+def server(ranks: RankPool) -> Iterator[S3Server]:
+    """An S3 server that holds the model, saved by one process, and the small state."""
     with S3Server() as running:
         running.create_bucket("bucket")
         dcp_cases.save(model(), URL, storage_options=running.storage_options)
+        ranks.run(save_columns, running.storage_options, world_size=3)
         yield running
 
 
@@ -60,33 +83,36 @@ def sent_bytes(server: S3Server) -> int:
     return found
 
 
-Load = Callable[..., Any]
+@contextmanager
+def eager() -> Iterator[None]:
+    """Share anything at all, in units of 64 KiB."""
+    with (
+        patch.multiple(sharing, _LEAST_SAVED_BYTES=1, _MOST_GAP_BYTES=KIB),
+        patch.object(session, "unit_for", lambda _: 64 * KIB),
+    ):
+        yield
 
 
 def load_replicated(
-    _rank: int, options: dict[str, Any], load: Load = ckpt_storage.load, **more: Any
+    _rank: int, options: dict[str, Any], load: Any = ckpt_storage.load, **more: Any
 ) -> None:
     """Load the whole model on this rank and compare it with the original."""
-    expected = model()
-    target = zeros_like(expected)
-    load(target, URL, storage_options=options, **more)
-    assert same(target, expected)
+    dcp_cases.assert_holds(URL, model(), [load], storage_options=options, **more)
 
 
-def load_for_itself(_rank: int, options: dict[str, Any]) -> None:
+def load_for_itself(rank: int, options: dict[str, Any]) -> None:
     """Load in three ways that share nothing."""
-    load_replicated(_rank, options, shared_reads="never")
-    load_replicated(_rank, options, dcp_cases.load)
+    load_replicated(rank, options, shared_reads="never")
+    load_replicated(rank, options, dcp_cases.load)
     join = Peers.join
 
     def joins(self: Peers, *args: Any, **kw: Any) -> None:
         join(self, *args, **kw)
-        if _rank == 1:
+        if rank == 1:
             raise RankFailedError("no way", failures={})
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Peers, "join", joins)
-        load_replicated(_rank, options)
+    with patch.object(Peers, "join", joins):
+        load_replicated(rank, options)
 
 
 def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server: S3Server) -> None:
@@ -95,41 +121,101 @@ def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server:
     That is with "never", under `dcp.load`, where a rank cannot be reached, and where two ranks
     would spare less than 64 MiB.
     """
+    model_bytes = sum(v.nbytes for v in model().values() if isinstance(v, torch.Tensor))
     sent_bytes(server)
     options = server.storage_options
     ranks.run(load_replicated, options, world_size=3)
-    assert model_bytes() > 40 * MIB
-    assert model_bytes() <= sent_bytes(server) <= 1.05 * model_bytes()
+    assert 40 * MIB < model_bytes <= sent_bytes(server) <= 1.05 * model_bytes
     ranks.run(load_for_itself, options, world_size=3)
-    assert sent_bytes(server) >= 3 * 3 * model_bytes()
+    assert sent_bytes(server) >= 3 * 3 * model_bytes
     ranks.run(load_replicated, options, world_size=2)
-    assert sent_bytes(server) >= 2 * model_bytes()
+    assert sent_bytes(server) >= 2 * model_bytes
+    # Columns of a tensor need all its blocks: fetched once, they give each rank its own.
+    ranks.run(load_columns, options, world_size=3)
+    assert sent_bytes(server) <= 2 * 1.05 * model_bytes
 
 
 def load_columns(rank: int, options: dict[str, Any]) -> None:
     """Load the large tensor by columns, and the others whole, twice, over one group."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected = model()
-    for _ in range(2):
-        target = zeros_like(expected)
-        whole = torch.zeros_like(expected["big"])
-        target["big"] = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
-        if rank == 1:
-            del target["odd"]
-        ckpt_storage.load(target, URL, storage_options=options)
-        wanted = torch.chunk(expected["big"], dist.get_world_size(), 1)
-        assert same(target["big"].to_local(), wanted[rank].contiguous())
-        assert all(same(target[f"small.{i}"], expected[f"small.{i}"]) for i in range(300))
-        assert rank == 1 or same(target["odd"], expected["odd"])
+    expected["big"] = placed(expected["big"], 1)
+    if rank == 1:
+        del expected["odd"]
+    with patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo) as made:
+        for _ in range(2):
+            dcp_cases.assert_holds(URL, expected, [ckpt_storage.load], storage_options=options)
+    assert made.call_count == 1
 
 
-def test_ranks_of_unequal_needs_share_what_they_have_in_common(
-    ranks: RankPool, server: S3Server
-) -> None:
-    """Columns of a tensor need all its blocks: fetched once, they give each rank its own."""
-    sent_bytes(server)
-    ranks.run(load_columns, server.storage_options, world_size=3)
-    assert sent_bytes(server) <= 2 * 1.05 * model_bytes()
+def load_small(rank: int, options: dict[str, Any], seed: int = 0, **more: Any) -> None:
+    """Load each tensor by rows, by columns or whole, as the seed says; some ranks leave it out."""
+    drawn, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    dims = {name: drawn.choice([0, 1, None]) for name in small() if seed}
+    parts = {name: placed(tensor, dims.get(name)) for name, tensor in small().items()}
+    state = {name: part for name, part in parts.items() if not seed or own.random() < 0.7}
+    dcp_cases.assert_holds(SMALL_URL, state, [ckpt_storage.load], storage_options=options, **more)
+
+
+def load_anyhow(rank: int, options: dict[str, Any]) -> int:
+    """Load what each rank wants by lot; return how many messages this rank sent."""
+    with eager(), patch.object(Peers, "send", autospec=True, side_effect=Peers.send) as sent:
+        for seed in range(1, 13):
+            load_small(rank, options, seed, thread_count=1 + seed % 2)
+    return sent.call_count
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_gets_what_it_wants(ranks: RankPool, server: S3Server, world_size: int) -> None:
+    """Whatever ranks want of saved chunks, with windows of 1 and 2: each gets it, none waits."""
+    assert min(ranks.run(load_anyhow, server.storage_options, world_size=world_size)) > 0
+
+
+def left() -> list[str]:
+    """Return the names of the threads of shared reads that are alive."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "passing on": (Peers, "send"),
+    "receiving": (Peers, "receive"),
+    "own": (RangeReader, "run"),
+}
+KINDS = (RuntimeError, KeyboardInterrupt, CheckpointError)
+
+
+def load_where_it_breaks(rank: int, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Let rank 1 fail in each kind of thread in each way; return what this rank raised."""
+    told = []
+    for (where, (holder, name)), kind in itertools.product(PLACES.items(), KINDS):
+        inner = getattr(holder, name)
+
+        def fail(*args: Any, **kw: Any) -> Any:
+            thread = threading.current_thread()
+            is_own = thread is threading.main_thread() and left()
+            if rank == 1 and (is_own if where == "own" else where in thread.name):  # noqa: B023  # called at once
+                raise kind("it broke")  # noqa: B023  # as above
+            return inner(*args, **kw)  # noqa: B023  # as above
+
+        with eager(), patch.object(holder, name, fail):
+            try:
+                load_small(rank, options, timeout=30)
+            except BaseException as error:  # noqa: BLE001  # what is raised is what is tested
+                told.append((type(error).__name__, str(error)))
+        assert left() == []
+    with eager():
+        load_small(rank, options)
+    return told
+
+
+def test_what_raises_on_one_rank_ends_the_reads_of_all(ranks: RankPool, server: S3Server) -> None:
+    """It is an error of ours but for an interrupt; all are told; the next load works."""
+    begin_s = time.monotonic()
+    other, broken = ranks.run(load_where_it_breaks, server.storage_options, world_size=2)
+    assert time.monotonic() - begin_s < 60
+    ours = "CheckpointError"
+    assert [kind for kind, _ in broken] == [ours, "KeyboardInterrupt", ours] * 3
+    assert len(other) == 9
+    assert all("it broke" in text for _, text in [*broken, *other])
 
 
 def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
@@ -137,19 +223,14 @@ def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
     original = Peers.send
 
     def send(self: Peers, to: int, data: memoryview, tag: int, deadline: Any) -> None:
-        if rank == 0 and len(data) > MIB and to == 2:
+        if rank == 0 and to == 2:
             data = memoryview(bytearray(data))
-            data[12_345] ^= 1
+            data[len(data) // 2] ^= 1
         original(self, to, data, tag, deadline)
 
-    more: dict[str, Any] = {"timeout": Timeouts.of(20), "verify": rank != 0}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Peers, "send", send)
-        try:
-            ckpt_storage.load(zeros_like(model()), URL, storage_options=options, **more)
-        except ckpt_storage.CheckpointError as error:
-            return str(error)
-    return ""
+    with eager(), patch.object(Peers, "send", send), pytest.raises(CheckpointError) as caught:
+        load_small(rank, options, timeout=20, verify=rank != 0)
+    return str(caught.value)
 
 
 def test_a_bit_turned_between_ranks_is_told(ranks: RankPool, server: S3Server) -> None:
@@ -158,29 +239,50 @@ def test_a_bit_turned_between_ranks_is_told(ranks: RankPool, server: S3Server) -
     assert [text for text in texts if "damaged" not in text] == []
 
 
-def load_beside_one_that_dies(rank: int, options: dict[str, Any], when: str) -> tuple[str, float]:
-    """Load; rank 1 is killed in a step of it. Return what the others raise, and when."""
+def load_without_rank_1(
+    rank: int, options: dict[str, Any], when: str, how: int | None
+) -> tuple[Any, str, float]:
+    """Load; rank 1 gets a signal in a step of it, or sleeps. Return what others raise, and when."""
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def end(*_: Any, **__: Any) -> None:
+        if how is None:
+            time.sleep(8.0)
+        else:
+            os.kill(os.getpid(), how)
+
     if rank == 1:
-        setattr(Peers, when, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    begin = time.monotonic()
-    try:
-        timeouts = Timeouts(load=60, silence=4)
-        ckpt_storage.load(zeros_like(model()), URL, storage_options=options, timeout=timeouts)
-    except RankFailedError as error:
-        return str(error), time.monotonic() - begin
-    return "", 0.0
+        setattr(Peers, when, end)
+    begin_s = time.monotonic()
+    timeouts = Timeouts(load=60 if how else 3, silence=4)
+    with eager(), pytest.raises((RankFailedError, PhaseTimeoutError)) as caught:
+        load_small(rank, options, timeout=timeouts)
+    seconds = time.monotonic() - begin_s
+    with suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)
+    return caught.value.rank, str(caught.value), seconds
 
 
-@pytest.mark.parametrize("when", ["send", "receive"])
-def test_a_rank_that_dies_ends_the_load_of_all(
-    ranks: RankPool, server: S3Server, when: str
+@pytest.mark.parametrize(
+    ("world_size", "when", "how"),
+    [
+        (3, "send", signal.SIGKILL),
+        (3, "receive", signal.SIGKILL),
+        (2, "receive", signal.SIGSTOP),
+        (2, "send", None),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_load_of_all(
+    ranks: RankPool, server: S3Server, world_size: int, when: str, how: int | None
 ) -> None:
-    """The live ranks raise an error that names the dead one, long before the deadline."""
-    options = server.storage_options
-    outcomes = ranks.outcomes(load_beside_one_that_dies, options, when, world_size=3)
+    """The others name one that died or was stopped; one that sends nothing has a deadline."""
+    given = server.storage_options, when, how
+    outcomes = ranks.outcomes(load_without_rank_1, *given, world_size=world_size)
     assert outcomes[1].failure is not None
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.value is not None, outcome.failure
-        text, seconds = outcome.value
-        assert "rank 1" in text.lower()
-        assert seconds < 40  # silence is 4 s, the deadline 60 s
+    for outcome in {0: outcomes[0], world_size - 1: outcomes[-1]}.values():
+        if outcome.rank != 1:
+            assert outcome.value is not None, outcome.failure
+            who, text, seconds = outcome.value
+            assert how is None or (who == 1 and "rank 1" in text.lower())
+            assert seconds < (40 if how else 3 + 5)

@@ -10,9 +10,11 @@ import fsspec
 import pytest
 import torch
 from consolidate_cases import check, check_report
+from copy_cases import files_below, save, save_files, state_of
 from servers import Running
 
 import ckpt_storage
+from ckpt_storage import copy
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.store import open_store
@@ -108,3 +110,20 @@ def test_uploads_that_a_dead_run_left_open_are_aborted(
     consolidate(s3_root.url, **given)
     assert s3_buckets.open_upload_count == before
     check(files_at(f"{s3_root.url}/hf", dict(s3_root.storage_options)), big_model())
+
+
+def test_from_a_disk_to_google_and_azure(
+    tmp_path: Path, gcs_root: Running, azure_root: Running
+) -> None:
+    """What comes back is the save that went out, byte for byte."""
+    source = tmp_path / "src"
+    save(state_of(1), source)
+    copy(source, gcs_root.url, destination_storage_options=gcs_root.storage_options)
+    copy(
+        gcs_root.url,
+        azure_root.url,
+        storage_options=gcs_root.storage_options,
+        destination_storage_options=azure_root.storage_options,
+    )
+    copy(azure_root.url, tmp_path / "back", storage_options=azure_root.storage_options)
+    assert save_files(files_below(tmp_path / "back")) == save_files(files_below(source))

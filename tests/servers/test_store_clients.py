@@ -128,16 +128,13 @@ class _WatchedFile:
     def __init__(self, fs: _Watched, inner: Any) -> None:
         self._fs, self._inner = fs, inner
 
-    def write(self, data: bytes) -> None:
-        """Write slowly."""
-        with self._fs.used():
-            time.sleep(0.01)
-            self._inner.write(data)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            with self._fs.used():
+                time.sleep(0.01)
+                return getattr(self._inner, name)(*args)
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._fs.used():
-            self._inner.close()
+        return slow
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from test_store_retry import REPEATED
 
 import ckpt_storage
 from ckpt_storage.errors import InvalidInputError, StorageError
@@ -175,18 +176,8 @@ class Hanging(MemoryBackend):
 
 
 CALLS: dict[str, Callable[[Store], object]] = {
-    "stat": lambda store: store.stat("x"),
-    "get": lambda store: store.get("x"),
-    "read": lambda store: store.read("x", [(0, memoryview(bytearray(1)))]),
-    "put": lambda store: store.put("x", b"x"),
+    **{name: call for name, (_, call) in REPEATED.items()},
     "create": lambda store: store.create("x", b"x"),
-    "replace": lambda store: store.replace("x", b"x"),
-    "list": lambda store: store.list(""),
-    "delete": lambda store: store.delete(["x"]),
-    "delete_folder": lambda store: store.delete_folder("x"),
-    "abort_uploads": lambda store: store.abort_uploads("x"),
-    "make_folders": lambda store: store.make_folders(["x"]),
-    "server_time": lambda store: store.server_time("x"),
     "copy_source": lambda store: store.copy_source("x"),
     "can_copy_from": lambda store: store.can_copy_from(store),
     "delete_version": lambda store: store.delete_version("x", "1"),
@@ -230,28 +221,6 @@ def test_a_disk_that_hangs_is_looked_at_within_a_deadline(
     assert caught.value.kind == "timeout"
     assert time.monotonic() - begin_s < 0.3 + SLACK_S
     hang.set()
-
-
-def test_a_folder_is_deleted_while_it_is_listed() -> None:
-    """Names are deleted by the thousand, before the next ones are asked for."""
-    asked: list[int] = []
-
-    class Listed(MemoryBackend):
-        """A listing of names that notes how many there are when one is deleted."""
-
-        def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-            del recursive
-            for number in range(2500):
-                asked.append(number)
-                yield ObjectInfo(path=f"{prefix}/{number}", size_bytes=0)
-
-        def delete(self, paths: Iterable[str]) -> None:
-            deleted.append((len(list(paths)), len(asked)))
-
-    deleted: list[tuple[int, int]] = []
-    store = Store(Listed(Location.of("memory://listed")), url="x://y")
-    store.delete_folder("saves")
-    assert deleted == [(1000, 1000), (1000, 2000), (500, 2500)]
 
 
 class UnknownFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types

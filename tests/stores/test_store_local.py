@@ -1,11 +1,16 @@
-"""The local store: the suite on it and on its wrappers, and what is special about POSIX."""
+"""The stores of a disk and of memory: the suite on both, and what is special about POSIX."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
+import fsspec
 import pytest
 from local_stores import error_of, local_store
 from servers import Running
@@ -13,6 +18,7 @@ from suites import SuiteAt
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
@@ -202,3 +208,64 @@ def test_sync_files_false_leaves_out_only_syncs(root: str) -> None:
     assert calls(sync_files=False) == [
         name for name in synced if name not in {"fsync", "fsync_folder"}
     ]
+
+
+class TestMemory(SuiteAt):
+    """Two backends on one root of this process."""
+
+    at = "memory_root"
+
+    @pytest.fixture
+    def memory_root(self) -> Running:
+        """A root that no other test uses."""
+        return Running(url=f"memory://{uuid.uuid4().hex}/run")
+
+
+def test_users_of_fsspec_see_the_same_files() -> None:
+    """What a store writes, fsspec's own file system reads, and the other way round."""
+    place = uuid.uuid4().hex
+    store = open_store(f"memory://{place}/run")
+    fs = fsspec.filesystem("memory")
+    store.put("x", b"ours")
+    fs.pipe_file(f"/{place}/run/y", b"theirs")
+    assert fs.cat_file(f"/{place}/run/x") == b"ours"
+    assert store.get("y").data == b"theirs"
+    assert [entry.path for entry in store.list("")] == ["x", "y"]
+    store.close()
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """A new file, open for writing."""
+    opened = Posix().open_new(str(tmp_path / "x"))
+    yield opened
+    os.close(opened)
+
+
+@pytest.mark.parametrize("number", [None, errno.ENOTTY, errno.EIO])
+def test_where_fsync_leaves_the_drives_cache_the_stronger_call_is_made(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    """MacOS has F_FULLFSYNC; fsync follows where it is not known, never where it failed."""
+    calls: list[str] = []
+
+    def full(fd: int, command: int) -> int:
+        os.fstat(fd)
+        assert command == 51
+        calls.append("full")
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        return 0
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full)
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    syncs: list[Callable[[], None]] = [
+        lambda: Posix().fsync(fd),
+        lambda: Posix().fsync_folder(str(tmp_path)),
+    ]
+    for sync in syncs:
+        calls.clear()
+        with pytest.raises(OSError, match="error") if number == errno.EIO else nullcontext():
+            sync()
+        assert calls == (["full"] if number in {None, errno.EIO} else ["full", "fsync"])

@@ -1,21 +1,21 @@
-"""Transfers that fail: nothing goes on behind the caller's back, and errors name their limit."""
+"""Transfers keep to their memory and deadlines; where one fails, nothing goes on behind it."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import crc32c
+import dcp_cases
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from commit_tools import CAS, DictBackend, DictStore, Disk, saved
 
 from ckpt_storage import (
-    CheckpointStorageReader,
-    CheckpointStorageWriter,
     InvalidInputError,
     PhaseTimeoutError,
     StorageError,
@@ -25,15 +25,18 @@ from ckpt_storage import (
     list_checkpoints,
     save,
 )
+from ckpt_storage.commit import slotlog
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import IntegrityError, RankMismatchError
-from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
+from ckpt_storage.options import MIB, RetryPolicy, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
-from ckpt_storage.store.backend import Capabilities, Range
+from ckpt_storage.store.backend import Backend, Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.calls import AbandonedError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import part_bytes_for
@@ -78,16 +81,6 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
     assert not [t for t in threading.enumerate() if t.name.startswith("read from")]
 
 
-def _state() -> dict[str, Any]:
-    return {"a": torch.zeros(4 << 20), "step": 1}
-
-
-def _cause(action: Callable[[], object]) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        action()
-    return caught.value.failures[0][0]
-
-
 def test_a_write_that_passes_its_deadline_leaves_nothing_and_says_which_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,12 +93,11 @@ def test_a_write_that_passes_its_deadline_leaves_nothing_and_says_which_one(
         return receipt
 
     monkeypatch.setattr(LocalBackend, "put_part", slow)
-    writer = CheckpointStorageWriter(tmp_path / "c", timeout=Timeouts(write=0.3))
-    cause = _cause(lambda: dcp.save(_state(), storage_writer=writer, no_dist=True))
-    assert isinstance(cause, PhaseTimeoutError)
-    assert isinstance(cause, TimeoutError)
-    assert (cause.rank, cause.phase) == (0, "write")
-    assert "Timeouts.write" in str(cause)
+    state = {"a": torch.zeros(4 << 20), "step": 1}
+    with pytest.raises(PhaseTimeoutError, match=r"Timeouts\.write") as caught:
+        dcp_cases.save_alone(state, tmp_path / "c", timeout=Timeouts(write=0.3))
+    assert isinstance(caught.value, TimeoutError)
+    assert (caught.value.rank, caught.value.phase) == (0, "write")
     left = [path.name for path in (tmp_path / "c").rglob("*") if path.is_file()]
     assert left == ["begun.json"]
 
@@ -129,8 +121,7 @@ def test_ranks_that_reach_different_servers_are_told(monkeypatch: pytest.MonkeyP
 def test_odd_folders_do_not_hide_checkpoints(tmp_path: Path) -> None:
     """A damaged record, or a folder with a name that is no URL, is left out of the list."""
     for step in ("step-9", "step-10", "~"):
-        writer = CheckpointStorageWriter(tmp_path / step)
-        dcp.save({"a": torch.zeros(1)}, storage_writer=writer, no_dist=True)
+        save({"a": torch.zeros(1)}, tmp_path / step)
     for name in ("a::b", "s3:", "²", "x\\y"):
         (tmp_path / name).mkdir()
     (tmp_path / "damaged" / "commits").mkdir(parents=True)
@@ -147,21 +138,6 @@ def test_a_memory_limit_below_the_storages_least_part_is_refused() -> None:
     tight = TransferOptions(part_bytes=1 << 20, memory_limit_bytes=9 << 20)
     with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
         part_bytes_for(capabilities, tight, 10)
-
-
-def test_a_target_on_the_meta_device_is_refused(tmp_path: Path) -> None:
-    """Loading into a tensor without memory is an error, not a success."""
-    writer = CheckpointStorageWriter(tmp_path / "c")
-    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
-
-    class Lazy(dcp.DefaultLoadPlanner):
-        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-            return torch.empty(tuple(read_item.lengths), device="meta")
-
-    target = {"a": torch.zeros(3)}
-    reader = CheckpointStorageReader(tmp_path / "c")
-    cause = _cause(lambda: dcp.load(target, storage_reader=reader, planner=Lazy(), no_dist=True))
-    assert isinstance(cause, InvalidInputError)
 
 
 @pytest.mark.parametrize(("told", "mib"), [("", 256), ("8", 128), ("100", 64), ("x", 256)])
@@ -225,3 +201,181 @@ def test_workers_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch)
     for thread in began:
         thread.join(20)
     assert not any(thread.is_alive() for thread in began)
+
+
+KIB = 1024
+PART_BYTES = 64 * KIB
+
+
+class CountingBackend(LocalBackend):
+    """A folder that says it is remote, and counts how many reads are under way at a time.
+
+    Each read waits until as many as `together` have been under way.
+    """
+
+    capabilities = dataclasses.replace(LocalBackend.capabilities, is_remote=True)
+
+    def __init__(self, root: str, together: int) -> None:
+        super().__init__(root)
+        self.together = together
+        self.most = 0
+        self.buffers: set[int] = set()
+        self._now = 0
+        self._changed = threading.Condition()
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
+        """Read, once enough others do."""
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most >= self.together, timeout=5)
+        try:
+            return super().read(path, self._noted(ranges))
+        finally:
+            with self._changed:
+                self._now -= 1
+
+    def _noted(self, ranges: Iterable[Range]) -> Iterator[Range]:
+        for start, view in ranges:
+            self.buffers.add(id(view.obj))
+            yield start, view
+
+
+def content(count: int) -> bytes:
+    """Return as many parts of bytes that tell them apart."""
+    return b"".join(bytes([number]) * PART_BYTES for number in range(count))
+
+
+def reads_of(count: int, got: dict[int, bytes]) -> list[RangeRead]:
+    """Return the reads of all parts through buffers, each noted in `got` by its first byte."""
+
+    def note(view: memoryview) -> None:
+        got[view[0]] = bytes(view)
+
+    starts = range(0, count * PART_BYTES, PART_BYTES)
+    return [RangeRead(path="f", start=at, stop=at + PART_BYTES, done=note) for at in starts]
+
+
+def options_for(parts: int, threads: int = 16) -> TransferOptions:
+    """Return options with memory for that many parts, with the client's copy of each."""
+    return TransferOptions(
+        thread_count=threads,
+        part_bytes=PART_BYTES,
+        block_bytes=KIB,
+        memory_limit_bytes=2 * parts * PART_BYTES,
+    )
+
+
+def read(store: Backend, options: TransferOptions, reads: list[RangeRead]) -> None:
+    """Do the reads."""
+    RangeReader(Store(store, url="test://"), options, Deadline("load", 60)).run(reads)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_reads_of_one_process_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
+    """Of two transfers together as many are under way as the memory allows one, and no more."""
+    (tmp_path / "f").write_bytes(content(24))
+    store = CountingBackend(str(tmp_path), parts)
+    results: list[dict[int, bytes]] = [{}, {}]
+    threads = [
+        threading.Thread(target=read, args=(store, options_for(parts), reads_of(24, got)))
+        for got in results
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert store.most == parts
+    assert len(store.buffers) <= 2 * parts
+    for got in results:
+        assert b"".join(got[number] for number in range(24)) == content(24)
+
+
+def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
+    """A read that was given up delivers nothing, and the next transfer has the whole limit."""
+    (tmp_path / "f").write_bytes(content(4))
+    faults = FaultBackend(LocalBackend(str(tmp_path)), [Rule(action="hang", operation="read")])
+    store = Store(faults, url="hung://", request_timeout_s=1.0)
+    got: dict[int, bytes] = {}
+    options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
+    with pytest.raises(AbandonedError):
+        RangeReader(store, options, Deadline("load", 60)).run(reads_of(4, got))
+    again: dict[int, bytes] = {}
+    RangeReader(store, options, Deadline("load", 5)).run(reads_of(4, again))
+    assert b"".join(again[number] for number in range(4)) == content(4)
+    faults.script.release()
+    store.close()
+    assert got == {}
+
+
+class TwoFaced(DictBackend):
+    """The first read breaks off after a good piece; the second brings a damaged one."""
+
+    attempt_count = 0
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
+        """Fill piece by piece."""
+        self.attempt_count += 1
+        for number, (start, view) in enumerate(ranges):
+            if number and self.attempt_count == 1:
+                raise ConnectionResetError
+            view[:] = self.disk.files[path][start : start + len(view)]
+            if not number and self.attempt_count == 2:
+                view[3] ^= 1
+        return len(self.disk.files[path])
+
+
+def test_a_piece_that_is_read_again_is_checked_again() -> None:
+    """The bytes that stay in the target are those of the last attempt, and all of them count."""
+    disk, block = Disk(), bytes(range(256)) * 1024
+    disk.put("x", block * 8)
+    backend = TwoFaced(disk, dataclasses.replace(CAS, is_remote=False))
+    store = Store(backend, url="dict://root", policy=RetryPolicy(first_delay_s=0.0))
+    wrong: list[int] = []
+
+    def check(view: memoryview, at: int) -> None:
+        starts = range(0, len(view), len(block))
+        crcs = [crc32c.crc32c(view[start : start + len(block)]) for start in starts]
+        expected = crc32c.crc32c(block)
+        wrong.extend(at + i for i, crc in zip(starts, crcs, strict=True) if crc != expected)
+
+    size = 8 * len(block)
+    into = memoryview(bytearray(size))
+    whole = RangeRead(path="x", start=0, stop=size, into=into, check=check, block_bytes=len(block))
+    RangeReader(store, TransferOptions(thread_count=1), Deadline("load", 60)).run([whole])
+    store.close()
+    assert backend.attempt_count == 2
+    assert wrong == [0]
+
+
+SLOT_1, SLOT_2 = "commits/00000001.json", "commits/00000002.json"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_slots_that_are_read_together_tell_what_they_tell_in_turn(count: int) -> None:
+    """Whatever the number of slots, the log is that of `read_log`, and no slot is read twice."""
+    disk, paths = Disk(), list[str]()
+    store = DictStore(disk, CAS)
+    save_ids = [saved(store) for _ in range(count)]
+    watched = DictStore(disk, CAS, lambda _, path: paths.append(path))
+    found = slotlog.read_log(watched, for_reader=True)
+    assert found == slotlog.read_log(store)
+    assert (found.head.save_id if found.head else None) == (save_ids[-1] if save_ids else None)
+    assert found.last_slot == count
+    assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize("broken", [SLOT_1, SLOT_2])
+def test_a_slot_that_cannot_be_read_is_no_absent_slot(broken: str) -> None:
+    """A failed read of either slot is raised: a newer commit may lie behind it."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    saved(store)
+
+    def gate(_: str, path: str) -> None:
+        if path == broken:
+            raise StorageError("No answer.", kind="server", retryable=False)
+
+    with pytest.raises(StorageError, match="No answer"):
+        slotlog.read_log(DictStore(disk, CAS, gate), for_reader=True)

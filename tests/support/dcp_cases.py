@@ -7,15 +7,19 @@ package under test but its two classes, in `save` and `load`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter
+from ckpt_storage.testing.ranks import RankPool
 
 # What torch.testing has not: kinds without arithmetic are compared as bytes.
 _BYTES = torch.uint8
@@ -41,7 +45,8 @@ def freed(count: int) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the elements of a tensor in C order as bytes, by way of numpy."""
+    """Return the elements of a tensor, here of a DTensor's, in C order as bytes, by numpy."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(_BYTES).numpy().tobytes()
 
@@ -67,6 +72,8 @@ HIDES_REASONS = torch.__version__ < "2.10"
 
 def zeros_like(value: Any) -> Any:
     """Return a target for loading `value` into: tensors of zeros, everything else None."""
+    if isinstance(value, DTensor):
+        return torch.zeros_like(value)
     if isinstance(value, torch.Tensor):
         # Some kinds know no zero_; all are zero where their bytes are.
         count = value.numel() * value.element_size()
@@ -112,18 +119,49 @@ def load_stock(state: dict[str, Any], path: str | Path) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
 
 
-def assert_holds(path: str | Path, expected: dict[str, Any]) -> None:
-    """Assert that torch's reader and ours bring back `expected`."""
-    for by in (load, load_stock):
+def assert_holds(
+    path: str | Path,
+    expected: dict[str, Any],
+    by: Sequence[Callable[..., object]] = (load, load_stock),
+    **options: Any,
+) -> None:
+    """Assert that torch's reader and ours, or others, bring back `expected`."""
+    for loading in by:
         target = zeros_like(expected)
-        by(target, path)
-        assert same(target, expected), by
+        loading(target, path, **options)
+        assert same(target, expected), (path, loading)
 
 
 def failures_of(error: BaseException | None) -> dict[int, BaseException]:
     """Return what DCP's exception says each failed rank raised."""
     assert isinstance(error, CheckpointException), repr(error)
     return {rank: failure[0] for rank, failure in error.failures.items()}
+
+
+def planner(kind: Any = dcp.DefaultSavePlanner, **steps: Callable[..., Any]) -> Any:
+    """Return a planner of torch's with steps of one's own, which get torch's step first."""
+    made = kind()
+    for name, step in steps.items():
+        setattr(made, name, partial(step, getattr(made, name)))
+    return made
+
+
+def resolving(change: Callable[[WriteItem, Any], Any]) -> Any:
+    """Return a planner that passes what it resolved through a function."""
+    return planner(resolve_data=lambda resolve, item: change(item, resolve(item)))
+
+
+def do(_rank: int, function: Callable[..., object], *args: object) -> None:
+    """Call a function on each rank."""
+    function(*args)
+
+
+def raised(
+    ranks: RankPool, job: Callable[..., object], *args: object, world_size: int
+) -> list[BaseException]:
+    """Run a job that fails; return what each rank was told that a rank raised."""
+    outcomes = ranks.outcomes(job, *args, world_size=world_size, timeout_s=30)
+    return [error for outcome in outcomes for error in failures_of(outcome.error).values()]
 
 
 def files_below(folder: Path) -> set[str]:

@@ -240,7 +240,7 @@ def save_large(rank: int, root: str, step: int) -> None:
     """Save a state of which each rank has a part that is large beside one block."""
     more = {f"t{rank}.{number}": torch.rand(300_000) for number in range(10)}
     with CheckpointManager(root, timeout=60) as manager:
-        manager.save(step, {**state_of(1), **more}, sync_files=False)
+        manager.save(step, {**state_of(step), **more}, sync_files=False)
 
 
 def resume_watched(rank: int, root: str, hanging_rank: int) -> tuple[int, list[str], int]:

@@ -7,10 +7,12 @@ mark in a folder, with its process id, and goes on once the folder has the word.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from dcp_cases import seeded
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -235,3 +238,19 @@ def save_step(
 def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
     """Return the kind, rank and phase of an error."""
     return (type(error).__name__, getattr(error, "rank", None), getattr(error, "phase", None))
+
+
+def save_spoilt(state: dict[str, Any], path: Path, saver: AsyncSaver | None = None) -> None:
+    """Save in a thread, and overwrite all tensors before anything is written."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        saver = saver or stack.enter_context(quick_saver("thread"))
+        hold_here(hold := Hold(folder, "write", 0))
+        handle = saver.save(state, path, sync_files=False)
+        for tensor in flatten_state_dict(state)[0].values():
+            if isinstance(tensor, torch.Tensor):
+                raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                raw.fill_(0xA5)
+        hold.reached()
+        hold.go()
+        handle.result(END_S)

@@ -1,11 +1,14 @@
-"""The front doors' load planner plans what torch's does."""
+"""The front doors' load planner plans what torch's does; lists and plans are as torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import dcp_cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,14 +20,17 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import ckpt_storage
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
+from ckpt_storage.dcp.reader import FoldedPlan
+from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
@@ -136,22 +142,22 @@ def test_odd_targets_are_planned_or_refused_as_torch_does() -> None:
             assert isinstance(planned(state, W, **options), list) is partial
 
 
-class Dropping(DefaultLoadPlanner):
-    """Keeps the last rank from reading what is its own."""
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Drop the item from its plan."""
-        last = global_plan[-1]
-        last.items = [item for item in last.items if not item.dest_index.fqn.startswith("own.")]
-        return global_plan
+def drop(create: Callable[..., list[LoadPlan]], plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Keep the last rank from reading what is its own."""
+    last = plans[-1]
+    last.items = [item for item in last.items if not item.dest_index.fqn.startswith("own.")]
+    return create(plans)
 
 
 def load_in_many_ways(rank: int, path: str) -> list[tuple[str, str, int | None]]:
     """Load with planners on both ranks; then with one, and with a target that has no memory."""
-    target = {"w": torch.zeros(4), f"own.{rank}": torch.zeros(3)}
-    ckpt_storage.load(target, path, planner=DefaultLoadPlanner() if rank else Dropping())
-    assert torch.equal(target["w"], torch.arange(4.0))
-    assert target[f"own.{rank}"].tolist() == [1.0 - rank] * 3
+    dropping = dcp_cases.planner(DefaultLoadPlanner, create_global_plan=drop)
+    doors: list[Any] = [ckpt_storage.load, dcp_cases.load]
+    for load in doors:
+        target = {"w": torch.zeros(4), f"own.{rank}": torch.zeros(3)}
+        load(target, path, planner=DefaultLoadPlanner() if rank else dropping)
+        assert torch.equal(target["w"], torch.arange(4.0))
+        assert target[f"own.{rank}"].tolist() == [1.0 - rank] * 3
     told = []
     freed = torch.zeros(4)
     if rank == 1:
@@ -173,3 +179,83 @@ def test_ranks_load_by_their_planners(ranks: RankPool, tmp_path: Path) -> None:
         assert "the default one" in text
     failed = [(kind, rank) for _, (kind, _, rank) in told]
     assert failed == [("RankFailedError", 1), ("InvalidInputError", 1)]
+
+
+def chunk(*pairs: tuple[int, int]) -> ChunkStorageMetadata:
+    """Return a chunk from (offset, size) of each dimension."""
+    return ChunkStorageMetadata(torch.Size(a for a, _ in pairs), torch.Size(b for _, b in pairs))
+
+
+EXPECTED = [
+    chunk((a, s), (b, t))
+    for (a, s), (b, t) in itertools.product([(0, 4), (4, 4), (8, 2)], [(0, 3), (3, 2)])
+]
+GRID = Grid((range(0, 12, 4), (0, 3)), (10, 5))
+LISTED = [Box(tuple(c.offsets), tuple(c.sizes)) for c in EXPECTED]
+
+
+@pytest.fixture(params=["grid", "list"])
+def chunks(request: pytest.FixtureRequest) -> ChunkList:
+    """The same six chunks, as cells of a grid and as a list of boxes."""
+    boxes = GRID if request.param == "grid" else LISTED
+    return ChunkList(TensorInfo(fqn="w", dtype="float32", shape=(10, 5), boxes=boxes))
+
+
+def test_it_reads_as_the_list_it_stands_for(chunks: ChunkList) -> None:
+    """Length, order, positions from either end, slices, truth and search."""
+    assert len(chunks) == 6
+    assert chunks
+    assert list(chunks) == EXPECTED
+    assert [chunks[at] for at in range(-6, 6)] == EXPECTED * 2
+    assert chunks[1:5:2] == EXPECTED[1:5:2]
+    assert chunks.index(EXPECTED[3]) == 3
+    assert EXPECTED[5] in chunks
+    assert list(reversed(chunks)) == EXPECTED[::-1]
+    with pytest.raises(IndexError):
+        chunks[6]
+
+
+def test_it_is_equal_to_lists_and_others_of_its_kind(chunks: ChunkList) -> None:
+    """In both directions, inside torch's dataclasses too, and after a pickle, as DCP makes it."""
+    assert chunks == EXPECTED == pickle.loads(pickle.dumps(chunks))
+    assert chunks != EXPECTED[:5]
+    properties = TensorProperties(dtype=torch.float32)
+    assert TensorStorageMetadata(properties, torch.Size([10, 5]), EXPECTED) == (
+        TensorStorageMetadata(properties, torch.Size([10, 5]), chunks)  # type: ignore[arg-type]
+    )
+
+
+def test_a_regular_sharding_travels_in_few_bytes() -> None:
+    """A million chunks are not written out."""
+    cuts = (range(0, 1 << 23, 8),)
+    boxes = Grid(cuts, (1 << 23,))
+    many = ChunkList(TensorInfo(fqn="w", dtype="float32", shape=(1 << 23,), boxes=boxes))
+    assert len(many) == 1 << 20
+    assert len(pickle.dumps(many)) < 1000
+    assert many[-1] == chunk(((1 << 23) - 8, 8))
+
+
+def _item(fqn: str) -> ReadItem:
+    index, zeros = MetadataIndex(fqn, [0]), torch.Size([0])
+    return ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, torch.Size([4]))
+
+
+def _travelled(plan: LoadPlan) -> Any:
+    return pickle.loads(pickle.dumps(plan))
+
+
+def _sent() -> FoldedPlan:
+    return FoldedPlan([_item("a"), _item("b")], "hello", {"of": "planner"})
+
+
+def test_a_plan_that_is_passed_on_comes_back_unread() -> None:
+    """A coordinator that only passes it on unpickles no item; nothing is lost on the way."""
+    sent = _sent()
+    arrived = _travelled(sent)
+    assert "items" not in vars(arrived)
+    back = sent.unless_changed(_travelled(arrived))
+    assert back.items is sent.items
+    assert (back.storage_data, back.planner_data) == ("hello", {"of": "planner"})
+    assert arrived.items == sent.items
+    with pytest.raises(AttributeError):
+        _ = arrived.other

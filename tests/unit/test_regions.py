@@ -1,20 +1,27 @@
-"""Boxes, byte runs and windows, held against counting elements in numpy arrays."""
+"""Boxes, byte runs, windows, grids and flaws, held against counting elements in numpy arrays."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from test_assemble import Chunk, tilings
 
 from ckpt_storage.format.boxes import (
     Box,
+    Grid,
     box_selection,
     coalesce,
+    find_flaw,
+    find_grid,
+    grid_of_rows,
     interval_boxes,
     run_of,
     touched_spans,
@@ -135,3 +142,124 @@ def test_extents_hold_all_intervals_and_respect_the_limits(
         first, last = intervals[which[0]]
         longer = max(end, last) - begin
         assert first - end > gap or longer > max(max_bytes, end - begin)
+
+
+def grid_and_owners(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Grid, Sequence[int]]:
+    """Return the grid that boxes make, and the position of the box that is each cell."""
+    rows = np.array([(*box.offsets, *box.sizes) for box in boxes], dtype=np.int64)
+    found = grid_of_rows(shape, rows.reshape(len(boxes), -1), np.arange(len(boxes)))
+    assert found is not None
+    assert list(found[0]) == list(find_grid(shape, boxes) or ())
+    return found
+
+
+@QUICK
+@given(data=st.data(), tiling=tilings("grid"))
+def test_a_grid_is_found_in_any_order(
+    data: st.DataObject, tiling: tuple[tuple[int, ...], list[Chunk]]
+) -> None:
+    """Cells come back in C order, each with its owner in the list given."""
+    shape, cells = tiling[0], [Box(*chunk) for chunk in tiling[1]]
+    shuffled = data.draw(st.permutations(cells))
+    found, owners = grid_and_owners(shape, shuffled)
+    assert [shuffled[owner] for owner in owners] == cells
+    assert list(found) == cells
+    assert [found[cell] for cell in range(len(cells))] == cells
+    region = data.draw(boxes_in(shape))
+    wanted = mask(shape, region)
+    touched = [at for at, cell in enumerate(cells) if (wanted & mask(shape, cell)).any()]
+    assert found.intersecting(region) == touched
+    if len(cells) > 1:
+        assert find_grid(shape, cells[1:]) is None
+        _, owners = grid_and_owners(shape, [cells[0], *cells])
+        assert sorted(owners) == [0, *range(2, len(cells) + 1)]
+
+
+def cut_up(shape: tuple[int, ...], cut_count: int, seed: int) -> tuple[tuple[int, ...], list[Box]]:
+    """Return the boxes that a shape falls into if a piece is cut in two again and again."""
+    draw = random.Random(seed)  # for tests
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(cut_count):
+        at = draw.randrange(len(boxes))
+        offsets, sizes = boxes[at]
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
+        if dims:
+            dim = draw.choice(dims)
+            cut = draw.randrange(1, sizes[dim])
+            there = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+            boxes[at] = Box(offsets, (*sizes[:dim], cut, *sizes[dim + 1 :]))
+            boxes.append(Box(there, (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])))
+    return shape, boxes
+
+
+MANY_CUTS = st.builds(
+    cut_up,
+    st.lists(st.integers(2, 6), min_size=2, max_size=4).map(tuple),
+    st.integers(9, 300),
+    st.integers(0),
+)
+
+
+@QUICK
+@given(
+    tiling=tilings() | MANY_CUTS,
+    change=st.sampled_from(["none", "drop", "double", "replace", "add"]),
+    data=st.data(),
+)
+def test_a_flaw_is_found_if_and_only_if_counting_finds_one(
+    tiling: tuple[tuple[int, ...], list[Chunk]], change: str, data: st.DataObject
+) -> None:
+    """Whatever form the chunks have, however many there are, and whatever became of one."""
+    shape, boxes = tiling[0], [Box(*chunk) for chunk in tiling[1]]
+    data.draw(st.randoms(use_true_random=True)).shuffle(boxes)
+    if change == "drop":
+        boxes.pop()
+    elif change == "double":
+        boxes.append(boxes[0])
+    elif change == "replace":
+        boxes[0] = boxes[-1]
+    elif change == "add":
+        boxes.append(data.draw(boxes_in(shape)))
+    empty = Box((0,) * len(shape), (0,) * len(shape))
+    found = find_flaw(shape, [*boxes, empty] if shape else boxes)
+    held = np.sum([mask(shape, box) for box in boxes], axis=0) + np.zeros(shape, dtype=np.int64)
+    assert (found is None) == bool((held == 1).all())
+    if found is not None:
+        assert found.at is not None
+        assert held[found.at] == len(found.holders) != 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((2, 2), Box((0,), (4,))),
+        ((2, 2), Box((0, 0, 0), (2, 2, 1))),
+        ((2, 2), Box((0, 0), (2, -1))),
+        ((2, 2), Box((2, 0), (1, 2))),
+        ((0, 2), Box((0, 0), (1, 2))),
+    ],
+)
+def test_a_box_that_cannot_be_of_the_tensor_is_named(shape: tuple[int, ...], box: Box) -> None:
+    """Other dimensions, a negative size and a place outside are told by position."""
+    sound = [Box((0, 0), (0, 2)), Box((0, 0), shape)]
+    assert find_flaw(shape, sound) is None
+    found = find_flaw(shape, [*sound, box, box])
+    assert found is not None
+    assert found.outside == 2
+
+
+def test_chunks_that_all_lie_side_by_side_are_refused_at_once() -> None:
+    """Too many that begin at one place and overlap nowhere are not held each against each."""
+    cut = [Box((n, at), (1, 1)) for n in range(2) for at in range(20_000)]
+    assert find_flaw((2, 20_000), cut) is None
+    nested = [Box((0, 0), (n + 1, 1)) for n in range(20_000)]
+    found = find_flaw((20_000, 2), nested)
+    assert found is not None
+
+
+def test_more_steps_than_may_be_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be checked in time is not taken for sound."""
+    monkeypatch.setattr("ckpt_storage.format.boxes._MOST_STEPS", 10)
+    assert find_flaw((4,), [Box((at,), (1,)) for at in range(4)]) is None
+    found = find_flaw((20,), [Box((at,), (1,)) for at in range(20)])
+    assert str(found) == "they are cut in more ways than can be checked"

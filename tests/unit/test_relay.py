@@ -1,22 +1,24 @@
-"""Exports and copies go by the rules of saves: paced by both storages, within one budget."""
+"""Exports and copies are paced by both storages, within one budget, and end if they stand still."""
 
 from __future__ import annotations
 
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from copy_cases import save, state_of
 from remote_tools import options_of
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage import consolidate, verify
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.export import output
-from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.upload import Upload
+from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
+from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
 
@@ -118,26 +120,6 @@ def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> No
     assert ckpt_storage.verify("s3://bkt/run", storage_options=options_of(server)).ok
 
 
-def test_buffers_are_those_of_what_is_in_flight(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More threads than the memory has room for do not keep a buffer each."""
-    limit_bytes, seen = 24 * MIB, dict[int, Any]()
-    write_part = Upload.write_part
-
-    def noted(upload: Upload, number: int, offset: int, views: Any, **options: Any) -> None:
-        seen.update((id(view.obj), view.obj) for view in views)
-        write_part(upload, number, offset, views, **options)
-
-    monkeypatch.setattr(Upload, "write_part", noted)
-    given: dict[str, Any] = {"storage_options": options_of(server), "retry": RETRY}
-    ckpt_storage.copy(
-        "s3://bkt/run", "s3://bkt/to", copies="never", memory_limit_bytes=limit_bytes, **given
-    )
-    held_bytes = sum(map(len, seen.values()))
-    assert 0 < held_bytes <= limit_bytes
-
-
 @pytest.mark.parametrize("job", [export, copy])
 @pytest.mark.parametrize("op", ["part", "get"])
 def test_what_fails_gives_its_memory_back(
@@ -149,3 +131,52 @@ def test_what_fails_gives_its_memory_back(
     with pytest.raises(CheckpointError):
         job(server)
     assert BUDGET.held_bytes == 0
+
+
+def test_work_that_moves_never_ends_and_work_that_stands_does() -> None:
+    """Bytes and whole files count as moving; an error once told stays."""
+    now_s = [100]
+    watch = Stalling("write", 10, "Copying", clock=lambda: now_s[0])
+    for note in [lambda: watch.advanced(5), watch.ended_file] * 50:
+        now_s[0] += 9
+        assert watch.failure() is None
+        note()
+    now_s[0] += 10
+    failure = watch.failure()
+    assert isinstance(failure, PhaseTimeoutError)
+    assert (failure.phase, failure.timeout_s) == ("write", 10)
+    watch.advanced(1)
+    assert watch.failure() is failure
+
+
+@pytest.mark.parametrize("work", ["copy", "verify"])
+def test_a_storage_that_hangs_ends_the_work(tmp_path: Path, work: str) -> None:
+    """The error names the phase, long before the request itself would have ended."""
+    with S3Server() as s3:
+        s3.create_bucket("bkt")
+        save(state_of(1), "s3://bkt/src", storage_options=s3.storage_options)
+        s3.faults([FaultRule(key="distcp", action="hang", times=0)])
+        timeouts = Timeouts(write=0.5, load=0.5, request=300)
+        options: dict[str, Any] = {"storage_options": s3.storage_options, "timeout": timeouts}
+        call, target = (ckpt_storage.copy, [tmp_path / "dst"]) if work == "copy" else (verify, [])
+        with pytest.raises(PhaseTimeoutError, match=r"has not moved for 0\.5 s"):
+            call("s3://bkt/src", *target, **options)
+
+
+def test_verify_tells_how_far_it_is(tmp_path: Path) -> None:
+    """The last event has all bytes of all files, those of exports included."""
+    save(state_of(1), tmp_path / "src")
+    shards = sum(path.stat().st_size for path in (tmp_path / "src").rglob("*.distcp"))
+    for is_exported in (False, True):
+        extra = 0
+        if is_exported:
+            consolidate(tmp_path / "src")
+            extra = (tmp_path / "src" / "hf" / "model.safetensors").stat().st_size
+        events: list[ProgressEvent] = []
+        assert verify(tmp_path / "src", progress=events.append).ok
+        last = events[-1]
+        assert last.done_bytes == last.total_bytes == shards + extra
+        assert last.phase == "load"
+    quiet: list[ProgressEvent] = []
+    verify(tmp_path / "src", deep=False, progress=quiet.append)
+    assert quiet == []
