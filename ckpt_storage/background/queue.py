@@ -14,6 +14,7 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import rank_save
 from ckpt_storage.saves.save import run_save, save_operation
 from ckpt_storage.store.calls import abandoned_thread_count
 
@@ -65,7 +66,7 @@ class SaveQueue:
         self._silence_s = silence_s
         if has_worker:
             try:
-                self.worker = Worker(ranks, silence_s)
+                self.worker = Worker(ranks.rank, silence_s)
             except BaseException as error:
                 if not isinstance(error, CheckpointError) or isinstance(error, InvalidInputError):
                     ranks.close()
@@ -156,11 +157,13 @@ class SaveQueue:
                 status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
                 if self.has_worker:
                     if self.worker is None or not self.worker.is_ready():
-                        self.worker = Worker(self.ranks, self._silence_s)
-                    return self.worker.run(operation, job)
-                assert copy is not None  # noqa: S101  # or it were refused
-                part = partial(copy.staged.part, copy.arena.memory, options.planner)
-                return run_save(operation, job.url, options, lambda _: part, in_background=True)
+                        self.worker = Worker(self.ranks.rank, self._silence_s)
+                    steps = partial(self.worker.steps, operation, job)
+                else:
+                    assert copy is not None  # noqa: S101  # or it were refused
+                    part = partial(copy.staged.part, copy.arena.memory, options.planner)
+                    steps = partial(rank_save, part=part)
+                return run_save(operation, job.url, options, steps, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False

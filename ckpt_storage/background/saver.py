@@ -56,9 +56,10 @@ class AsyncSaver:
 
     Args:
         process_group: the ranks that save; default: the default group; without one, this process.
-        mode: "process": one spawned worker a rank does all work, beside the trainer's
-            interpreter lock; it starts now and again after it died. The script must be importable
-            (`if __name__ == "__main__":`), planners must pickle. "thread": a named thread a save.
+        mode: "process": one spawned worker a rank does all work but a consolidation after the
+            save, beside the trainer's interpreter lock; it starts now and again after it died. The
+            script must be importable (`if __name__ == "__main__":`), planners must pickle.
+            "thread": a thread of this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: ten minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import (
     CheckpointError,
     PhaseTimeoutError,
@@ -78,10 +77,10 @@ class Operation:
     `ended_file`.
 
     `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
-    `deadline` is that of this rank's phase. `committed` is what was committed, while the operation
-    goes on after that. `verdict` is the error that was reported first, the same on all ranks, once
-    all is over; None where ranks had not met or cannot reach one another. `is_void`: what the save
-    wrote on all ranks is to be deleted; false again once it ended without a word of one.
+    `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
+    same on all ranks, once all is over; None where ranks had not met or cannot reach one another.
+    `is_void`: what the save wrote on all ranks is to be deleted; false again once it ended without
+    a word of one.
     """
 
     def __init__(self, group: RankGroup, what: str, timeouts: Timeouts) -> None:
@@ -93,7 +92,6 @@ class Operation:
         self.id = ""
         self.deadline = Deadline("plan", timeouts.plan, watch=self)
         self.save_id: str | None = None
-        self.committed: CheckpointInfo | None = None
         self.verdict: CheckpointError | None = None
         self.is_void = False
         self.group: RankGroup = group
@@ -281,21 +279,42 @@ class Operation:
 
         Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
         """
-        return [pickle.loads(one) for one in self.gather_bytes(pickle.dumps(value))]  # noqa: S301  # our own ranks
+        packed = pickle.dumps(value)
+        self._is_given = False
+        step = self._next_step("gather")
+        self._is_given = True
+        if not self.is_coordinator:
+            self.put(f"{step}/{self.rank}", packed)
+            return []
+        keys = {rank: f"{step}/{rank}" for rank in self.others}
+        self._await(keys)
+        got = {rank: self._take(key) for rank, key in keys.items()}
+        return [pickle.loads(got.get(rank, packed)) for rank in range(self.world_size)]  # noqa: S301  # our own ranks
 
     def scatter(self, values: Sequence[_T]) -> _T:
         """Give each rank its own of the coordinator's `values` (others pass none)."""
-        found: _T = pickle.loads(self.scatter_bytes([pickle.dumps(value) for value in values]))  # noqa: S301  # as above
+        step = self._next_step("scatter")
+        if self.is_coordinator:
+            for rank in self.others:
+                self.put(f"{step}/{rank}", pickle.dumps(values[rank]))
+            return values[self.rank]
+        self._await({COORDINATOR: f"{step}/{self.rank}"})
+        found: _T = pickle.loads(self._take(f"{step}/{self.rank}"))  # noqa: S301  # as above
         return found
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
-        found: _T = pickle.loads(self.broadcast_bytes(pickle.dumps(value)))  # noqa: S301  # as above
+        step = self._next_step("broadcast")
+        if self.is_coordinator:
+            self.put(step, pickle.dumps(value))
+            return value
+        self._await({COORDINATOR: step})
+        found: _T = pickle.loads(self._read(step))  # noqa: S301  # as above
         return found
 
     def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in order of rank, on every rank."""
-        packed = self.broadcast(self.gather_bytes(pickle.dumps(value)))
+        packed = self.broadcast(self.gather(pickle.dumps(value)))
         return [pickle.loads(one) for one in packed]  # noqa: S301  # as above
 
     def exchange(self, value: _T, decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
@@ -307,52 +326,10 @@ class Operation:
 
     def announce(self, outcome: object) -> None:
         """Tell all ranks how it ended; the coordinator's last word, also after errors."""
-        self.announce_bytes(pickle.dumps(outcome))
+        self.put(self.key("outcome"), pickle.dumps(outcome))
 
     def outcome(self) -> Any:  # noqa: ANN401  # what was announced
         """Return what the coordinator announces; on the other ranks. Raises as `gather`."""
-        return pickle.loads(self.outcome_bytes())  # noqa: S301  # as above
-
-    # The same steps of what is packed: a worker has its trainer carry them out.
-
-    def gather_bytes(self, packed: bytes) -> list[bytes]:
-        """Carry out `gather`."""
-        self._is_given = False
-        step = self._next_step("gather")
-        self._is_given = True
-        if not self.is_coordinator:
-            self.put(f"{step}/{self.rank}", packed)
-            return []
-        keys = {rank: f"{step}/{rank}" for rank in self.others}
-        self._await(keys)
-        got = {rank: self._take(key) for rank, key in keys.items()}
-        return [got.get(rank, packed) for rank in range(self.world_size)]
-
-    def scatter_bytes(self, packed: Sequence[bytes]) -> bytes:
-        """Carry out `scatter`."""
-        step = self._next_step("scatter")
-        if self.is_coordinator:
-            for rank in self.others:
-                self.put(f"{step}/{rank}", packed[rank])
-            return packed[self.rank]
-        self._await({COORDINATOR: f"{step}/{self.rank}"})
-        return self._take(f"{step}/{self.rank}")
-
-    def broadcast_bytes(self, packed: bytes) -> bytes:
-        """Carry out `broadcast`."""
-        step = self._next_step("broadcast")
-        if self.is_coordinator:
-            self.put(step, packed)
-            return packed
-        self._await({COORDINATOR: step})
-        return self._read(step)
-
-    def announce_bytes(self, packed: bytes) -> None:
-        """Carry out `announce`."""
-        self.put(self.key("outcome"), packed)
-
-    def outcome_bytes(self) -> bytes:
-        """Carry out `outcome`."""
         key = self.key("outcome")
         try:
             self._await({COORDINATOR: key})
@@ -364,7 +341,7 @@ class Operation:
             seconds = self.timeouts.silence if is_wish else _LAST_WORD_S
             if self.is_last_word(error) or not self._within(seconds, [key]):
                 raise
-        return self._read(key)
+        return pickle.loads(self._read(key))  # noqa: S301  # as above
 
     def is_last_word(self, error: CheckpointError) -> bool:
         """Return whether the coordinator failed, and `error`, raised by `outcome`, is how.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.failures import spell_ranks
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
@@ -176,10 +176,6 @@ class LocalPlan:
         return cls(plan=plan, planner=chosen, source=source, ties=ties, structure=structure)
 
 
-_Proposal = tuple[SavePlan, str | None]
-"""What a rank sends: its plan, or the id of one that it kept."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """What a rank is told: its plan (None: propose one), its id, and the leave or the refusal."""
@@ -190,63 +186,94 @@ class _Answer:
     leave: Granted | CheckpointError | None = None
 
 
-def exchange(
-    operation: Operation, session: SaveSession, local: LocalPlan
-) -> tuple[SavePlan, Granted, Metadata | None]:
-    """Return the final plan, the coordinator's leave and there metadata. Raises its refusal."""
-    structure, options, metadata = local.structure, session.options, None
-    kept = PLANS.find(structure)
+Steps = Generator[Any, Any, None]
+"""What one rank does in a save, step by step, while its caller passes words between the ranks."""
 
-    def decide(proposals: Sequence[_Proposal]) -> list[_Answer]:
-        nonlocal metadata
-        plans = [plan for plan, _ in proposals]
-        ids = {plan_id for _, plan_id in proposals}
-        refusal = unlike([plan.items for plan in plans])
-        if ids == {None}:
-            plans, metadata = local.planner.create_global_plan(plans)
-            plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
-        elif (
-            kept is not None
-            and kept.metadata is not None
-            and ids == {kept.plan_id}
-            and not (_is_many(kept.item_count) and options.is_stock_wanted(kept.item_count))
-        ):
-            metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
+
+def rank_save(
+    session: SaveSession,
+    part: Callable[[], LocalPlan],
+    pack: Callable[[object], Any] = lambda value: value,
+) -> Steps:
+    """Carry out one rank's part of a save; all words but the coordinator's own are packed.
+
+    Gives its proposal for those of all ranks, then the answers (save id, word) for its own; both
+    again if all are to plan anew. Then its report for those of all, and what was committed.
+    """
+    local, is_first = part(), session.is_coordinator
+    kept, metadata = PLANS.find(local.structure), None
+    plan: SavePlan | None = None
+    while plan is None:
+        own: Any = (local.plan(), None) if kept is None else (SavePlan([]), kept.plan_id)
+        told = yield None if is_first else pack(own)
+        if is_first:
+            answers, metadata = _decided(session, local, kept, [own, *map(_unpacked, told[1:])])
+            own = answers[0]
+            save_id = own.leave.grant.save_id if isinstance(own.leave, Granted) else None
+            told = [(save_id, None), *((save_id, pack(answer)) for answer in answers[1:])]
+            del answers
+        told = yield told
+        answer: _Answer = own if is_first else _unpacked(told)
+        plan = answer.plan
+        if plan is None:
+            kept = None
+        elif kept is not None and kept.plan_id == answer.plan_id:
+            plan = kept.plan
         else:
-            return [_Answer(plan=None) for _ in proposals]
-        leave: Granted | CheckpointError
-        try:
-            leave = refusal or session.begin(len(plans), item_count)
-        except CheckpointError as error:
-            leave = error
-        return [
-            _Answer(plan=plan, plan_id=plan_id, item_count=item_count, leave=leave)
-            for plan in plans
-        ]
-
-    own = (local.plan(), None) if kept is None else (SavePlan([]), kept.plan_id)
-    answer = operation.exchange(own, decide)
-    if answer.plan is None:
-        kept = None
-        answer = operation.exchange((local.plan(), None), decide)
-    if kept is not None and kept.plan_id == answer.plan_id:
-        plan = kept.plan
-    else:
-        assert answer.plan is not None  # noqa: S101  # who proposed a plan gets one
-        plan, count = local.planner.finish_plan(answer.plan), answer.item_count
-        PLANS.keep(
-            Kept(
-                plan_id=answer.plan_id,
-                plan=plan,
-                structure=structure,
-                item_count=count,
-                metadata=without_chunks(metadata) if metadata and _is_many(count) else metadata,
+            plan, count = local.planner.finish_plan(plan), answer.item_count
+            PLANS.keep(
+                Kept(
+                    plan_id=answer.plan_id,
+                    plan=plan,
+                    structure=local.structure,
+                    item_count=count,
+                    metadata=without_chunks(metadata) if metadata and _is_many(count) else metadata,
+                )
             )
-        )
     if not isinstance(answer.leave, Granted):
         assert answer.leave is not None  # noqa: S101  # it comes with a plan
         raise answer.leave
-    return plan, answer.leave, metadata
+    own = session.write(answer.leave, plan, local.source, local.ties)
+    told = yield None if is_first else pack(own)
+    assert metadata is not None  # noqa: S101  # only the coordinator comes here
+    yield session.finish(metadata, [own, *map(_unpacked, told[1:])])
+
+
+def _decided(
+    session: SaveSession,
+    local: LocalPlan,
+    kept: Kept | None,
+    proposals: Sequence[tuple[SavePlan, str | None]],
+) -> tuple[list[_Answer], Metadata | None]:
+    """Plan for all ranks that sent a plan, or the id of one that they kept; begin the save."""
+    plans: Sequence[SavePlan] = [plan for plan, _ in proposals]
+    ids = {plan_id for _, plan_id in proposals}
+    refusal = unlike([plan.items for plan in plans])
+    if ids == {None}:
+        plans, metadata = local.planner.create_global_plan(list(plans))
+        plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
+    elif (
+        kept is not None
+        and kept.metadata is not None
+        and ids == {kept.plan_id}
+        and not (_is_many(kept.item_count) and session.options.is_stock_wanted(kept.item_count))
+    ):
+        metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
+    else:
+        return [_Answer(plan=None) for _ in plans], None
+    leave: Granted | CheckpointError
+    try:
+        leave = refusal or session.begin(len(plans), item_count)
+    except CheckpointError as error:
+        leave = error
+    answers = [
+        _Answer(plan=plan, plan_id=plan_id, item_count=item_count, leave=leave) for plan in plans
+    ]
+    return answers, metadata
+
+
+def _unpacked(word: Any) -> Any:  # noqa: ANN401  # what was packed, or is not
+    return pickle.loads(word) if isinstance(word, bytes) else word  # noqa: S301  # our own ranks
 
 
 def _is_many(item_count: int) -> bool:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, place_of, told_by
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import COORDINATOR
@@ -43,13 +41,10 @@ from ckpt_storage.options import (
 )
 
 from .options import Chained, SaveOptions
-from .planning import LocalPlan, exchange
+from .planning import LocalPlan, Steps, rank_save
 from .session import SaveSession
 
 log = logging.getLogger("ckpt_storage")
-
-Part = Callable[[], LocalPlan]
-"""Plans what a rank saves."""
 
 
 def save(  # the public surface, all keyword-only
@@ -133,8 +128,8 @@ def save_on(
 ) -> CheckpointInfo:
     """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
 
-    def part(session: SaveSession) -> Part:
-        return partial(
+    def part(session: SaveSession) -> Steps:
+        plan = partial(
             LocalPlan.of,
             state(),
             options.planner,
@@ -142,6 +137,7 @@ def save_on(
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
+        return rank_save(session, plan)
 
     with save_operation(ranks, url, options) as operation:
         return run_save(operation, url, options, part)
@@ -166,27 +162,25 @@ def run_save(
     operation: Operation,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    part: Callable[[SaveSession], Part],
+    part: Callable[[SaveSession], Steps],
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
     """Run a save of this rank's `part`, and its consolidation, in `operation`.
 
-    The part is taken before the ranks meet, and planned after it. In the background exits are
-    errors.
+    The part is taken before the ranks meet, and begun after it. In the background exits are errors.
     """
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
         session = SaveSession(url, options, operation)
         operation.what = f"the save to {session.url}"
         job = options.consolidation(session.location)
-        own = part(session)
-        operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
-        save = _Save(operation, session, in_background=in_background)
-        info = save.lead(own) if operation.is_coordinator else save.follow(own)
+        with closing(part(session)) as steps:
+            operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
+            save = _Save(operation, session, steps, in_background=in_background)
+            info = save.lead() if operation.is_coordinator else save.follow()
         if job is None:
             return info
-        operation.committed = info
         job = replace(job, slot=info.slot)
         return _consolidated(operation, job, info, in_background=in_background)
 
@@ -194,16 +188,18 @@ def run_save(
 class _Save:
     """One save on one rank, once all have met."""
 
-    def __init__(self, operation: Operation, session: SaveSession, *, in_background: bool) -> None:
+    def __init__(
+        self, operation: Operation, session: SaveSession, steps: Steps, *, in_background: bool
+    ) -> None:
         self._operation = operation
         self._session = session
+        self._steps = steps
         self._in_background = in_background
-        self._metadata: Metadata | None = None
 
-    def follow(self, own: Part) -> CheckpointInfo:
+    def follow(self) -> CheckpointInfo:
         """Write this rank's part; return what the coordinator commits."""
         operation, timeouts = self._operation, self._session.options.timeouts
-        written = self._write_part(own)
+        written = self._write_part()
         write = operation.deadline
         try:
             operation.gather(written)
@@ -217,15 +213,13 @@ class _Save:
             raise _without_coordinator(operation, self._session, error) from error
         # The last rank may take the whole write phase, and only then the commit begins.
         operation.phase("commit", write.remaining_s() + timeouts.commit)
-        return hear_outcome(operation, self._session)
+        return self._outcome()
 
-    def lead(self, own: Part) -> CheckpointInfo:
+    def lead(self) -> CheckpointInfo:
         """Write this rank's part, commit once all have written theirs, and tell what came of it."""
         operation = self._operation
         try:
-            reports = self._gathered(own)
-            assert self._metadata is not None  # noqa: S101  # planning gave it
-            info = self._session.finish(self._metadata, reports)
+            info: CheckpointInfo = self._steps.send(self._gathered())
         except CheckpointError as error:
             failure = operation.failure()
             is_open = isinstance(error, CommitUnknownError | NotPublishedError)
@@ -247,25 +241,26 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, own: Part) -> list[RankReport]:
+    def _gathered(self) -> list[Any]:
         """Write this rank's part; return the reports of all ranks."""
         try:
-            return self._operation.gather(self._write_part(own))
+            return self._operation.gather(self._write_part())
         except CheckpointError as error:
             # A storage or a rank that hangs would keep this one waiting once more.
             hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            self._operation.is_void = self._session.granted is not None and not hangs
+            self._operation.is_void = self._operation.save_id is not None and not hangs
             raise
 
-    def _write_part(self, own: Part) -> RankReport:
+    def _write_part(self) -> Any:  # noqa: ANN401  # a word
         """Plan and write; return this rank's report."""
-        operation, session = self._operation, self._session
+        operation, steps = self._operation, self._steps
         operation.phase("plan")
-        local = own()
-        plan, granted, self._metadata = exchange(operation, session, local)
-        # Before the phase is told to anyone who watches.
-        operation.save_id = granted.grant.save_id
-        return session.write(granted, plan, local.source, local.ties)
+        word = next(steps)
+        while operation.save_id is None:
+            # In one expression: the plans of all ranks are many, and nobody keeps them.
+            operation.save_id, word = operation.scatter(steps.send(operation.gather(word)))
+            word = steps.send(word)
+        return word
 
     def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
         try:
@@ -273,6 +268,23 @@ class _Save:
         except CheckpointError as error:
             # The outcome stands; ranks that do not hear of it look for themselves.
             log.warning("Telling the ranks what became of the save failed: %s", error)
+
+    def _outcome(self) -> CheckpointInfo:
+        """Return what the coordinator committed, once this part is told. Raises why it did not."""
+        operation = self._operation
+        try:
+            outcome = operation.outcome()
+        except CheckpointError as error:
+            if operation.is_last_word(error):
+                raise
+            raise _without_coordinator(operation, self._session, error) from error
+        if isinstance(outcome, CheckpointError):
+            told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
+            # What is in doubt, or only not published, has not failed.
+            is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
+            raise (operation.failure() or told) if is_failure else told
+        info: CheckpointInfo = outcome
+        return info
 
 
 def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUnknownError:
@@ -285,23 +297,6 @@ def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUn
         next_step="Open the checkpoint once that rank has ended: the save is committed if and only "
         "if the newest save there has its save id, or a later one replaced it.",
     )
-
-
-def hear_outcome(operation: Operation, session: SaveSession) -> CheckpointInfo:
-    """Return what the coordinator committed, once this part is told. Raises why it did not."""
-    try:
-        outcome = operation.outcome()
-    except CheckpointError as error:
-        if operation.is_last_word(error):
-            raise
-        raise _without_coordinator(operation, session, error) from error
-    if isinstance(outcome, CheckpointError):
-        told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
-        # What is in doubt, or only not published, has not failed.
-        is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
-        raise (operation.failure() or told) if is_failure else told
-    info: CheckpointInfo = outcome
-    return info
 
 
 def look_up_outcome(
@@ -346,21 +341,16 @@ def _consolidated(
         # Requests that were given up say so; what matters is why.
         failure = operation.failure() if isinstance(caught, StorageError) else None
         error = failure or caught
-        raise unexported(error, info) from error
-
-
-def unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:
-    """Return the error of a save that is committed, and whose consolidation failed."""
-    told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
-    next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
-    if isinstance(error.__cause__, ConsolidationError):
-        # Another rank's error says all of this already.
-        told, next_step = f"Rank {error.rank}: {error.__cause__}", None
-    return ConsolidationError(
-        told,
-        info=info,
-        rank=error.rank,
-        phase=error.phase or "consolidate",
-        path=error.path,
-        next_step=next_step,
-    )
+        told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
+        next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
+        if isinstance(error.__cause__, ConsolidationError):
+            # Another rank's error says all of this already.
+            told, next_step = f"Rank {error.rank}: {error.__cause__}", None
+        raise ConsolidationError(
+            told,
+            info=info,
+            rank=error.rank,
+            phase=error.phase or "consolidate",
+            path=error.path,
+            next_step=next_step,
+        ) from error

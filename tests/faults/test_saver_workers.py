@@ -64,9 +64,13 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
             marks.mkdir(exist_ok=True)
             hold = Hold(marks, where, victim)
             planner = held(hold) if rank == victim else None
-            handle = save_step(saver, folder, rank, step, planner=planner)
+            # Without its worker, too, a rank whose part is written takes part in what follows.
+            follows = True if where == "outcome" else None
+            handle = save_step(saver, folder, rank, step, planner=planner, consolidate=follows)
             pid = hold.reached()
             if rank == victim:
+                if where == "outcome":
+                    pid = saver.worker_pid or 0
                 assert pid == saver.worker_pid
                 if where != "local plan":
                     _until_told(handle)
@@ -74,8 +78,10 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                     until(partial(_is_listed, folder, step), "the commit")
                 (marks / "time").write_text(str(time.monotonic()))
                 os.kill(pid, number)
+                hold.go()
             error = handle.exception(END_S)
             end = time.monotonic()
+            assert where != "outcome" or Path(handle.result().export or "").is_dir()
             seen.append(
                 {
                     "cell": (where, victim),

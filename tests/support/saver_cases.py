@@ -1,8 +1,8 @@
 """States, planners that hold a save in a given step, and processes, for tests of the saver.
 
 A save is held where a test needs it by a patch, in thread mode in this process, in process mode in
-the worker: by a planner, when it is unpickled there. Who is held leaves a
-mark in a folder, with its process id, and goes on once the folder has the word.
+the worker: by a planner, when it is unpickled there. For the outcome it is the trainer that waits.
+Who is held leaves a mark in a folder, with its process id, and goes on once it has the word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
-from ckpt_storage.background import link
-from ckpt_storage.background.worker import PipedOperation
+from ckpt_storage.background import link, worker
+from ckpt_storage.background import queue as saves_queue
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.saves import save as saving
 from ckpt_storage.saves import session
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
@@ -143,10 +142,10 @@ def _patch() -> None:
     if hasattr(_assembly.commit, "inner"):
         return
     inner_commit = _assembly.commit
-    _hold_before(saving, "exchange", "local plan")
+    for module in (saves_queue, worker):
+        _hold_steps(module)
     _hold_before(session, "write_shard", "write")
-    for kind in (Operation, PipedOperation):
-        _hold_before(kind, "outcome_bytes", "outcome")
+    _hold_before(Operation, "outcome", "outcome")
 
     @functools.wraps(inner_commit)
     def held_commit(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +169,16 @@ def _hold_before(kind: Any, name: str, where: Where) -> None:
     setattr(kind, name, held_first)
 
 
+def _hold_steps(module: Any) -> None:
+    inner = module.rank_save
+
+    def held_steps(*args: Any, **options: Any) -> Iterator[Any]:
+        _pass("local plan")
+        yield from inner(*args, **options)
+
+    module.rank_save = held_steps
+
+
 class HeldPlanner(DefaultSavePlanner):
     """A planner whose save is held, in this process or in the worker it is sent to."""
 
@@ -178,12 +187,14 @@ class HeldPlanner(DefaultSavePlanner):
         self._hold = hold
 
     def __getstate__(self) -> dict[str, Any]:
-        _current.clear()  # it is the worker that is held
+        if self._hold.where != "outcome":
+            _current.clear()  # it is the worker that is held
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        hold_here(self._hold)
+        if self._hold.where != "outcome":
+            hold_here(self._hold)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan for all, held or not."""

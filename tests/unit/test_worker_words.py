@@ -1,0 +1,169 @@
+"""What a trainer does with the words of its worker, and without them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import types
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from ckpt_storage.background import link
+from ckpt_storage.background.link import Worker
+from ckpt_storage.background.worker import Answer, Call
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import LostStoreError
+from ckpt_storage.coordination.liveness import RankProgress
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import CheckpointError, CommitUnknownError, RankFailedError
+from ckpt_storage.options import Phase, Timeouts
+
+SILENCE_S = 1.0
+END_S = 10.0
+
+
+class Scripted(Worker):
+    """A worker that does what a test says, in a thread; its process is said to live."""
+
+    def __init__(self, does: Callable[[Connection], object]) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._lives, self.ends = os.pipe()
+        self.process = types.SimpleNamespace(  # type: ignore[assignment]  # as far as it is asked
+            pid=1, sentinel=self._lives, join=lambda _: None, exitcode=-9
+        )
+        self._silence_s, self.has_spoken, self.was_closed = SILENCE_S, True, False
+        self.close = self._close  # type: ignore[assignment]  # no finalizer
+        threading.Thread(target=self._serve, args=(does, theirs), daemon=True).start()
+
+    def _serve(self, does: Callable[[Connection], object], pipe: Connection) -> None:
+        with pipe:
+            pipe.recv()
+            does(pipe)
+
+    def _close(self) -> None:
+        self.was_closed = True
+        self._pipe.close()
+
+
+def operation_of(rank: int = 1) -> Operation:
+    """Return an operation of two ranks that have met."""
+    operation = Operation(RankGroup.alone(rank, 2), "the save", Timeouts(silence=SILENCE_S))
+    operation.id = "1"
+    return operation
+
+
+def called(worker: Worker, operation: Operation, progress: Any = None) -> Any:
+    """Return what a call comes to."""
+    return worker._call(Call(), operation, progress)  # noqa: SLF001  # the unit
+
+
+def beat(phase: Phase, done_bytes: int) -> RankProgress:
+    """Return a beat of four bytes in all."""
+    return RankProgress(rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=1)
+
+
+def test_phases_and_bytes_of_a_worker_are_those_of_its_rank() -> None:
+    """A phase begins where the worker begins it; each byte and file counts, and shows, once."""
+    operation, shown = operation_of(), list[tuple[int, int]]()
+
+    def does(pipe: Connection) -> None:
+        for word in ("write", beat("write", 1), beat("write", 1), beat("write", 4), Answer(7)):
+            pipe.send(word)
+
+    def show(event: Any) -> None:
+        shown.append((event.done_bytes, event.total_bytes))
+
+    assert called(Scripted(does), operation, show) == 7
+    own = operation.heartbeats.own()
+    assert (own.phase, own.done_bytes, own.total_bytes, own.done_files) == ("write", 4, 4, 1)
+    assert operation.deadline.phase == "write"
+    assert shown == [(1, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_failure_is_told_before_the_call_has_ended(
+    monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
+) -> None:
+    """What hangs afterwards keeps no rank waiting; nor does a store that does not answer."""
+    operation, told = operation_of(), list[CheckpointError]()
+
+    def tell(error: CheckpointError) -> None:
+        told.append(error)
+        if is_lost:
+            raise LostStoreError("no answer in 3 s") from error
+
+    def does(pipe: Connection) -> None:
+        pipe.send(CheckpointError("the disk is full"))
+        if not is_lost:
+            assert "disk is full" in str(pipe.recv())  # its own deadlines are over, too
+        pipe.send(Answer(CheckpointError("given up")))
+
+    monkeypatch.setattr(operation, "_tell", tell)
+    worker = Scripted(does)
+    with pytest.raises(CheckpointError, match="given up"):
+        called(worker, operation)
+    assert ["disk is full" in str(error) for error in told] == [True]
+    assert not worker.was_closed
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_worker_that_does_not_give_up_is_ended(*, is_silent: bool, monkeypatch: Any) -> None:
+    """It is told that the save fails elsewhere; whether it then beats or not, it is not trusted."""
+    monkeypatch.setattr(link, "_GRACE_S", 0.5)
+    operation, has_ended = operation_of(), threading.Event()
+
+    def does(pipe: Connection) -> None:
+        pipe.recv()
+        while not has_ended.wait(0.2):
+            if not is_silent:
+                pipe.send(beat("plan", 0))
+
+    operation._failure = CheckpointError("rank 0 failed")  # noqa: SLF001  # as it is told
+    worker = Scripted(does)
+    with pytest.raises(link.GoneError, match="no sign of life" if is_silent else "give up"):
+        called(worker, operation)
+    has_ended.set()
+    assert worker.was_closed
+
+
+def test_an_error_of_the_trainer_itself_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it goes on to tell is not taken for the next save's."""
+    operation = operation_of()
+
+    def broken(*_given: object, **_more: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(operation, "phase", broken)
+    worker = Scripted(lambda pipe: pipe.send("write"))
+    with pytest.raises(RuntimeError, match="can't start"):
+        called(worker, operation)
+    assert worker.was_closed
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"), [("write", RankFailedError), ("commit", CommitUnknownError)]
+)
+def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
+    phase: Phase, kind: type[CheckpointError]
+) -> None:
+    """Before its own word that it commits, nothing was committed; after it, the storage tells."""
+    operation = operation_of(0)
+    operation.save_id = "a"
+    session: Any = types.SimpleNamespace(outcome=lambda _: None, url="/x")
+    staging = types.SimpleNamespace(
+        staged=None, arena=types.SimpleNamespace(size_bytes=1, file=None)
+    )
+    options = types.SimpleNamespace(progress=None)
+    job: Any = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
+    worker = Scripted(lambda pipe: pipe.send(phase))
+    with pytest.raises(kind, match="SIGKILL"):
+        next(worker.steps(operation, job, session))
+    assert worker.was_closed
+    session.outcome = lambda _: "what was committed"
+    if phase == "commit":
+        worker = Scripted(lambda pipe: pipe.send(phase))
+        assert next(worker.steps(operation, job, session)) == "what was committed"
