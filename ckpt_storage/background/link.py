@@ -106,7 +106,7 @@ class Worker:
             return False
         return True
 
-    def steps(self, operation: Operation, job: SaveJob, session: SaveSession) -> Steps:
+    def steps(self, operation: Operation, session: SaveSession, job: SaveJob) -> Steps:
         """Have the worker carry out `rank_save`; it may be closed then."""
         staging = job.staging
         assert staging is not None  # noqa: S101  # or it were refused

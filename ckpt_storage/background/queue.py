@@ -12,10 +12,12 @@ from functools import partial
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import rank_save
-from ckpt_storage.saves.save import run_save, save_operation
+from ckpt_storage.saves.planning import Steps, rank_save
+from ckpt_storage.saves.save import run_save
+from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.calls import abandoned_thread_count
 
 from .arena import Arenas
@@ -151,22 +153,25 @@ class SaveQueue:
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
-            with save_operation(self.ranks, job.url, options) as operation:
-                if job.refusal is not None:
-                    raise job.refusal
-                status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
-                if self.has_worker:
-                    if self.worker is None or not self.worker.is_ready():
-                        self.worker = Worker(self.ranks.rank, self._silence_s)
-                    steps = partial(self.worker.steps, operation, job)
-                else:
-                    assert copy is not None  # noqa: S101  # or it were refused
-                    part = partial(copy.staged.part, copy.arena.memory, options.planner)
-                    steps = partial(rank_save, part=part)
-                return run_save(operation, job.url, options, steps, in_background=True)
+            part = partial(self._steps, job)
+            return run_save(self.ranks, job.url, options, part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False
+
+    def _steps(self, job: SaveJob, operation: Operation, session: SaveSession) -> Steps:
+        """Return what this rank does in a save. Raises why it is refused."""
+        if job.refusal is not None:
+            raise job.refusal
+        job.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
+        if self.has_worker:
+            if self.worker is None or not self.worker.is_ready():
+                self.worker = Worker(self.ranks.rank, self._silence_s)
+            return self.worker.steps(operation, session, job)
+        copy = job.staging
+        assert copy is not None  # noqa: S101  # or it were refused
+        memory, planner = copy.arena.memory, job.options.planner
+        return rank_save(session, partial(copy.staged.part, memory, planner))
 
     def _free(self, job: SaveJob, *, is_read: bool) -> None:
         """Give the memory back for the next save, unless somebody still reads or writes there."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -128,7 +128,7 @@ def save_on(
 ) -> CheckpointInfo:
     """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
 
-    def part(session: SaveSession) -> Steps:
+    def part(_operation: Operation, session: SaveSession) -> Steps:
         plan = partial(
             LocalPlan.of,
             state(),
@@ -139,152 +139,136 @@ def save_on(
         )
         return rank_save(session, plan)
 
-    with save_operation(ranks, url, options) as operation:
-        return run_save(operation, url, options, part)
-
-
-@contextmanager
-def save_operation(
-    ranks: RankGroup, url: str | os.PathLike[str], options: SaveOptions
-) -> Iterator[Operation]:
-    """Run a save as one operation of all ranks; delete what a void one wrote."""
-    operation: Operation | None = None
-    what = f"the save to {place_of(url)}"
-    try:
-        with ranks.operation(what, timeouts=options.timeouts) as operation:
-            yield operation
-    finally:
-        if operation is not None and operation.save_id is not None and operation.is_void:
-            SaveSession(url, options, operation).discard(operation.save_id, is_whole=True)
+    return run_save(ranks, url, options, part)
 
 
 def run_save(
-    operation: Operation,
+    ranks: RankGroup,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    part: Callable[[SaveSession], Steps],
+    part: Callable[[Operation, SaveSession], Steps],
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run a save of this rank's `part`, and its consolidation, in `operation`.
+    """Run a save of this rank's `part`, and its consolidation, as one operation of all `ranks`.
 
-    The part is taken before the ranks meet, and begun after it. In the background exits are errors.
+    The part is taken before the ranks meet, and begun after it. What a void save wrote is deleted.
+    In the background exits are errors.
     """
     what = f"the save to {place_of(url)}"
-    with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-        session = SaveSession(url, options, operation)
-        operation.what = f"the save to {session.url}"
-        job = options.consolidation(session.location)
-        with closing(part(session)) as steps:
-            operation.meet({**session.terms(), **(job.terms() if job else {"consolidate": "no"})})
-            save = _Save(operation, session, steps, in_background=in_background)
-            info = save.lead() if operation.is_coordinator else save.follow()
-        if job is None:
-            return info
-        job = replace(job, slot=info.slot)
-        return _consolidated(operation, job, info, in_background=in_background)
+    operation: Operation | None = None
+    try:
+        with (
+            ranks.operation(what, timeouts=options.timeouts) as operation,
+            as_checkpoint_errors(what, ranks.rank, in_background=in_background),
+        ):
+            session = SaveSession(url, options, operation)
+            operation.what = f"the save to {session.url}"
+            job = options.consolidation(session.location)
+            consolidation = job.terms() if job else {"consolidate": "no"}
+            with closing(part(operation, session)) as steps:
+                operation.meet({**session.terms(), **consolidation})
+                if operation.is_coordinator:
+                    info = _lead(operation, session, steps, in_background=in_background)
+                else:
+                    info = _follow(operation, session, steps)
+            if job is None:
+                return info
+            job = replace(job, slot=info.slot)
+            return _consolidated(operation, job, info, in_background=in_background)
+    finally:
+        if operation is not None and operation.save_id is not None and operation.is_void:
+            session.discard(operation.save_id, is_whole=True)
 
 
-class _Save:
-    """One save on one rank, once all have met."""
-
-    def __init__(
-        self, operation: Operation, session: SaveSession, steps: Steps, *, in_background: bool
-    ) -> None:
-        self._operation = operation
-        self._session = session
-        self._steps = steps
-        self._in_background = in_background
-
-    def follow(self) -> CheckpointInfo:
-        """Write this rank's part; return what the coordinator commits."""
-        operation, timeouts = self._operation, self._session.options.timeouts
-        written = self._write_part()
-        write = operation.deadline
-        try:
-            operation.gather(written)
-        except SaveCancelledError:
-            raise  # before anything was sent; so the coordinator cannot have committed
-        except CheckpointError as error:
-            if operation.is_last_word(error):
-                raise
-            # It may have arrived all the same, and then the save is committed.
-            operation.phase("commit", timeouts.commit)
-            raise _without_coordinator(operation, self._session, error) from error
-        # The last rank may take the whole write phase, and only then the commit begins.
-        operation.phase("commit", write.remaining_s() + timeouts.commit)
-        return self._outcome()
-
-    def lead(self) -> CheckpointInfo:
-        """Write this rank's part, commit once all have written theirs, and tell what came of it."""
-        operation = self._operation
-        try:
-            info: CheckpointInfo = self._steps.send(self._gathered())
-        except CheckpointError as error:
-            failure = operation.failure()
-            is_open = isinstance(error, CommitUnknownError | NotPublishedError)
-            if failure is not None and failure is not error and is_open:
-                error.args = (f"{error} It was given up for this reason: {failure}",)
-                error.rank = failure.rank
-            # Whoever waits for the commit learns that there will be none, or that it is in doubt.
-            self._announce(error)
+def _follow(operation: Operation, session: SaveSession, steps: Steps) -> CheckpointInfo:
+    """Write this rank's part; return what the coordinator commits."""
+    timeouts = session.options.timeouts
+    written = _written(operation, steps)
+    write = operation.deadline
+    try:
+        operation.gather(written)
+    except SaveCancelledError:
+        raise  # before anything was sent; so the coordinator cannot have committed
+    except CheckpointError as error:
+        if operation.is_last_word(error):
             raise
-        except BaseException as error:
-            if operation.deadline.phase == "commit":
-                # An interrupt leaves the request that commits on its way.
-                told = f"{type(error).__name__} ended rank {COORDINATOR} while it committed"
-                doubt = _in_doubt(told, operation, self._session)
-                self._announce(doubt)
-                if self._in_background:
-                    raise doubt from error
+        # It may have arrived all the same, and then the save is committed.
+        operation.phase("commit", timeouts.commit)
+        raise _without_coordinator(operation, session, error) from error
+    # The last rank may take the whole write phase, and only then the commit begins.
+    operation.phase("commit", write.remaining_s() + timeouts.commit)
+    try:
+        outcome = operation.outcome()
+    except CheckpointError as error:
+        if operation.is_last_word(error):
             raise
-        self._announce(info)
-        return info
+        raise _without_coordinator(operation, session, error) from error
+    if isinstance(outcome, CheckpointError):
+        told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
+        # What is in doubt, or only not published, has not failed.
+        is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
+        raise (operation.failure() or told) if is_failure else told
+    info: CheckpointInfo = outcome
+    return info
 
-    def _gathered(self) -> list[Any]:
-        """Write this rank's part; return the reports of all ranks."""
-        try:
-            return self._operation.gather(self._write_part())
-        except CheckpointError as error:
-            # A storage or a rank that hangs would keep this one waiting once more.
-            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            self._operation.is_void = self._operation.save_id is not None and not hangs
-            raise
 
-    def _write_part(self) -> Any:  # noqa: ANN401  # a word
-        """Plan and write; return this rank's report."""
-        operation, steps = self._operation, self._steps
-        operation.phase("plan")
-        word = next(steps)
-        while operation.save_id is None:
-            # In one expression: the plans of all ranks are many, and nobody keeps them.
-            operation.save_id, word = operation.scatter(steps.send(operation.gather(word)))
-            word = steps.send(word)
-        return word
+def _lead(
+    operation: Operation, session: SaveSession, steps: Steps, *, in_background: bool
+) -> CheckpointInfo:
+    """Write this rank's part, commit once all have written theirs, and tell what came of it."""
+    try:
+        info: CheckpointInfo = steps.send(_gathered(operation, steps))
+    except CheckpointError as error:
+        failure = operation.failure()
+        is_open = isinstance(error, CommitUnknownError | NotPublishedError)
+        if failure is not None and failure is not error and is_open:
+            error.args = (f"{error} It was given up for this reason: {failure}",)
+            error.rank = failure.rank
+        # Whoever waits for the commit learns that there will be none, or that it is in doubt.
+        _announce(operation, error)
+        raise
+    except BaseException as error:
+        if operation.deadline.phase == "commit":
+            # An interrupt leaves the request that commits on its way.
+            told = f"{type(error).__name__} ended rank {COORDINATOR} while it committed"
+            doubt = _in_doubt(told, operation, session)
+            _announce(operation, doubt)
+            if in_background:
+                raise doubt from error
+        raise
+    _announce(operation, info)
+    return info
 
-    def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
-        try:
-            self._operation.announce(outcome)
-        except CheckpointError as error:
-            # The outcome stands; ranks that do not hear of it look for themselves.
-            log.warning("Telling the ranks what became of the save failed: %s", error)
 
-    def _outcome(self) -> CheckpointInfo:
-        """Return what the coordinator committed, once this part is told. Raises why it did not."""
-        operation = self._operation
-        try:
-            outcome = operation.outcome()
-        except CheckpointError as error:
-            if operation.is_last_word(error):
-                raise
-            raise _without_coordinator(operation, self._session, error) from error
-        if isinstance(outcome, CheckpointError):
-            told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
-            # What is in doubt, or only not published, has not failed.
-            is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
-            raise (operation.failure() or told) if is_failure else told
-        info: CheckpointInfo = outcome
-        return info
+def _gathered(operation: Operation, steps: Steps) -> list[Any]:
+    """Write this rank's part; return the reports of all ranks."""
+    try:
+        return operation.gather(_written(operation, steps))
+    except CheckpointError as error:
+        # A storage or a rank that hangs would keep this one waiting once more.
+        hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
+        operation.is_void = operation.save_id is not None and not hangs
+        raise
+
+
+def _written(operation: Operation, steps: Steps) -> Any:  # noqa: ANN401  # a word
+    """Plan and write; return this rank's report."""
+    operation.phase("plan")
+    word = next(steps)
+    while operation.save_id is None:
+        # In one expression: the plans of all ranks are many, and nobody keeps them.
+        operation.save_id, word = operation.scatter(steps.send(operation.gather(word)))
+        word = steps.send(word)
+    return word
+
+
+def _announce(operation: Operation, outcome: CheckpointInfo | CheckpointError) -> None:
+    try:
+        operation.announce(outcome)
+    except CheckpointError as error:
+        # The outcome stands; ranks that do not hear of it look for themselves.
+        log.warning("Telling the ranks what became of the save failed: %s", error)
 
 
 def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUnknownError:

@@ -161,9 +161,9 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     job: Any = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
     worker = Scripted(lambda pipe: pipe.send(phase))
     with pytest.raises(kind, match="SIGKILL"):
-        next(worker.steps(operation, job, session))
+        next(worker.steps(operation, session, job))
     assert worker.was_closed
     session.outcome = lambda _: "what was committed"
     if phase == "commit":
         worker = Scripted(lambda pipe: pipe.send(phase))
-        assert next(worker.steps(operation, job, session)) == "what was committed"
+        assert next(worker.steps(operation, session, job)) == "what was committed"
