@@ -29,8 +29,7 @@ from ckpt_storage.options import (
 from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
-from .exits import flush, flush_at_exit
-from .handle import SaveHandle, SaveStatus, check_process
+from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
 from .link import pack
 from .queue import SaveJob, SaveQueue
 from .staging import StagingJob

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
-from ckpt_storage.saves.hostcopy import is_as_stored
-from ckpt_storage.saves.items import LiveItems
+from ckpt_storage.saves.items import LiveItems, is_as_stored
 from ckpt_storage.saves.planning import (
     Kept,
     LocalPlan,

@@ -44,13 +44,15 @@ class Grant:
     """The coordinator's leave for one save attempt; sent to every rank.
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
-    commit aims at the next one.
+    commit aims at the next one. With `with_places` ranks report where their items lie.
     """
 
     save_id: str
     last_slot: int
     previous: HeadRef | None
     began_s: float
+    world_size: int = 1
+    with_places: bool = True
 
 
 def begin(

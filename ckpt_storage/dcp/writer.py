@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.coordination.plans import Hello, inbox
@@ -33,7 +34,7 @@ from ckpt_storage.options import (
 from ckpt_storage.saves.items import LiveItems
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import checked, unlike
-from ckpt_storage.saves.session import Granted, SaveSession
+from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.saves.ties import ties_of
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -234,7 +235,7 @@ class CheckpointStorageWriter(StorageWriter):
                 "keeps SavePlan objects.",
             )
         hellos = [found[rank] for rank in range(world_size)]
-        leave: Granted | CheckpointError
+        leave: Grant | CheckpointError
         try:
             group_size = world_size if group is None else dist.get_world_size(group)
             if group_size != world_size:
@@ -278,10 +279,10 @@ class CheckpointStorageWriter(StorageWriter):
                 next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
                 "(enable_plan_caching=False).",
             )
-        if not isinstance(answer.leave, Granted):
+        if not isinstance(answer.leave, Grant):
             raise answer.leave
         report = session.write(answer.leave, plan, LiveItems(planner), ties_of(planner))
-        of.save_id = answer.leave.grant.save_id
+        of.save_id = answer.leave.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator
         result = WriteResult(
@@ -315,12 +316,12 @@ class _Answer:
     """
 
     nonce: str
-    leave: Granted | CheckpointError
+    leave: Grant | CheckpointError
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_receive, (self.nonce, self.leave))
 
 
-def _receive(nonce: str, leave: Granted | CheckpointError) -> _Answer:
+def _receive(nonce: str, leave: Grant | CheckpointError) -> _Answer:
     answer = inbox().answers[nonce] = _Answer(nonce=nonce, leave=leave)
     return answer

@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
+from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
-from .hostcopy import MAKE_PLAIN, fault_of
-from .items import ItemSource, LiveItems
-from .session import Granted, SaveSession
+from .items import MAKE_PLAIN, ItemSource, LiveItems, fault_of
+from .session import SaveSession
 from .ties import named_tensors, ties_of
 
 _KEPT_COUNT = 2
@@ -183,7 +183,7 @@ class _Answer:
     plan: SavePlan | None
     plan_id: str = ""
     item_count: int = 0
-    leave: Granted | CheckpointError | None = None
+    leave: Grant | CheckpointError | None = None
 
 
 Steps = Generator[Any, Any, None]
@@ -209,7 +209,7 @@ def rank_save(
         if is_first:
             answers, metadata = _decided(session, local, kept, [own, *map(_unpacked, told[1:])])
             own = answers[0]
-            save_id = own.leave.grant.save_id if isinstance(own.leave, Granted) else None
+            save_id = own.leave.save_id if isinstance(own.leave, Grant) else None
             told = [(save_id, None), *((save_id, pack(answer)) for answer in answers[1:])]
             del answers
         told = yield told
@@ -230,7 +230,7 @@ def rank_save(
                     metadata=without_chunks(metadata) if metadata and _is_many(count) else metadata,
                 )
             )
-    if not isinstance(answer.leave, Granted):
+    if not isinstance(answer.leave, Grant):
         assert answer.leave is not None  # noqa: S101  # it comes with a plan
         raise answer.leave
     own = session.write(answer.leave, plan, local.source, local.ties)
@@ -261,7 +261,7 @@ def _decided(
         metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
     else:
         return [_Answer(plan=None) for _ in plans], None
-    leave: Granted | CheckpointError
+    leave: Grant | CheckpointError
     try:
         leave = refusal or session.begin(len(plans), item_count)
     except CheckpointError as error:

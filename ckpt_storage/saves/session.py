@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -57,15 +57,6 @@ class Caller(Protocol):
         """Begin a phase and return its deadline."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """The coordinator's leave for a save; with `with_places` ranks report where their items lie."""
-
-    grant: Grant
-    world_size: int
-    with_places: bool
-
-
 class SaveSession:
     """One save of one rank, in one thread: rank 0 `begin`s, all `write`, rank 0 `finish`es."""
 
@@ -82,7 +73,7 @@ class SaveSession:
         self.is_coordinator = caller.is_coordinator
         self.options = options
         self._phase = caller.phase
-        self.granted: Granted | None = None
+        self._grant: Grant | None = None
 
     @property
     def url(self) -> str:
@@ -97,7 +88,7 @@ class SaveSession:
         """Return what all ranks must have in common for this save."""
         return self.options.terms(self.location)
 
-    def begin(self, world_size: int, item_count: int) -> Granted:
+    def begin(self, world_size: int, item_count: int) -> Grant:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
@@ -122,28 +113,24 @@ class SaveSession:
                 grant.save_id,
             )
         log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, world_size)
-        return Granted(
-            grant=grant,
-            world_size=world_size,
-            with_places=self.options.is_stock_wanted(item_count),
-        )
+        with_places = self.options.is_stock_wanted(item_count)
+        return replace(grant, world_size=world_size, with_places=with_places)
 
     def write(
-        self, granted: Granted, plan: SavePlan, source: ItemSource, ties: Mapping[str, str]
+        self, grant: Grant, plan: SavePlan, source: ItemSource, ties: Mapping[str, str]
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
         A full storage is freed of dead attempts first. After an error nothing of it is committed.
         """
-        self.granted = granted
-        grant, deadline = granted.grant, self._phase("write")
+        self._grant, deadline = grant, self._phase("write")
         try:
             try:
-                return self._write(granted, plan, source, ties, deadline)
+                return self._write(grant, plan, source, ties, deadline)
             except StorageError as error:
                 if error.kind != "no-space" or not self._has_freed(grant, deadline):
                     raise
-            return self._write(granted, plan, source, ties, deadline)
+            return self._write(grant, plan, source, ties, deadline)
         except CheckpointError as error:
             # Without this rank's report the coordinator cannot commit.
             if not isinstance(error, PhaseTimeoutError):
@@ -161,7 +148,7 @@ class SaveSession:
 
     def _write(
         self,
-        granted: Granted,
+        grant: Grant,
         plan: SavePlan,
         source: ItemSource,
         ties: Mapping[str, str],
@@ -170,7 +157,7 @@ class SaveSession:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
             transfer = options.transfer(store.capabilities)
-            save_id, byte_count = granted.grant.save_id, planned_bytes(plan)
+            save_id, byte_count = grant.save_id, planned_bytes(plan)
             files, contents = [], ShardContents(options.unsafe_values)
             if plan.items:
                 deadline.watch.expect(byte_count)
@@ -204,7 +191,7 @@ class SaveSession:
             manifest = RankManifest(
                 save_id=save_id,
                 rank=self.rank,
-                world_size=granted.world_size,
+                world_size=grant.world_size,
                 fqns=list(contents.known.fqns),
                 dtypes=list(contents.known.dtypes),
                 boxes=list(contents.known.boxes),
@@ -217,7 +204,7 @@ class SaveSession:
             path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
         ref = FileRef.of(path, document)
-        return RankReport.of(manifest, ref, with_places=granted.with_places, ties=ties)
+        return RankReport.of(manifest, ref, with_places=grant.with_places, ties=ties)
 
     def _warn_of(self, unsafe: Mapping[str, str], save_id: str) -> None:
         if unsafe:
@@ -237,15 +224,15 @@ class SaveSession:
 
         `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
-        granted, options, deadline = self.granted, self.options, self._phase("commit")
-        assert granted is not None  # noqa: S101  # it has written its part
-        save_id = granted.grant.save_id
+        grant, options, deadline = self._grant, self.options, self._phase("commit")
+        assert grant is not None  # noqa: S101  # it has written its part
+        save_id = grant.save_id
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self.rank):
                 record = commit_save(
                     self._store.bounded(deadline),
-                    granted.grant,
-                    world_size=granted.world_size,
+                    grant,
+                    world_size=grant.world_size,
                     metadata=metadata,
                     reports=reports,
                     storage_meta=StorageMeta(checkpoint_id=self.url, save_id=save_id),

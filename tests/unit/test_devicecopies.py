@@ -22,8 +22,8 @@ from local_stores import local_store
 from ckpt_storage.format.boxes import Box, box_selection
 from ckpt_storage.loads.targets import CudaMover, Rings, TensorRead, Use
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.saves import hostcopy
-from ckpt_storage.saves.hostcopy import HostCopies, host_bytes
+from ckpt_storage.saves import items
+from ckpt_storage.saves.items import HostCopies, host_bytes
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, put
 from ckpt_storage.transfer.pacing import LOCAL_COSTS
@@ -98,7 +98,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the producer")
-    monkeypatch.setattr(hostcopy, "_pinned", torch.empty_like)
+    monkeypatch.setattr(items, "_pinned", torch.empty_like)
     return fake
 
 
@@ -144,7 +144,7 @@ def test_what_is_pinned_is_host_memory_whatever_torchs_default_device(
         assert empty(1).is_meta
         plain = {"pin_memory": False}
         monkeypatch.setattr(torch, "empty", lambda *of, **how: empty(*of, **(how | plain)))
-        assert hostcopy._pinned(torch.ones(2, device="cpu")).is_cpu  # noqa: SLF001  # needs CUDA
+        assert items._pinned(torch.ones(2, device="cpu")).is_cpu  # noqa: SLF001  # needs CUDA
         assert CudaMover.buffer(cast("Any", None), 8).is_cpu
 
 

@@ -190,13 +190,13 @@ def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
 
 def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is staged while another commits is waited for from the end of that one on."""
-    monkeypatch.setattr(exits, "STALL_S", 2.0)
+    monkeypatch.setattr(handles, "STALL_S", 2.0)
     first, second = (SaveStatus(f"file:///{name}", 0, limit_s=9.0) for name in "ab")
     for save in (first, second):
-        exits.flush_at_exit(save, 60.0, Timeouts())
+        handles.flush_at_exit(save, 60.0, Timeouts())
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
-    assert exits.flush([first, second]) == []
+    assert handles.flush([first, second]) == []
 
 
 class Child:
