@@ -186,7 +186,9 @@ class Worker:
                 if isinstance(message, Answer):
                     return message.found
                 if isinstance(message, CheckpointError):
-                    _tell(operation, message)
+                    # Where no rank can be told, each learns it from its next step.
+                    with contextlib.suppress(CheckpointError):
+                        operation.failed(message)
                 elif not isinstance(message, RankProgress):
                     operation.phase(message)
                 elif (more_bytes := _more_bytes(operation, message)) > 0:
@@ -285,13 +287,6 @@ def pack(options: SaveOptions) -> bytes:
             phase="stage",
             next_step="Define its class at the top of a module, or use mode='thread'.",
         ) from error
-
-
-def _tell(operation: Operation, error: CheckpointError) -> None:
-    try:
-        operation.failed(error)
-    except CheckpointError as failure:
-        log.warning("Not all ranks may hear at once that a save fails: %s", failure)
 
 
 def _more_bytes(operation: Operation, beat: RankProgress) -> int:
