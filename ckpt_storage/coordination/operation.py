@@ -293,23 +293,28 @@ class Operation:
 
     def scatter(self, values: Sequence[_T]) -> _T:
         """Give each rank its own of the coordinator's `values` (others pass none)."""
+        packed = [pickle.dumps(value) for value in values]
         step = self._next_step("scatter")
         if self.is_coordinator:
             for rank in self.others:
-                self.put(f"{step}/{rank}", pickle.dumps(values[rank]))
-            return values[self.rank]
-        self._await({COORDINATOR: f"{step}/{self.rank}"})
-        found: _T = pickle.loads(self._take(f"{step}/{self.rank}"))  # noqa: S301  # as above
+                self.put(f"{step}/{rank}", packed[rank])
+            own = packed[self.rank]
+        else:
+            self._await({COORDINATOR: f"{step}/{self.rank}"})
+            own = self._take(f"{step}/{self.rank}")
+        found: _T = pickle.loads(own)  # noqa: S301  # as above
         return found
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
+        packed = pickle.dumps(value)
         step = self._next_step("broadcast")
         if self.is_coordinator:
-            self.put(step, pickle.dumps(value))
-            return value
-        self._await({COORDINATOR: step})
-        found: _T = pickle.loads(self._read(step))  # noqa: S301  # as above
+            self.put(step, packed)
+        else:
+            self._await({COORDINATOR: step})
+            packed = self._read(step)
+        found: _T = pickle.loads(packed)  # noqa: S301  # as above
         return found
 
     def all_gather(self, value: _T) -> list[_T]:
