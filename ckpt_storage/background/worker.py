@@ -63,12 +63,10 @@ class Answer:
     found: Any
 
 
-class _Caller:
-    """Whose save it is, and the `Watch` over it: how far it is, and why it is to be given up."""
+class _Watch:
+    """The `Watch` over a save, and its phases: how far it is, and why it is to be given up."""
 
     def __init__(self, rank: int, tell: Callable[[object], None]) -> None:
-        self.rank = rank
-        self.is_coordinator = rank == COORDINATOR
         self.timeouts = Timeouts()
         self.error: CheckpointError | None = None
         self.heartbeats = Heartbeats(rank)
@@ -101,7 +99,7 @@ class _Worker:
         self._pipe = pipe
         self._sending = threading.Lock()
         self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._caller = _Caller(rank, self._send)
+        self._watch = _Watch(rank, self._send)
         self._what = ""
         self._steps: Steps | None = None
         self._is_busy = False
@@ -124,7 +122,7 @@ class _Worker:
             found = travelling(error)
         with self._sending:
             # Its last beat; one that came after the answer would be taken for the next call's.
-            self._pipe.send(self._caller.heartbeats.own())
+            self._pipe.send(self._watch.heartbeats.own())
             self._is_busy = False
             self._pipe.send(Answer(found))
 
@@ -139,8 +137,9 @@ class _Worker:
                 phase="plan",
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
-        self._caller.timeouts = options.timeouts
-        session = SaveSession(job.url, options, self._caller)
+        self._watch.timeouts = options.timeouts
+        rank, begin = self._rank, self._watch.phase
+        session = SaveSession(job.url, options, rank, begin, is_coordinator=rank == COORDINATOR)
         part = partial(staged.part, memory, options.planner)
         self._steps = rank_save(session, part, pickle.dumps)
         return next(self._steps)
@@ -150,7 +149,7 @@ class _Worker:
         steps = self._steps
         if steps is not None and not call.is_over:
             return steps.send(call.word)
-        self._steps = self._caller.error = None
+        self._steps = self._watch.error = None
         return abandoned_thread_count() == 0
 
     def _beat(self) -> None:
@@ -162,7 +161,7 @@ class _Worker:
             # Made and sent at once: an older one that came later would tell of the last phase.
             with self._sending:
                 if self._is_busy:
-                    self._pipe.send(self._caller.heartbeats.own())
+                    self._pipe.send(self._watch.heartbeats.own())
 
     def _send(self, message: object) -> None:
         with self._sending:
@@ -174,7 +173,7 @@ class _Worker:
                 message = self._pipe.recv()
                 if isinstance(message, Job):
                     self._what = f"the save to {place_of(message.url)}"
-                    self._caller = _Caller(self._rank, self._send)
+                    self._watch = _Watch(self._rank, self._send)
                     file = reduction.recv_handle(self._pipe)
                     # Kept in no variable of this thread.
                     self._calls.put(
@@ -183,7 +182,7 @@ class _Worker:
                 elif isinstance(message, Call):
                     self._calls.put(partial(self._go_on, message))
                 else:
-                    self._caller.error = self._caller.error or message
+                    self._watch.error = self._watch.error or message
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
-    Phase,
     Progress,
     RetryPolicy,
     StockMetadata,
@@ -40,18 +40,6 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .border import at_dcp_border, rank_of_call
-
-
-@dataclass(slots=True)
-class _Caller:
-    """A rank of a save, as DCP tells of it."""
-
-    rank: int
-    is_coordinator: bool
-    timeouts: Timeouts
-
-    def phase(self, phase: Phase) -> Deadline:
-        return Deadline.of(self.timeouts, phase)
 
 
 class _OfThread(threading.local):
@@ -191,8 +179,14 @@ class CheckpointStorageWriter(StorageWriter):
             )
         of, options = self._threads, self._options
         checkpoint_id, of.pending, of.asked = of.pending, None, False
-        caller = _Caller(rank_of_call(kwargs), is_coordinator, options.timeouts)
-        of.session = SaveSession(self._path, options, caller, checkpoint_id)
+        of.session = SaveSession(
+            self._path,
+            options,
+            rank_of_call(kwargs),
+            partial(Deadline.of, options.timeouts),
+            is_coordinator=is_coordinator,
+            checkpoint_id=checkpoint_id,
+        )
 
     def _session(self) -> SaveSession:
         session = self._threads.session

@@ -162,13 +162,16 @@ def run_save(
             ranks.operation(what, timeouts=options.timeouts) as operation,
             as_checkpoint_errors(what, ranks.rank, in_background=in_background),
         ):
-            session = SaveSession(url, options, operation)
+            is_first = operation.is_coordinator
+            session = SaveSession(
+                url, options, operation.rank, operation.phase, is_coordinator=is_first
+            )
             operation.what = f"the save to {session.url}"
             job = options.consolidation(session.location)
             consolidation = job.terms() if job else {"consolidate": "no"}
             with closing(part(operation, session)) as steps:
                 operation.meet({**session.terms(), **consolidation})
-                if operation.is_coordinator:
+                if is_first:
                     info = _lead(operation, session, steps, in_background=in_background)
                 else:
                     info = _follow(operation, session, steps)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -47,16 +46,6 @@ _MOST_NAMED = 8
 log = logging.getLogger("ckpt_storage")
 
 
-class Caller(Protocol):
-    """Whose save it is: an `Operation`, or a rank as DCP tells of it."""
-
-    rank: int
-    is_coordinator: bool
-
-    def phase(self, phase: Phase, /) -> Deadline:
-        """Begin a phase and return its deadline."""
-
-
 class SaveSession:
     """One save of one rank, in one thread: rank 0 `begin`s, all `write`, rank 0 `finish`es."""
 
@@ -64,15 +53,21 @@ class SaveSession:
         self,
         url: str | os.PathLike[str],
         options: SaveOptions,
-        caller: Caller,
+        rank: int,
+        begin: Callable[[Phase], Deadline],
+        *,
+        is_coordinator: bool,
         checkpoint_id: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Take up a save to `url`, or where `checkpoint_id` leads. Raises `InvalidInputError`."""
+        """Take up a save to `url`, or where `checkpoint_id` leads; `begin` begins a phase.
+
+        Raises `InvalidInputError`.
+        """
         self.location = options.place(url).join(checkpoint_id)
-        self.rank = caller.rank
-        self.is_coordinator = caller.is_coordinator
+        self.rank = rank
+        self.is_coordinator = is_coordinator
         self.options = options
-        self._phase = caller.phase
+        self._phase = begin
         self._grant: Grant | None = None
 
     @property
