@@ -81,7 +81,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                 hold.go()
             error = handle.exception(END_S)
             end = time.monotonic()
-            assert where != "outcome" or Path(handle.result().export or "").is_dir()
+            assert where != "outcome" or Path(folder, f"step-{step}", "hf").is_dir()
             seen.append(
                 {
                     "cell": (where, victim),
