@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
@@ -128,10 +127,10 @@ class SaveQueue:
             return self._waiting.popleft() if self._waiting else None
 
     def _end(self, job: SaveJob) -> None:
-        status = job.status
+        status, part = job.status, partial(self._steps, job)
         try:
             with as_checkpoint_errors(f"the save to {status.url}", status.rank, in_background=True):
-                info = self._carry_out(job)
+                info = run_save(self.ranks, job.url, job.options, part, in_background=True)
         except CheckpointError as error:
             what = f"save {status.save_id or '(without id)'} to {status.url}"
             log.warning("%s failed on rank %d: %s", what, status.rank, error)
@@ -144,37 +143,27 @@ class SaveQueue:
             self._free(job, is_read=False)
             status.succeed(info)
 
-    def _carry_out(self, job: SaveJob) -> CheckpointInfo:
-        status, options, copy = job.status, job.options, job.staging
-        try:
-            if copy is not None and job.refusal is None:
-                try:
-                    copy.wait(options.timeouts.stage)
-                    status.mark_staged()
-                except CheckpointError as error:
-                    job.refuse(error)
-            part = partial(self._steps, job)
-            return run_save(self.ranks, job.url, options, part, in_background=True)
-        finally:
-            # Before anybody who waits for the save goes on, perhaps to `close`.
-            self._is_busy = False
-
     def _steps(self, job: SaveJob, operation: Operation, session: SaveSession) -> Steps:
-        """Return what this rank does in a save. Raises why it is refused."""
+        """Return what this rank does in a save, once it is staged. Raises why it is refused."""
+        copy = job.staging
         if job.refusal is not None:
             raise job.refusal
+        assert copy is not None  # noqa: S101  # or it were refused
+        copy.wait(job.options.timeouts.stage)
+        job.status.mark_staged()
+        operation.phase("plan")
         job.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
         if self.has_worker:
             if self.worker is None or not self.worker.is_ready():
                 self.worker = Worker(self.ranks.rank, self._silence_s)
             return self.worker.steps(operation, session, job)
-        copy = job.staging
-        assert copy is not None  # noqa: S101  # or it were refused
         memory, planner = copy.arena.memory, job.options.planner
         return rank_save(session, partial(copy.staged.part, memory, planner))
 
     def _free(self, job: SaveJob, *, is_read: bool) -> None:
         """Give the memory back for the next save, unless somebody still reads or writes there."""
+        # Before anybody who waits for the save goes on, perhaps to `close`.
+        self._is_busy = False
         staging, job.staging = job.staging, None
         if staging is None:
             return

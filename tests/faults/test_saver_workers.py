@@ -38,6 +38,7 @@ Cell = tuple[Where, int]
 KILLED: tuple[Cell, ...] = (
     ("local plan", 0),
     ("local plan", 1),
+    ("global plan", 0),
     ("write", 0),
     ("write", 1),
     ("commit", 0),
@@ -72,7 +73,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                 if where == "outcome":
                     pid = saver.worker_pid or 0
                 assert pid == saver.worker_pid
-                if where != "local plan":
+                if "plan" not in where:
                     _until_told(handle)
                 if where == "outcome":
                     until(partial(_is_listed, folder, step), "the commit")
@@ -106,7 +107,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
     return seen
 
 
-@pytest.mark.parametrize("cells", [KILLED[:4], KILLED[4:]], ids=["before", "committing"])
+@pytest.mark.parametrize("cells", [KILLED[:5], KILLED[5:]], ids=["before", "committing"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_worker_that_is_ended_is_told_on_all_ranks(
     ranks: RankPool, tmp_path: Path, number: int, cells: tuple[Cell, ...]
