@@ -61,23 +61,14 @@ class StagedPlan:
         return LocalPlan(
             plan=lambda: self.kept.plan,
             planner=planner or DefaultSavePlanner(),
-            source=_StagedItems(self, memory),
+            items=partial(self._items, memoryview(memory)),  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
             ties=self.ties,
             structure=self.kept.structure,
         )
 
-
-class _StagedItems:
-    """An `ItemSource` over the memory of an arena."""
-
-    def __init__(self, staged: StagedPlan, memory: NDArray[np.uint8]) -> None:
-        self._memory = memoryview(memory)  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
-        self._rows = staged.rows
-
-    def items(self, plan: SavePlan) -> Iterator[Item]:
-        """Yield the items of a final plan. Raises `InvalidInputError` for one not staged."""
+    def _items(self, memory: memoryview, plan: SavePlan) -> Iterator[Item]:
         for item in plan.items:
-            row = self._rows.get(item.index)
+            row = self.rows.get(item.index)
             if row is None:
                 raise InvalidInputError(
                     f"{item.index.fqn} is not in the local plan, so it was not copied.",
@@ -92,13 +83,14 @@ class _StagedItems:
                 offsets=() if chunk is None else tuple(chunk.offsets),
                 sizes=() if chunk is None else tuple(chunk.sizes),
                 payload_bytes=size_bytes,
-                views=partial(self._views, start, start + size_bytes),
+                views=partial(_windows, memory[start : start + size_bytes]),
                 unsafe=unsafe,
             )
 
-    def _views(self, start: int, end: int, window_bytes: int) -> Iterator[memoryview]:
-        for at in range(start, end, window_bytes):
-            yield self._memory[at : min(end, at + window_bytes)]
+
+def _windows(view: memoryview, window_bytes: int) -> Iterator[memoryview]:
+    for at in range(0, len(view), window_bytes):
+        yield view[at : at + window_bytes]
 
 
 class StagingJob:

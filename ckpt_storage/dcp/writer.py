@@ -275,7 +275,7 @@ class CheckpointStorageWriter(StorageWriter):
             )
         if not isinstance(answer.leave, Grant):
             raise answer.leave
-        report = session.write(answer.leave, plan, LiveItems(planner), ties_of(planner))
+        report = session.write(answer.leave, plan, LiveItems(planner).items, ties_of(planner))
         of.save_id = answer.leave.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator

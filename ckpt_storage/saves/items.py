@@ -7,7 +7,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -31,11 +31,8 @@ _SMALL_BYTES = 64 << 10
 """Up to here one copy costs less than views."""
 
 
-class ItemSource(Protocol):
-    """Where the items of a final plan come from."""
-
-    def items(self, plan: SavePlan) -> Iterable[Item]:
-        """Yield the items of `plan`. Raises `InvalidInputError` naming one that cannot be."""
+Items = Callable[[SavePlan], Iterable[Item]]
+"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be."""
 
 
 class LiveItems:

@@ -27,7 +27,7 @@ from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
-from .items import MAKE_PLAIN, ItemSource, LiveItems, fault_of
+from .items import MAKE_PLAIN, Items, LiveItems, fault_of
 from .session import SaveSession
 from .ties import named_tensors, ties_of
 
@@ -133,12 +133,13 @@ PLANS = PlanMemory()
 class LocalPlan:
     """One rank's part of planning; `structure` is None where plans are not kept.
 
-    `plan` makes the local plan, `planner` all others, `source` gives items, `ties` maps aliases.
+    `plan` makes the local plan, `planner` all others, `items` gives those of a final plan, and
+    `ties` maps aliases.
     """
 
     plan: Callable[[], SavePlan]
     planner: SavePlanner
-    source: ItemSource
+    items: Items
     ties: Mapping[str, str]
     structure: Structure | None
 
@@ -172,8 +173,8 @@ class LocalPlan:
             with naming_refused(state):
                 return checked(chosen.create_local_plan())
 
-        source = LiveItems(chosen)
-        return cls(plan=plan, planner=chosen, source=source, ties=ties, structure=structure)
+        items = LiveItems(chosen).items
+        return cls(plan=plan, planner=chosen, items=items, ties=ties, structure=structure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +234,7 @@ def rank_save(
     if not isinstance(answer.leave, Grant):
         assert answer.leave is not None  # noqa: S101  # it comes with a plan
         raise answer.leave
-    own = session.write(answer.leave, plan, local.source, local.ties)
+    own = session.write(answer.leave, plan, local.items, local.ties)
     told = yield None if is_first else pack(own)
     assert metadata is not None  # noqa: S101  # only the coordinator comes here
     yield session.finish(metadata, [own, *map(_unpacked, told[1:])])

@@ -35,7 +35,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .items import ItemSource, planned_bytes
+from .items import Items, planned_bytes
 from .options import SaveOptions
 from .shardfile import ShardContents, write_shard
 
@@ -112,7 +112,7 @@ class SaveSession:
         return replace(grant, world_size=world_size, with_places=with_places)
 
     def write(
-        self, grant: Grant, plan: SavePlan, source: ItemSource, ties: Mapping[str, str]
+        self, grant: Grant, plan: SavePlan, items: Items, ties: Mapping[str, str]
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
@@ -121,11 +121,11 @@ class SaveSession:
         self._grant, deadline = grant, self._phase("write")
         try:
             try:
-                return self._write(grant, plan, source, ties, deadline)
+                return self._write(grant, plan, items, ties, deadline)
             except StorageError as error:
                 if error.kind != "no-space" or not self._has_freed(grant, deadline):
                     raise
-            return self._write(grant, plan, source, ties, deadline)
+            return self._write(grant, plan, items, ties, deadline)
         except CheckpointError as error:
             # Without this rank's report the coordinator cannot commit.
             if not isinstance(error, PhaseTimeoutError):
@@ -145,7 +145,7 @@ class SaveSession:
         self,
         grant: Grant,
         plan: SavePlan,
-        source: ItemSource,
+        items: Items,
         ties: Mapping[str, str],
         deadline: Deadline,
     ) -> RankReport:
@@ -176,7 +176,7 @@ class SaveSession:
                     file = write_shard(
                         path,
                         writer,
-                        source.items(plan),
+                        items(plan),
                         contents,
                         block_bytes=transfer.block_bytes,
                         deadline=deadline,
