@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -106,9 +107,7 @@ class _Worker:
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""
-        for target in (self._beat, self._listen):
-            name = f"ckpt-storage {target.__name__.strip('_')}"
-            threading.Thread(target=target, name=name, daemon=True).start()
+        threading.Thread(target=self._listen, name="ckpt-storage listen", daemon=True).start()
         while True:
             # Held in no variable while waiting: the trainer may want the memory back.
             self._answer(self._calls.get())
@@ -152,40 +151,35 @@ class _Worker:
         self._steps = self._watch.error = None
         return abandoned_thread_count() == 0
 
-    def _beat(self) -> None:
-        pause, parent_pid = threading.Event(), os.getppid()
-        while not pause.wait(BEAT_S):
-            if os.getppid() != parent_pid:
-                # Its pipe may still be open in children that it forked.
-                os._exit(0)
-            # Made and sent at once: an older one that came later would tell of the last phase.
-            with self._sending:
-                if self._is_busy:
-                    self._pipe.send(self._watch.heartbeats.own())
-
     def _send(self, message: object) -> None:
         with self._sending:
             self._pipe.send(message)
 
     def _listen(self) -> None:
-        try:
-            while True:
-                message = self._pipe.recv()
-                if isinstance(message, Job):
-                    self._what = f"the save to {place_of(message.url)}"
-                    self._watch = _Watch(self._rank, self._send)
-                    file = reduction.recv_handle(self._pipe)
-                    # Kept in no variable of this thread.
-                    self._calls.put(
-                        partial(self._begin, message, map_shared(file, message.arena_bytes))
-                    )
-                elif isinstance(message, Call):
-                    self._calls.put(partial(self._go_on, message))
-                else:
-                    self._watch.error = self._watch.error or message
-        except (EOFError, OSError):
-            # Nobody is left to save for; threads that hang in a storage must not keep us.
-            os._exit(0)
+        """Take what the trainer says; while nothing comes, beat."""
+        parent_pid = os.getppid()
+        # Once the trainer is gone, its pipe may still be open in children that it forked.
+        with contextlib.suppress(EOFError, OSError):
+            while os.getppid() == parent_pid:
+                if self._pipe.poll(BEAT_S):
+                    self._hear(self._pipe.recv())
+                    continue
+                with self._sending:
+                    if self._is_busy:
+                        self._pipe.send(self._watch.heartbeats.own())
+        # Nobody is left to save for; threads that hang in a storage must not keep us.
+        os._exit(0)
+
+    def _hear(self, message: Job | Call | CheckpointError) -> None:
+        if isinstance(message, Job):
+            self._what = f"the save to {place_of(message.url)}"
+            self._watch = _Watch(self._rank, self._send)
+            memory = map_shared(reduction.recv_handle(self._pipe), message.arena_bytes)
+            self._calls.put(partial(self._begin, message, memory))
+        elif isinstance(message, Call):
+            self._calls.put(partial(self._go_on, message))
+        else:
+            self._watch.error = self._watch.error or message
 
 
 def worker_main(rank: int, log_level: int, pipe: Connection) -> None:
