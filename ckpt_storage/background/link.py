@@ -155,6 +155,12 @@ class Worker:
             found = self._answer(operation, progress)
         except BaseException:
             # What it goes on to tell is of this save, and must not be taken for the next one's.
+            self.process.kill()
+            self.process.join(_END_S)
+            with contextlib.suppress(EOFError, OSError):
+                while self._pipe.poll():
+                    if self._pipe.recv() == "commit":
+                        operation.phase("commit")
             self.close()
             raise
         if isinstance(found, CheckpointError):

@@ -29,20 +29,27 @@ END_S = 10.0
 class Scripted(Worker):
     """A worker that does what a test says, in a thread; its process is said to live."""
 
-    def __init__(self, does: Callable[[Connection], object]) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
+    def __init__(self, does: Callable[[Connection], object], last_word: str = "") -> None:
+        self._pipe, self._theirs = multiprocessing.Pipe()
         self._lives, self.ends = os.pipe()
         self.process = types.SimpleNamespace(  # type: ignore[assignment]  # as far as it is asked
-            pid=1, sentinel=self._lives, join=lambda _: None, exitcode=-9
+            pid=1, sentinel=self._lives, join=lambda _: None, exitcode=-9, kill=self._kill
         )
         self._silence_s, self.has_spoken, self.was_closed = SILENCE_S, True, False
+        self._last_word = last_word
         self.close = self._close  # type: ignore[assignment]  # no finalizer
-        threading.Thread(target=self._serve, args=(does, theirs), daemon=True).start()
+        threading.Thread(target=self._serve, args=(does,), daemon=True).start()
 
-    def _serve(self, does: Callable[[Connection], object], pipe: Connection) -> None:
-        with pipe:
-            pipe.recv()
-            does(pipe)
+    def _serve(self, does: Callable[[Connection], object]) -> None:
+        self._theirs.recv()
+        does(self._theirs)
+        if not self._last_word:
+            self._theirs.close()
+
+    def _kill(self) -> None:
+        if self._last_word:
+            self._theirs.send(self._last_word)
+            self._theirs.close()
 
     def _close(self) -> None:
         self.was_closed = True
@@ -145,10 +152,16 @@ def test_an_error_of_the_trainer_itself_ends_the_worker(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("phase", "kind"), [("write", RankFailedError), ("commit", CommitUnknownError)]
+    ("phase", "last_word", "kind"),
+    [
+        ("write", "", RankFailedError),
+        ("write", "write", RankFailedError),
+        ("write", "commit", CommitUnknownError),
+        ("commit", "", CommitUnknownError),
+    ],
 )
 def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
-    phase: Phase, kind: type[CheckpointError]
+    phase: Phase, last_word: str, kind: type[CheckpointError]
 ) -> None:
     """Before its own word that it commits, nothing was committed; after it, the storage tells."""
     operation = operation_of(0)
@@ -159,8 +172,8 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     )
     options = types.SimpleNamespace(progress=None)
     job: Any = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
-    worker = Scripted(lambda pipe: pipe.send(phase))
-    with pytest.raises(kind, match="SIGKILL"):
+    worker = Scripted(lambda pipe: pipe.send(phase), last_word)
+    with pytest.raises(kind, match="sign of life" if last_word else "SIGKILL"):
         next(worker.steps(operation, session, job))
     assert worker.was_closed
     session.outcome = lambda _: "what was committed"
