@@ -108,15 +108,15 @@ class Worker:
 
     def steps(self, operation: Operation, session: SaveSession, job: SaveJob) -> Steps:
         """Have the worker carry out `rank_save`; it may be closed then."""
-        staging = job.staging
-        assert staging is not None  # noqa: S101  # or it were refused
+        # Kept in no variable: an error, and with it this frame, may live longer than the copy.
+        assert job.staging is not None  # noqa: S101  # or it were refused
         call: Job | Call = Job(
             url=os.fspath(job.url),
             options=job.packed,
-            staged=pickle.dumps(staging.staged),
-            arena_bytes=staging.arena.size_bytes,
+            staged=pickle.dumps(job.staging.staged),
+            arena_bytes=job.staging.arena.size_bytes,
         )
-        file, progress = staging.arena.file, job.options.progress
+        file, progress = job.staging.arena.file, job.options.progress
         try:
             while True:
                 try:
