@@ -1,15 +1,10 @@
-"""A handle tells the truth about its save; a trainer hears its worker, and does without it."""
+"""A handle tells the truth about its save."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 
@@ -24,13 +19,9 @@ from ckpt_storage import (
     SaveState,
     StorageError,
 )
-from ckpt_storage.background import exits, link
+from ckpt_storage.background import handle as handles
 from ckpt_storage.background.handle import SaveStatus
-from ckpt_storage.background.worker import Step
-from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.liveness import Heartbeats, RankProgress
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.options import Phase, Timeouts
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
@@ -197,127 +188,3 @@ def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPa
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
     assert handles.flush([first, second]) == []
-
-
-class Child:
-    """A worker that asks for one step, and is gone before that has ended."""
-
-    has_spoken = True
-    process = types.SimpleNamespace(pid=1)
-
-    def __init__(self, committed: object = None) -> None:
-        self.committed = committed
-        self.gone = threading.Event()
-        self.told = threading.Event()
-
-    def send(self, message: object, *, file: int | None = None) -> None:
-        """Take what the pipe holds, though nobody reads it."""
-
-    def close(self) -> None:
-        """Be ended, and leave time for it to be noticed."""
-        self.gone.set()
-        self.told.wait(0.5)
-
-    def messages(self, limit_s: float) -> Iterator[Step]:
-        """Ask, and be gone."""
-        del limit_s
-        yield Step(name="gather_bytes", args=(b"part",), facts={"committed": self.committed})
-        self.gone.wait()
-        raise link.GoneError("gave no sign of life")
-
-
-def job() -> Any:
-    """Return a save that is staged."""
-    options = types.SimpleNamespace(timeouts=Timeouts(), progress=None)
-    arena = types.SimpleNamespace(size_bytes=1, file=0)
-    staging = types.SimpleNamespace(staged=None, arena=arena)
-    return types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
-
-
-def served(child: Child, operation: Operation) -> object:
-    """Return what the trainer's thread ends with, within 10 seconds."""
-    run = link._Run(cast("Any", child), operation, job())  # noqa: SLF001  # the unit
-    ends: list[object] = []
-
-    def serve() -> None:
-        try:
-            ends.append(run.serve())
-        except link.GoneError as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    thread.join(10)
-    return ends[0] if ends else None
-
-
-def begun(
-    monkeypatch: pytest.MonkeyPatch, gather: Callable[[bytes], object]
-) -> tuple[Operation, list[CheckpointError]]:
-    """Return an operation of two ranks that gathers so, and what the other rank is told."""
-    operation = Operation(RankGroup.alone(1, 2), "the save", Timeouts())
-    told: list[CheckpointError] = []
-    operation.id = "1"
-    monkeypatch.setattr(operation, "gather_bytes", gather)
-    monkeypatch.setattr(operation, "_tell", told.append)
-    return operation, told
-
-
-def test_a_worker_that_is_gone_is_noticed_though_others_cannot_be_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The store that ranks share may not answer just then."""
-    child = Child()
-
-    def gather(part: bytes) -> list[bytes]:
-        child.gone.set()
-        assert child.told.wait(10)
-        return [part]
-
-    def tell(error: CheckpointError) -> None:
-        child.told.set()
-        raise LostStoreError("no answer in 3 s") from error
-
-    operation, _ = begun(monkeypatch, gather)
-    monkeypatch.setattr(operation, "_tell", tell)
-    assert isinstance(served(child, operation), link.GoneError)
-
-
-@pytest.mark.parametrize("committed", [None, "what was committed"])
-def test_a_worker_that_dies_once_its_part_is_told_fails_only_a_consolidation(
-    monkeypatch: pytest.MonkeyPatch, committed: object
-) -> None:
-    """Its rank's part is written, and the others commit without it; not so what comes after."""
-    child = Child(committed)
-
-    def gather(_: bytes) -> None:
-        child.gone.set()
-        child.told.wait(0.5)
-
-    operation, told = begun(monkeypatch, gather)
-    operation.phase("write")
-    assert isinstance(served(child, operation), link.GoneError)
-    assert len(told) == (committed is not None)
-
-
-def test_a_worker_that_is_ended_for_an_error_here_is_no_news(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ranks are told why a step failed here, not that its worker was killed for it."""
-    operation, told = begun(monkeypatch, Mock(side_effect=RuntimeError("can't start new thread")))
-    with pytest.raises(RuntimeError, match="can't start"):
-        link.Worker.run(cast("Any", Child()), operation, job())
-    assert told == []
-
-
-def test_a_beat_of_the_phase_before_counts_for_nothing() -> None:
-    """One may be under way while this rank's trainer begins the next phase."""
-    operation = Operation(RankGroup.alone(), "the save", Timeouts())
-    run = link._Run(cast("Any", Child()), operation, job())  # noqa: SLF001  # the unit
-    operation.phase("consolidate")
-    with contextlib.ExitStack() as shown:
-        phases: list[Phase] = ["commit", "consolidate"]
-        for phase, done_bytes in zip(phases, (9, 2), strict=True):
-            beat = RankProgress(rank=0, phase=phase, done_bytes=done_bytes)
-            run._take_beat(beat, shown)  # noqa: SLF001  # as above
-    assert operation.heartbeats.own().done_bytes == 2
