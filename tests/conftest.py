@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -158,6 +159,14 @@ def server() -> Iterator[S3Server]:
         running.create_bucket("bkt")
         running.create_bucket("bucket")
         yield running
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A folder in memory where there is one, so that nothing waits for a disk."""
+    memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

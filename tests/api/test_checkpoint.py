@@ -16,19 +16,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import EXTRAS, FORMATS, OBJECTS, WEIGHTS, numpy_of
+from copy_cases import flip
 from dcp_cases import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import ckpt_storage
-from ckpt_storage import (
-    CheckpointError,
-    CheckpointGoneError,
-    IntegrityError,
-    InvalidInputError,
-    UnsafeContentError,
-)
 from ckpt_storage.commit.cleaning import free_superseded
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
@@ -198,7 +192,7 @@ def test_load_takes_names_a_prefix_or_a_predicate(opened: Checkpoint) -> None:
         ({"kind": "pandas"}, "kind"),
     ]
     for options, told in wrong:
-        with pytest.raises((KeyError, InvalidInputError), match=told):
+        with pytest.raises((KeyError, ckpt_storage.InvalidInputError), match=told):
             opened.load(**options)
     events: list[ckpt_storage.ProgressEvent] = []
     opened.load(prefix="model.", progress=events.append)
@@ -295,30 +289,26 @@ def test_types_that_only_torch_has_come_as_torch(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path / "run")
     for name, tensor in state.items():
         assert same(opened[name].torch(), tensor)
-        with pytest.raises(CheckpointError, match=r"numpy has no type .*\.torch\(\)"):
+        with pytest.raises(ckpt_storage.CheckpointError, match=r"numpy has no type .*\.torch\(\)"):
             opened[name].numpy()
     for file in opened.files:
         (tmp_path / "run" / file.path).unlink()
     named = r"half \(complex32\), packed \(float4_e2m1fn_x2\).*kind='torch'"
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(ckpt_storage.CheckpointError, match=named):
         opened.load()  # looks before it reads
-
-
-class Evil:
-    """Runs a function when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("evil-was-here"),))
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that names a function is refused and names it; unsafe_pickle runs it."""
     monkeypatch.chdir(tmp_path)
-    dcp.save({"a": torch.ones(2), "evil": Evil()}, checkpoint_id=tmp_path / "run")
+    dcp.save(
+        {"a": torch.ones(2), "evil": dcp_cases.Call(Path.touch, (Path("evil-was-here"),))},
+        checkpoint_id=tmp_path / "run",
+    )
     opened = open_checkpoint(tmp_path / "run")
-    with pytest.raises(UnsafeContentError, match="unsafe_pickle=True"):
+    with pytest.raises(ckpt_storage.UnsafeContentError, match="unsafe_pickle=True"):
         opened["evil"]
-    with pytest.raises(UnsafeContentError):
+    with pytest.raises(ckpt_storage.UnsafeContentError):
         opened.load()
     assert opened.load(["a"])["a"].tolist() == [1, 1]
     assert not (tmp_path / "evil-was-here").exists()
@@ -331,23 +321,21 @@ def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
     tensor = torch.arange(200_000, dtype=torch.int32).reshape(2000, 100)
     dcp_cases.save({"a": tensor, "step": 3}, tmp_path / "run")
     (file,) = (tmp_path / "run").rglob("*.distcp")
-    data = bytearray(file.read_bytes())
-    at = data.index(np.int32(150_000).tobytes())
-    data[at] ^= 1
-    file.write_bytes(data)
+    at = file.read_bytes().index(np.int32(150_000).tobytes())
+    flip(file, at)
     lazy = open_checkpoint(tmp_path / "run")["a"]
     assert is_equal(lazy[:1000], tensor[:1000].numpy())
     for read in (lazy.numpy, lazy.torch, lambda: lazy[1500, 0], lambda: list(lazy)):
-        with pytest.raises(IntegrityError) as caught:
+        with pytest.raises(ckpt_storage.IntegrityError) as caught:
             read()
         assert caught.value.fqn == "a"
         assert caught.value.path is not None
         assert caught.value.path.endswith(file.name)
         assert 0 <= at - (caught.value.offset or 0) < 65_536
-    with pytest.raises(IntegrityError):
+    with pytest.raises(ckpt_storage.IntegrityError):
         open_checkpoint(tmp_path / "run").load()
-    file.write_bytes(data[:-5000])
-    with pytest.raises(IntegrityError) as caught:
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(ckpt_storage.IntegrityError) as caught:
         lazy[0]
     assert caught.value.fqn == "a"
     assert "The file holds a, written by rank 0." in str(caught.value)
@@ -369,7 +357,7 @@ def test_a_save_that_is_gone_says_so(tmp_path: Path, how: str) -> None:
     else:
         ckpt_storage.delete(path)
     for read in (lambda: lazy[:], lazy.torch, lambda: opened["step"], opened.load, opened.verify):
-        with pytest.raises(CheckpointGoneError):
+        with pytest.raises(ckpt_storage.CheckpointGoneError):
             read()
     if how == "overwritten":
         assert open_checkpoint(path)["step"] == 2
@@ -389,11 +377,11 @@ def test_files_that_another_writer_replaced_are_noticed(
         data = file.read_bytes()
         file.unlink()
         file.write_bytes(data)
-    with pytest.raises(CheckpointGoneError, match="written again"):
+    with pytest.raises(ckpt_storage.CheckpointGoneError, match="written again"):
         opened["model.rows"][:]
     shutil.rmtree(path)
     for either in (opened, fresh):
-        with pytest.raises(CheckpointGoneError, match="gone"):
+        with pytest.raises(ckpt_storage.CheckpointGoneError, match="gone"):
             either["model.rows"][:]
 
 
@@ -404,5 +392,5 @@ def test_a_closed_checkpoint_refuses_reads(opened: Checkpoint) -> None:
         assert lazy[0].shape == (37,)
     opened.close()
     assert "model.rows" in opened
-    with pytest.raises(InvalidInputError, match="was closed"):
+    with pytest.raises(ckpt_storage.InvalidInputError, match="was closed"):
         lazy[0]

@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from cli_tools import STEPS, answer, call, make_run, state_at
-from copy_cases import files_below, flip, save
+from copy_cases import files_below, flip, save, saved_stock
 from dcp_cases import same
 from safetensors.torch import load_file
 
-from ckpt_storage import delete
+from ckpt_storage import InvalidInputError, delete
 from ckpt_storage.cli import tidy
 from ckpt_storage.cli.app import _COMMANDS
-from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.testing.s3_server import S3Server
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -167,6 +167,8 @@ def test_convert_writes_another_format(last: Path, tmp_path: Path) -> None:
     assert body["tensor_count"] == 3
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert same(loaded["model"]["w"], state_at(1100)["model"]["w"])
+    # Without --to the format is that of this library.
+    assert answer("convert", tmp_path / "a.pt", tmp_path / "own")["format"] == "ckpt_storage"
     assert "step" in refused("convert", last, tmp_path / "st", "--to", "safetensors")
     dropped = answer("convert", last, tmp_path / "st", "--to", "safetensors", "--drop-unsupported")
     assert "step" in dropped["dropped"]
@@ -178,21 +180,8 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     """With options for names and types."""
     save(state_at(1), tmp_path / "src")
     out = tmp_path / "out"
-    body = answer(
-        "consolidate",
-        tmp_path / "src",
-        out,
-        "--include",
-        "model.*",
-        "--exclude",
-        "*0]",
-        "--rename",
-        "model.w=weight",
-        "--dtype",
-        "bfloat16",
-        "--max-file-bytes",
-        "1GB",
-    )
+    options = "--include model.* --exclude *0] --rename model.w=weight --dtype bfloat16"
+    body = answer("consolidate", tmp_path / "src", out, *options.split(), "--max-file-bytes", "1GB")
     assert body["tensor_count"] == 2
     found = load_file(out / "model.safetensors")
     assert found["weight"].dtype == torch.bfloat16
@@ -231,6 +220,9 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
     assert done["deleted"] == ["step-00001000"]
     names = [one["name"] for one in answer("ls", root)["checkpoints"]]
     assert names == ["step-00000900", "step-00001100"]
+    (tmp_path / "other" / "checkpoint-900").mkdir(parents=True)
+    template = ("--names", "checkpoint-{step}")
+    assert call("prune", tmp_path / "other", "--keep-latest", "1", *template).exit_code == 0
     for wrong in ([], ["--keep-best", "loss"], ["--keep-best", "loss:min:0"]):
         refused("prune", root, *wrong)
 
@@ -268,24 +260,6 @@ def test_rm_deletes_the_save_that_it_has_shown(
     assert answer("show", one)["save_id"] != shown
 
 
-def test_rm_leaves_what_another_tool_wrote(last: Path, tmp_path: Path) -> None:
-    """A checkpoint of stock torch is refused, and stays."""
-    assert call("convert", last, tmp_path / "dcp", "--to", "dcp").exit_code == 0
-    # Without --to the format is that of this library.
-    assert answer("convert", tmp_path / "dcp", tmp_path / "own")["format"] == "ckpt_storage"
-    before = files_below(tmp_path / "dcp")
-    assert "another tool" in refused("rm", tmp_path / "dcp", "--yes")
-    assert files_below(tmp_path / "dcp") == before
-
-
-def test_prune_refuses_names_that_nothing_has(tmp_path: Path) -> None:
-    """Where nothing is named by the template it exits with 2 and says how to tell."""
-    (tmp_path / "run/checkpoint-900").mkdir(parents=True)
-    plan = ("prune", tmp_path / "run", "--keep-latest", "1")
-    assert "--names 'checkpoint-{step}'" in refused(*plan, "--yes")
-    assert call(*plan, "--names", "checkpoint-{step}").exit_code == 0
-
-
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:
     """Exit code 0 where checkpoints can be kept."""
     body = answer("doctor", tmp_path, "--size", "1MiB")
@@ -317,6 +291,8 @@ def test_doctor_reports_and_advises(tmp_path: Path) -> None:
         (["prune", "{last}", "--keep-latest", "1", "--yes"], "is a checkpoint itself"),
         (["convert", "{last}", "{tmp}/x", "--to", "safetensors"], "Pass --drop-unsupported"),
         (["show", "{tmp}/nothing"], "ckpt-storage ls ROOT"),
+        (["rm", "{tmp}/stock", "--yes"], "another tool"),
+        (["prune", "{tmp}/run", "--keep-latest", "1", "--yes"], "--names 'checkpoint-{step}'"),
     ],
 )
 def test_what_cannot_run_exits_with_two_and_one_line(
@@ -324,6 +300,8 @@ def test_what_cannot_run_exits_with_two_and_one_line(
 ) -> None:
     """The line says what is wrong and what to do, never "unexpected"; nothing else is printed."""
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "two.pt")
+    (tmp_path / "run" / "checkpoint-900").mkdir(parents=True)
+    saved_stock({"w": torch.ones(1)}, tmp_path / "stock")
     result = call(*(one.format(tmp=tmp_path, last=last) for one in arguments))
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -385,36 +363,24 @@ def test_options_come_from_a_file_and_the_command_line(
     assert SECRET not in refused("ls", "s3://bkt/x", "--storage-options-file", file)
 
 
-@pytest.mark.parametrize(
-    ("pair", "meant"),
-    [
-        ("config_kwargs.connect_timeout=5", 5),
-        ("passive=false", False),
-        ("retries=none", None),
-        ("password=1234", "1234"),
-        ("accessKey=true", "true"),
-        ("conn_str=0", "0"),
-        ("user=7", "7"),
-        ("project=12345", "12345"),
-    ],
-)
-def test_options_are_of_the_type_that_file_systems_expect(
-    pair: str, meant: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_of_the_type_that_file_systems_expect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and words are what they look like, but for what names or opens an account."""
-    given: list[Any] = []
-
-    def look(*_: object, storage_options: Any, **__: object) -> None:
-        given.append(storage_options)
-        raise InvalidInputError("enough")
-
+    look = mock.Mock(side_effect=InvalidInputError("enough"))
     monkeypatch.setattr("ckpt_storage.cli.values.open_checkpoint", look)
-    call("cat", "memory://x", "y", "--storage-option", pair)
-    (found,) = given
-    for name in pair.partition("=")[0].split("."):
-        found = found[name]
-    assert found == meant
-    assert type(found) is type(meant)
+    words = "config_kwargs.connect_timeout=5 passive=false retries=none password=1234"
+    pairs = [*words.split(), "accessKey=true", "conn_str=0", "user=7", "project=12345"]
+    call("cat", "memory://x", "y", *(f"--storage-option={pair}" for pair in pairs))
+    meant = {
+        "config_kwargs": {"connect_timeout": 5},
+        "passive": False,
+        "retries": None,
+        "password": "1234",
+        "accessKey": "true",
+        "conn_str": "0",
+        "user": "7",
+        "project": "12345",
+    }
+    assert repr(dict(look.call_args.kwargs["storage_options"])) == repr(meant)
 
 
 def test_cp_names_a_damaged_export_and_exits_with_one(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from consolidate_cases import INDEX, check, check_report, files_in
+from copy_cases import flip
 from dcp_cases import seeded
 from fault_tools import Opener
 
@@ -87,7 +88,6 @@ class InOrder(LocalBackend):
         *,
         last: bool,
     ) -> str:
-        """Write a part; it must be the next one."""
         ends = self.ends.setdefault(path, [0])
         assert offset == ends[-1]
         ends.append(offset + sum(map(len, data)))
@@ -118,9 +118,7 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(
     assert sum(ends[-1] for ends in in_order.ends.values()) == report.total_bytes
     check(files_in(tmp_path / "out"), STATE)
     (shard,) = (tmp_path / "run").glob("saves/*/*.distcp")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard, shard.stat().st_size // 2)
     in_order.ends.clear()
     with pytest.raises(IntegrityError) as caught:
         consolidate(tmp_path / "run", tmp_path / "out", exclude="w0", **given)
@@ -129,19 +127,12 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+def test_too_little_memory_is_refused(server: S3Server, tmp_path: Path) -> None:
     """If not even one part fits the limit, the error says how much is needed."""
     ckpt_storage.save({"w": torch.zeros(4 * MIB)}, tmp_path / "run")
-    with S3Server() as server:
-        server.create_bucket("bkt")
-        given = server.storage_options
-        with pytest.raises(InvalidInputError, match="memory_limit_bytes to"):
-            consolidate(
-                tmp_path / "run",
-                "s3://bkt/hf",
-                memory_limit_bytes=MIB,
-                output_storage_options=given,
-            )
+    given: dict[str, Any] = {"output_storage_options": server.storage_options}
+    with pytest.raises(InvalidInputError, match="memory_limit_bytes to"):
+        consolidate(tmp_path / "run", "s3://bkt/hf", memory_limit_bytes=MIB, **given)
 
 
 def model(version: int) -> dict[str, Any]:
@@ -158,7 +149,10 @@ def url(tmp_path: Path) -> Path:
 
 
 def test_only_what_is_not_sound_is_made_again(tmp_path: Path) -> None:
-    """Of an export only what is missing, of another length or of other bytes is written."""
+    """Of an export only what is missing, of another length or of other bytes is written.
+
+    `verify` names what is gone or short, and says how to make it anew.
+    """
     ckpt_storage.save(model(1), tmp_path / "run")
     consolidate(tmp_path / "run", max_file_bytes=8_000)
     folder = tmp_path / "run" / "hf"
@@ -167,8 +161,13 @@ def test_only_what_is_not_sound_is_made_again(tmp_path: Path) -> None:
     time_ns = (folder / four).stat().st_mtime_ns
     (folder / one).unlink()
     (folder / two).write_bytes(before[two][:-1])
-    (folder / three).write_bytes(before[three][:-1] + bytes([before[three][-1] ^ 1]))
+    for deep in (True, False):
+        problems = ckpt_storage.verify(tmp_path / "run", deep=deep).problems
+        assert {problem.file for problem in problems} == {f"hf/{one}", f"hf/{two}"}
+        assert all("onsolidate again" in problem.next_step for problem in problems)
+    flip(folder / three, -1)
     assert consolidate(tmp_path / "run", max_file_bytes=8_000).resumed == (four,)
+    assert ckpt_storage.verify(tmp_path / "run").ok
     assert files_in(folder).keys() == before.keys()
     check(files_in(folder), model(1)["model"])
     report = consolidate(tmp_path / "run", max_file_bytes=8_000)
@@ -260,27 +259,13 @@ def test_every_byte_of_an_export_counts(url: Path) -> None:
     record = next(name for name in files_in(folder) if name.endswith("output.json"))
     for name in [*(path.name for path in folder.glob("*.safetensors")), INDEX, record]:
         path = folder / name
-        data = path.read_bytes()
-        for at in (0, 9, len(data) // 2, len(data) - 1):
-            path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        for at in (0, 9, path.stat().st_size // 2, -1):
+            flip(path, at)
             report = ckpt_storage.verify(url)
             found = {problem.file for problem in report.problems}
             # An index that names another fingerprint is told by the record that is missing.
             assert f"hf/{name}" in found or (name == INDEX and found), (name, at)
-            path.write_bytes(data)
-    assert ckpt_storage.verify(url).ok
-
-
-@pytest.mark.parametrize("deep", [True, False])
-def test_missing_and_cut_files_are_found(url: Path, *, deep: bool) -> None:
-    """A weight file that is gone or short is a problem that says how to make it anew; it works."""
-    one, two = sorted((url / "hf").glob("*.safetensors"))
-    one.unlink()
-    two.write_bytes(two.read_bytes()[:-10])
-    report = ckpt_storage.verify(url, deep=deep)
-    assert {problem.file for problem in report.problems} == {f"hf/{one.name}", f"hf/{two.name}"}
-    assert all("onsolidate again" in problem.next_step for problem in report.problems)
-    consolidate(url, max_file_bytes=20_000)
+            flip(path, at)
     assert ckpt_storage.verify(url).ok
 
 
@@ -289,9 +274,7 @@ def test_an_export_is_verified_by_its_own_url(url: Path, tmp_path: Path) -> None
     consolidate(url, tmp_path / "elsewhere")
     assert ckpt_storage.verify(tmp_path / "elsewhere").ok
     (file,) = (tmp_path / "elsewhere").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    flip(file, -3)
     report = ckpt_storage.verify(tmp_path / "elsewhere")
     assert [problem.file for problem in report.problems] == [file.name]
 

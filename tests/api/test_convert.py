@@ -17,26 +17,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from copy_cases import files_below, flip, head_of, load_stock, save, saved_stock
-from dcp_cases import raw_bytes, same, seeded
+from copy_cases import files_below, flip, head_of, load_stock, make, save, saved_stock
+from dcp_cases import Call, raw_bytes, same, seeded
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
 )
 from torch.utils import serialization
 
-from ckpt_storage import verify
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    UnsafeContentError,
-)
+from ckpt_storage import errors, verify
 from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB
@@ -82,38 +73,6 @@ def nested_state() -> dict[str, Any]:
     }
 
 
-# Each format as its own tool writes and reads it.
-
-
-def write_sharded(state: dict[str, Any], path: Path) -> None:
-    """By torch's own writer of sharded safetensors."""
-    path.mkdir()
-    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-
-
-def write_weights(state: dict[str, Any], path: Path) -> None:
-    """By the library of safetensors, as two files with an index."""
-    path.mkdir()
-    weight_map = {
-        name: f"model-0000{1 + (at > 2)}-of-00002.safetensors"
-        for at, name in enumerate(sorted(state))
-    }
-    for file in set(weight_map.values()):
-        held = {name: state[name].clone() for name in state if weight_map[name] == file}
-        save_file(held, path / file)
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-WRITE: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    "ckpt_storage": save,
-    "dcp": saved_stock,
-    "dcp_safetensors": write_sharded,
-    "safetensors": write_weights,
-    "torch_save": torch.save,
-}
-
-
 def path_of(folder: Path, kind: str, name: str) -> Path:
     """Return where a checkpoint of a format goes."""
     return folder / (f"{name}.pt" if kind == "torch_save" else name)
@@ -146,9 +105,9 @@ def test_tensors_of_every_format_arrive_in_every_other(
     """The values read back by the target's own tool are those that the source's tool wrote."""
     state = flat_state()
     source, target = path_of(tmp_path, kind, "src"), path_of(tmp_path, to, "dst")
-    WRITE[kind](state, source)
+    make(kind, state, source)
     if kind == to:
-        with pytest.raises(InvalidInputError, match="already"):
+        with pytest.raises(errors.InvalidInputError, match="already"):
             convert(source, target, to=to)
         return
     report = convert(source, target, to=to)
@@ -167,7 +126,7 @@ def test_a_training_state_keeps_its_nesting_and_its_objects(
     """Lists stay lists, numbers numbers; there and back is the same."""
     state = nested_state()
     source, target = path_of(tmp_path, kind, "src"), path_of(tmp_path, to, "dst")
-    WRITE[kind](state, source)
+    make(kind, state, source)
     convert(source, target, to=to)
     back = tmp_path / "back.pt"
     if to != "torch_save":
@@ -194,7 +153,7 @@ def test_every_dtype_goes_through_every_format_that_has_it(tmp_path: Path) -> No
     assert kinds[0] == kinds[1]
     lacking = {name for name, kind in DTYPES.items() if kind.safetensors is None}
     for to in WEIGHTS:
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             convert(tmp_path / "ours", tmp_path / to, to=to)
         report = convert(tmp_path / "ours", tmp_path / to, to=to, unsupported="drop")
         assert set(report.dropped) == lacking
@@ -261,7 +220,7 @@ def test_small_files_make_many(tmp_path: Path) -> None:
 def test_what_the_format_cannot_hold_is_named_or_dropped(tmp_path: Path) -> None:
     """The error names values and reasons; nothing is written. Dropping them is explicit."""
     save(nested_state(), tmp_path / "src")
-    with pytest.raises(InvalidInputError) as caught:
+    with pytest.raises(errors.InvalidInputError) as caught:
         convert(tmp_path / "src", tmp_path / "dst", to="safetensors")
     for name in ("name", "lr", "epochs"):
         assert f"{name} (an object" in str(caught.value)
@@ -284,7 +243,7 @@ def test_names_can_be_chosen(tmp_path: Path) -> None:
         report = convert(tmp_path / "src", tmp_path / name, to="safetensors", **chosen)
         assert set(load_file(tmp_path / name / "model.safetensors")) == {"model.w", "model.b"}
         assert "lr" in report.excluded
-    with pytest.raises(InvalidInputError, match=r"optim\.\*"):
+    with pytest.raises(errors.InvalidInputError, match=r"optim\.\*"):
         convert(tmp_path / "src", tmp_path / "c", to="dcp", exclude="optim")
 
 
@@ -349,7 +308,7 @@ def test_strided_tensors_arrive_as_they_look_or_are_refused_by_name(tmp_path: Pa
     convert(tmp_path / "src", tmp_path / "dst", to="safetensors")
     assert torch.equal(load_file(tmp_path / "dst" / "model.safetensors")["t"], state["t"])
     torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(FormatError, match="stored with strides"):
+    with pytest.raises(errors.FormatError, match="stored with strides"):
         convert(tmp_path / "a.pt", tmp_path / "other", to="safetensors")
 
 
@@ -363,7 +322,7 @@ def test_existing_targets_are_replaced_only_when_asked(tmp_path: Path) -> None:
         name = "ours-{}" if to == "torch_save" else "{}.pt"
         target = path_of(tmp_path, to, f"dst-{to}")
         convert(tmp_path / name.format(0), target, to=to)
-        with pytest.raises(CheckpointExistsError):
+        with pytest.raises(errors.CheckpointExistsError):
             convert(tmp_path / name.format(1), target, to=to)
         assert same(read(to, target, old), old), to
         convert(tmp_path / name.format(1), target, to=to, overwrite=True)
@@ -383,34 +342,27 @@ def test_damage_of_the_source_leaves_nothing_that_looks_whole(
     at = shard.read_bytes().index(raw_bytes(state["t3"])) + 100_000
     flip(shard, at)
     target = path_of(tmp_path, to, "dst")
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(errors.IntegrityError) as caught:
         convert(tmp_path / "src", target, to=to, max_file_bytes=250_000)
     assert caught.value.fqn == "t3"
     if to == "torch_save":
         assert not target.exists()
     else:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(errors.CheckpointError):
             convert(target, tmp_path / "never.pt", to="torch_save")
     flip(shard, at)
     convert(tmp_path / "src", target, to=to)
     assert same(read(to, target, state), state)
 
 
-class Evil:
-    """What would run code on unpickling."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("executed",)
-
-
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither that of a torch file nor that of a blob; the error says what to do."""
-    torch.save({"x": torch.ones(2), "evil": Evil()}, tmp_path / "a.pt")
-    with pytest.raises(UnsafeContentError, match="unsafe_pickle"):
+    torch.save({"x": torch.ones(2), "evil": Call(print, ("executed",))}, tmp_path / "a.pt")
+    with pytest.raises(errors.UnsafeContentError, match="unsafe_pickle"):
         convert(tmp_path / "a.pt", tmp_path / "dst", to="dcp")
     saved_stock({"x": torch.ones(2), "evil": pathlib.PurePosixPath("a/b")}, tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "ours", to="ckpt_storage")
-    with pytest.raises(UnsafeContentError, match="evil"):
+    with pytest.raises(errors.UnsafeContentError, match="evil"):
         convert(tmp_path / "ours", tmp_path / "b.pt", to="torch_save")
     convert(tmp_path / "ours", tmp_path / "b.pt", to="torch_save", exclude="evil")
     assert capsys.readouterr().out == ""
@@ -454,7 +406,7 @@ def test_what_cannot_be_read_of_a_torch_file_is_told(tmp_path: Path) -> None:
     big = {"g/byteorder": b"big"}
     zip_again(tmp_path / "g.pt", tmp_path / "g.pt", lambda records: records | big)
     for name, (_, says) in {"a": ("", "is no file of torch.save"), **cases}.items():
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(errors.FormatError, match=says):
             convert(tmp_path / f"{name}.pt", tmp_path / "dst", to="dcp")
     assert not (tmp_path / "dst").exists()
 
@@ -482,8 +434,8 @@ def test_memory_stays_bounded(tmp_path: Path, to: TargetFormat) -> None:
     tensor = torch.from_numpy(np.arange(10 * limit // 4, dtype=np.int32))
     kind = "torch_save" if to == "ckpt_storage" else "ckpt_storage"
     source, small = path_of(tmp_path, kind, "src"), path_of(tmp_path, kind, "small")
-    WRITE[kind]({"x": tensor}, source)
-    WRITE[kind]({"x": tensor[:9].clone()}, small)
+    make(kind, {"x": tensor}, source)
+    make(kind, {"x": tensor[:9].clone()}, small)
     del tensor
     target = path_of(tmp_path, to, "dst")
     # What is imported and cached once does not count.
@@ -507,11 +459,11 @@ def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(source)
     before = files_below(source)
     for to in ("ckpt_storage", *WEIGHTS):
-        with pytest.raises(InvalidInputError, match="onto itself"):
+        with pytest.raises(errors.InvalidInputError, match="onto itself"):
             convert(source, tmp_path / "b", to=to, overwrite=True, unsupported="drop")
         assert files_below(source) == before
     shard = next(source.glob("*.distcp")).name
-    with pytest.raises(InvalidInputError, match="onto itself"):
+    with pytest.raises(errors.InvalidInputError, match="onto itself"):
         convert(source, tmp_path / "b" / shard, to="torch_save", overwrite=True)
     assert files_below(source) == before
     (source / "model.pt").write_bytes(b"of before")
@@ -537,13 +489,13 @@ def test_every_flipped_bit_of_a_torch_file_is_found(
     torch.save(state | text, tmp_path / "a.pt")
     what = b"view" if part == "pickle" else raw_bytes(base if part == "view" else state[part])
     flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(what) + len(what) // 2)
-    with pytest.raises((IntegrityError, FormatError)) as caught:
+    with pytest.raises((errors.IntegrityError, errors.FormatError)) as caught:
         convert(tmp_path / "a.pt", tmp_path / "dst", to=to)
     if part != "pickle":
-        assert isinstance(caught.value, IntegrityError)
+        assert isinstance(caught.value, errors.IntegrityError)
         assert caught.value.fqn == part
         assert caught.value.path == "a.pt"
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         convert(tmp_path / "dst", tmp_path / "never.pt", to="torch_save")
 
 
@@ -560,7 +512,7 @@ def test_what_cannot_be_pickled_costs_no_old_file(
     told = open_store(tmp_path / "out").capabilities
     weaker = dataclasses.replace(told, atomic_replace=False)
     monkeypatch.setattr(kinds, "capabilities", property(lambda _: weaker))
-    with pytest.raises(UnsafeContentError):
+    with pytest.raises(errors.UnsafeContentError):
         convert(tmp_path / "evil", target, to="torch_save", overwrite=True)
     assert target.read_bytes() == before
     convert(tmp_path / "good", target, to="torch_save", overwrite=True)

@@ -8,34 +8,17 @@ import os
 import shutil
 from pathlib import Path
 
+import copy_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from copy_cases import (
-    files_below,
-    flip,
-    foreign,
-    head_of,
-    load_stock,
-    save,
-    save_files,
-    saved_stock,
-    state_of,
-)
 from dcp_cases import same
 from safetensors.torch import load_file, save_file
 
-from ckpt_storage import CheckpointManager, consolidate, verify
+from ckpt_storage import CheckpointManager, consolidate, copy, errors, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.cleaning import delete, delete_attempt
-from ckpt_storage.errors import (
-    CheckpointExistsError,
-    CheckpointGoneError,
-    IntegrityError,
-    InvalidInputError,
-)
 from ckpt_storage.export import plan as export_plan
-from ckpt_storage.export.copy import copy
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
@@ -45,7 +28,7 @@ from ckpt_storage.testing.s3_server import S3Server
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A committed checkpoint of ours."""
-    save(state_of(1), tmp_path / "src")
+    cases.save(cases.state_of(1), tmp_path / "src")
     return tmp_path / "src"
 
 
@@ -55,48 +38,44 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "dst"
 
 
-def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(source: Path, target: Path) -> None:
-    """Below `saves/` all is equal, and the slot names the same save; a second sends nothing."""
+def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(tmp_path: Path, target: Path) -> None:
+    """Below `saves/` all is equal, and the slot names the same save; a second sends nothing.
+
+    The copy's commit record keeps the keys that a manager put there for lists of checkpoints.
+    """
+    source = tmp_path / "src" / "step-00000007"
+    with CheckpointManager(source.parent) as manager:
+        manager.save(7, cases.state_of(1), metrics={"loss": 0.5}, sync_files=False)
     report = copy(source, target)
-    old, new = files_below(source), files_below(target)
-    assert save_files(new) == save_files(old)
-    assert head_of(new) == head_of(old) == report.save_id
-    assert same(load_stock(state_of(1), target), state_of(1))
+    old, new = cases.files_below(source), cases.files_below(target)
+    assert cases.save_files(new) == cases.save_files(old)
+    assert cases.head_of(new) == cases.head_of(old) == report.save_id
+    records = [json.loads(files["commits/00000001.json"])["body"] for files in (old, new)]
+    assert records[0]["user"] == {"step": 7, "metrics": {"loss": 0.5}}
+    own = {key: records[1][key] for key in ("write_id", "created_at", "host", "pid")}
+    assert records[0] | own == records[1]
+    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
     assert verify(target).ok
     assert report.sent_bytes == report.total_bytes > 0
     assert not report.was_there
     report = copy(source, target)
     assert report.was_there
     assert report.sent_bytes == report.read_bytes == 0
-    assert files_below(target) == new
-
-
-def test_what_a_manager_recorded_goes_with_the_copy(tmp_path: Path, target: Path) -> None:
-    """The copy's commit record keeps the keys that are for lists of checkpoints."""
-    source = tmp_path / "src" / "step-00000007"
-    with CheckpointManager(source.parent) as manager:
-        manager.save(7, state_of(1), metrics={"loss": 0.5}, sync_files=False)
-    copy(source, target)
-    old, new = (
-        json.loads((root / "commits/00000001.json").read_text())["body"]
-        for root in (source, target)
-    )
-    assert old["user"] == {"step": 7, "metrics": {"loss": 0.5}}
-    assert old | {key: new[key] for key in ("write_id", "created_at", "host", "pid")} == new
+    assert cases.files_below(target) == new
 
 
 def test_another_checkpoint_is_replaced_only_when_asked(source: Path, target: Path) -> None:
     """Without `overwrite` nothing is touched; with it the older one stays readable until then."""
-    save(state_of(2), target)
-    before = files_below(target)
-    with pytest.raises(CheckpointExistsError, match="overwrite"):
+    cases.save(cases.state_of(2), target)
+    before = cases.files_below(target)
+    with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
         copy(source, target)
-    assert files_below(target) == before
+    assert cases.files_below(target) == before
     copy(source, target, overwrite=True)
-    assert same(load_stock(state_of(1), target), state_of(1))
+    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
     assert verify(target).ok
     # The one before is kept, as after any save.
-    after = files_below(target)
+    after = cases.files_below(target)
     kept = {path: data for path, data in before.items() if path != ".metadata"}
     assert {path: after.get(path) for path in kept} == kept
 
@@ -106,7 +85,7 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     source: Path, target: Path, kind: str
 ) -> None:
     """Whoever was about to delete the files of that id cannot hit the new copy."""
-    old_id = head_of(files_below(source))
+    old_id = cases.head_of(cases.files_below(source))
     assert old_id is not None
     store = open_store(target, sync_files=False)
     if kind == "fenced":
@@ -117,13 +96,13 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     if kind == "deleted":
         delete(store)
     if kind == "superseded":
-        save(state_of(2), target, overwrite=True)
+        cases.save(cases.state_of(2), target, overwrite=True)
     report = copy(source, target, overwrite=True)
     assert report.save_id != old_id
     # The late deleter ends its work.
     delete_attempt(store, old_id)
     assert verify(target).problems == []
-    assert same(load_stock(state_of(1), target), state_of(1))
+    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
     again = copy(source, target)
     assert again.was_there
     assert again.save_id == report.save_id
@@ -134,7 +113,7 @@ def test_golden_checkpoints_of_several_ranks_can_be_copied_and_renamed(target: P
     golden = Path(__file__).parents[1] / "format" / "golden" / "v1" / "step-00000007"
     head = str(copy(golden, target).save_id)
     found, wanted = (
-        {name for name in save_files(files_below(root)) if head in name}
+        {name for name in cases.save_files(cases.files_below(root)) if head in name}
         for root in (target, golden)
     )
     assert found == wanted
@@ -172,7 +151,7 @@ def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None
     # A later export at the copy goes on from there.
     assert consolidate(target).sent_bytes == 0
     # An export of an older save is not the checkpoint's, and stays behind.
-    save(state_of(4), source, overwrite=True)
+    cases.save(cases.state_of(4), source, overwrite=True)
     report = copy(source, target.with_name("later"))
     assert (report.exports, report.left_out) == ((), ("hf/", "notes.txt"))
 
@@ -196,56 +175,56 @@ def test_every_flipped_bit_of_the_source_is_found_and_nothing_is_committed(
     source: Path, tmp_path: Path
 ) -> None:
     """Damage anywhere in a file stops the copy before it counts; so does a missing one."""
-    files = files_below(source)
+    files = cases.files_below(source)
     places = [
         (path, at)
-        for path, data in save_files(files).items()
+        for path, data in cases.save_files(files).items()
         for at in sorted({0, len(data) // 3, len(data) // 2, len(data) - 1})
     ]
     assert len(places) >= 16
     for number, (path, at) in enumerate(places):
-        flip(source / path, at)
+        cases.flip(source / path, at)
         target = tmp_path / f"dst-{number}"
-        with pytest.raises(IntegrityError) as caught:
+        with pytest.raises(errors.IntegrityError) as caught:
             copy(source, target)
-        flip(source / path, at)
+        cases.flip(source / path, at)
         assert caught.value.path is not None
         assert path.endswith(caught.value.path.rpartition("/")[2]), (path, at, caught.value)
-        assert head_of(files_below(target)) is None, (path, at)
+        assert cases.head_of(cases.files_below(target)) is None, (path, at)
         assert not (target / ".metadata").exists(), (path, at)
     copy(source, tmp_path / "dst-0")
     assert verify(tmp_path / "dst-0").ok
     (shard,) = source.rglob("*.distcp")
     shard.unlink()
-    with pytest.raises(IntegrityError, match="distcp is missing"):
+    with pytest.raises(errors.IntegrityError, match="distcp is missing"):
         copy(source, tmp_path / "dst")
-    assert head_of(files_below(tmp_path / "dst")) is None
+    assert cases.head_of(cases.files_below(tmp_path / "dst")) is None
 
 
 def test_a_copy_into_or_around_its_source_is_refused(tmp_path: Path, server: S3Server) -> None:
     """Neither may lie inside the other, however the two are spelt."""
     folder = tmp_path / "run" / "inner" / "step-1"
-    save(state_of(1), folder)
+    cases.save(cases.state_of(1), folder)
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "step").symlink_to(folder)
-    before = files_below(tmp_path)
+    before = cases.files_below(tmp_path)
     run = tmp_path / "run"
     for inner in ("", "saves/x", "backup"):
-        with pytest.raises(InvalidInputError, match="inside"):
+        with pytest.raises(errors.InvalidInputError, match="inside"):
             copy(folder, folder / inner)
-        with pytest.raises(InvalidInputError, match="inside"):
+        with pytest.raises(errors.InvalidInputError, match="inside"):
             copy(folder, tmp_path / "step" / inner, overwrite=True)
     for target in (f"{run}/", f"{run}/inner", run.as_uri(), tmp_path / "link"):
         for source in (folder, f"{folder.as_uri()}/", tmp_path / "step"):
-            with pytest.raises(InvalidInputError, match="inside"):
+            with pytest.raises(errors.InvalidInputError, match="inside"):
                 copy(source, target, overwrite=True)
     copy(folder, run / "inner" / "step-10", copies="never")
     shutil.rmtree(run / "inner" / "step-10")
-    assert files_below(tmp_path) == before
+    assert cases.files_below(tmp_path) == before
     options = server.storage_options
     copy(folder, "s3://bkt/run/step-1", destination_storage_options=options)
     for address in ("s3://bkt/run/", "s3://bkt"):
-        with pytest.raises(InvalidInputError, match="inside"):
+        with pytest.raises(errors.InvalidInputError, match="inside"):
             copy("s3://bkt/run/step-1/", address, overwrite=True, storage_options=options)
 
 
@@ -259,7 +238,7 @@ def test_within_a_bucket_the_storage_copies(
     monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
-    save(state, "s3://bkt/run", storage_options=options)
+    cases.save(state, "s3://bkt/run", storage_options=options)
     server.reset_counters()
     report = copy("s3://bkt/run", "s3://bkt/copy", storage_options=options)
     asked = [request.op for request in server.requests]
@@ -270,8 +249,8 @@ def test_within_a_bucket_the_storage_copies(
     stored = server.dump("bkt")
     old = {key.removeprefix("run/"): data for key, data in stored.items() if key.startswith("run/")}
     new = {k.removeprefix("copy/"): data for k, data in stored.items() if k.startswith("copy/")}
-    assert save_files(new) == save_files(old)
-    assert head_of(new) == head_of(old)
+    assert cases.save_files(new) == cases.save_files(old)
+    assert cases.head_of(new) == cases.head_of(old)
 
 
 def test_damage_is_found_without_reading(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,13 +258,13 @@ def test_damage_is_found_without_reading(server: S3Server, monkeypatch: pytest.M
     monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(4 * MIB, dtype=torch.float32)}
     options = server.storage_options
-    save(state, "s3://bkt/run", storage_options=options)
+    cases.save(state, "s3://bkt/run", storage_options=options)
     store = open_store("s3://bkt/run", storage_options=options)
     (key,) = [key for key in server.dump("bkt") if key.endswith(".distcp")]
     data = bytearray(server.dump("bkt")[key])
     data[9 * MIB] ^= 4
     store.put(key.removeprefix("run/"), bytes(data))
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(errors.IntegrityError) as caught:
         copy("s3://bkt/run", "s3://bkt/copy", storage_options=options)
     assert (caught.value.path or "").endswith(".distcp")
     assert not [key for key in server.dump("bkt") if key.startswith("copy/commits")]
@@ -294,16 +273,24 @@ def test_damage_is_found_without_reading(server: S3Server, monkeypatch: pytest.M
 
 
 def test_from_bucket_to_bucket_bytes_are_sent(
-    source: Path, tmp_path: Path, server: S3Server
+    source: Path, tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the storage cannot copy by itself, every byte goes through this process."""
-    options = server.storage_options
-    copy(source, "s3://bkt/run", destination_storage_options=options)
-    report = copy("s3://bkt/run", "s3://bucket/run", storage_options=options)
+    """Where the storage cannot copy by itself, every byte goes through this process.
+
+    No credentials show in what is returned, nor in what is logged.
+    """
+    secret = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+    options = server.storage_options | {"secret": secret}
+    with caplog.at_level(logging.DEBUG, logger="ckpt_storage"):
+        first = copy(source, "s3://bkt/run", destination_storage_options=options)
+        report = copy("s3://bkt/run", "s3://bucket/run", storage_options=options)
     assert report.copied_bytes == 0
     assert report.sent_bytes == report.total_bytes
+    assert secret not in repr((first, report)) + caplog.text
     copy("s3://bucket/run", tmp_path / "back", storage_options=options)
-    assert save_files(files_below(tmp_path / "back")) == save_files(files_below(source))
+    assert cases.save_files(cases.files_below(tmp_path / "back")) == cases.save_files(
+        cases.files_below(source)
+    )
     assert verify(tmp_path / "back").ok
 
 
@@ -312,7 +299,7 @@ def test_from_bucket_to_bucket_bytes_are_sent(
 
 def test_every_file_of_another_format_is_copied(tmp_path: Path, target: Path) -> None:
     """Of a stock checkpoint, and of a Hugging Face folder with all that lies in it."""
-    saved_stock(state_of(1), tmp_path / "dcp")
+    cases.saved_stock(cases.state_of(1), tmp_path / "dcp")
     (tmp_path / "safetensors" / "onnx").mkdir(parents=True)
     save_file({"a": torch.ones(5)}, tmp_path / "safetensors" / "model.safetensors")
     (tmp_path / "safetensors" / "config.json").write_text("{}")
@@ -320,15 +307,15 @@ def test_every_file_of_another_format_is_copied(tmp_path: Path, target: Path) ->
     for kind in ("dcp", "safetensors"):
         report = copy(tmp_path / kind, target / kind)
         assert report.format == kind
-        assert files_below(target / kind) == files_below(tmp_path / kind)
+        assert cases.files_below(target / kind) == cases.files_below(tmp_path / kind)
 
 
 def test_a_shorter_file_of_a_stock_checkpoint_is_found(tmp_path: Path, target: Path) -> None:
     """Lengths are compared with what the metadata says, before anything is written."""
-    saved_stock(state_of(1), tmp_path / "src")
+    cases.saved_stock(cases.state_of(1), tmp_path / "src")
     shard = max((tmp_path / "src").glob("*.distcp"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-700])
-    with pytest.raises(IntegrityError):
+    with pytest.raises(errors.IntegrityError):
         copy(tmp_path / "src", target)
     assert not (target).exists()
 
@@ -341,26 +328,14 @@ def test_weights_of_an_older_export_do_not_mix_in(tmp_path: Path, target: Path) 
             save_file({f"{name}.{file}": torch.ones(3)}, tmp_path / name / f"{file}.safetensors")
     copy(tmp_path / "old", target)
     copy(tmp_path / "new", target, overwrite=True)
-    assert files_below(target) == files_below(tmp_path / "new")
+    assert cases.files_below(target) == cases.files_below(tmp_path / "new")
 
 
 def test_other_formats_are_not_laid_between_our_files(source: Path, tmp_path: Path) -> None:
     """A checkpoint of ours is no place for one of torch's."""
-    saved_stock(state_of(1), tmp_path / "stock")
-    with pytest.raises(InvalidInputError, match="another folder"):
+    cases.saved_stock(cases.state_of(1), tmp_path / "stock")
+    with pytest.raises(errors.InvalidInputError, match="another folder"):
         copy(tmp_path / "stock", source, overwrite=True)
-
-
-def test_credentials_show_in_no_report_and_no_log(
-    source: Path, server: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither in what is returned nor in what is logged."""
-    secret = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
-    options = server.storage_options | {"secret": secret}
-    with caplog.at_level(logging.DEBUG, logger="ckpt_storage"):
-        report = copy(source, "s3://bkt/run", destination_storage_options=options)
-    assert secret not in repr(report)
-    assert secret not in caplog.text
 
 
 @pytest.mark.parametrize("inner", ["", "/inner"])
@@ -372,12 +347,12 @@ def test_a_bucket_with_other_options_is_not_copied_onto_itself(
     endpoint_url = server.endpoint_url.replace("127.0.0.1", "localhost")
     client = {**one["client_kwargs"], "endpoint_url": endpoint_url}
     other = {**one, "key": "other", "client_kwargs": client}
-    saved_stock(state_of(1), tmp_path / "a")
+    cases.saved_stock(cases.state_of(1), tmp_path / "a")
     for folder in {"", inner}:
         copy(tmp_path / "a", f"s3://bkt/x{folder}", destination_storage_options=one)
     before = server.dump("bkt")
     for options in (other, {**one, "key": "other"}):
-        with pytest.raises(InvalidInputError, match=r"same place|inside"):
+        with pytest.raises(errors.InvalidInputError, match=r"same place|inside"):
             copy(
                 "s3://bkt/x",
                 f"s3://bkt/x{inner}",
@@ -387,13 +362,13 @@ def test_a_bucket_with_other_options_is_not_copied_onto_itself(
             )
         assert server.dump("bkt") == before
     copy("s3://bkt/x", tmp_path / "back", storage_options=one)
-    assert same(load_stock(state_of(1), tmp_path / "back"), state_of(1))
+    assert same(cases.load_stock(cases.state_of(1), tmp_path / "back"), cases.state_of(1))
 
 
 def test_a_damaged_export_does_not_cost_the_copy(source: Path, target: Path) -> None:
     """The checkpoint is committed and sound; the export is not complete, with the reason."""
     consolidate(source)
-    flip(source / "hf" / "model.safetensors", -1)
+    cases.flip(source / "hf" / "model.safetensors", -1)
     for _ in range(2):
         report = copy(source, target)
         assert report.exports == ()
@@ -403,7 +378,7 @@ def test_a_damaged_export_does_not_cost_the_copy(source: Path, target: Path) -> 
         assert "model.safetensors" in reason
         (problem,) = verify(target).problems
         assert "/hf is still being written, or its writer died" in problem.message
-    flip(source / "hf" / "model.safetensors", -1)
+    cases.flip(source / "hf" / "model.safetensors", -1)
     assert copy(source, target).exports == ("hf",)
     assert verify(target).ok
 
@@ -415,15 +390,16 @@ def test_a_note_that_was_left_behind_gives_no_leave_to_overwrite(tmp_path: Path,
     Equal names and lengths are no proof: an overwriting copy sends everything.
     """
     for number in (1, 2):
-        foreign(kind, tmp_path / str(number), seed=number)
+        state = {name: torch.ones(40) * number for name in "abc"}
+        cases.make(kind, state, tmp_path / str(number))
     (tmp_path / "2" / ".ckpt-storage").mkdir()
     (tmp_path / "2" / ".ckpt-storage/job.json").write_bytes(seal({"identity": "of another"}))
-    before = files_below(tmp_path / "2")
-    with pytest.raises(CheckpointExistsError):
+    before = cases.files_below(tmp_path / "2")
+    with pytest.raises(errors.CheckpointExistsError):
         copy(tmp_path / "1", tmp_path / "2")
-    assert files_below(tmp_path / "2") == before
+    assert cases.files_below(tmp_path / "2") == before
     copy(tmp_path / "1", tmp_path / "2", overwrite=True)
-    assert files_below(tmp_path / "2") == files_below(tmp_path / "1")
+    assert cases.files_below(tmp_path / "2") == cases.files_below(tmp_path / "1")
 
 
 def test_what_a_dead_copy_sealed_does_not_stay_beside_another(tmp_path: Path, target: Path) -> None:
@@ -437,7 +413,7 @@ def test_what_a_dead_copy_sealed_does_not_stay_beside_another(tmp_path: Path, ta
     def touch(_event: object) -> None:
         os.utime(tmp_path / "a" / "model.safetensors")
 
-    with pytest.raises(CheckpointGoneError):
+    with pytest.raises(errors.CheckpointGoneError):
         copy(tmp_path / "a", target, copies="never", progress=touch)
     assert list(target.rglob("*.tmp-*"))
     copy(tmp_path / "b", target, copies="never", overwrite=True)

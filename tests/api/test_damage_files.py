@@ -7,19 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import damage_cases as cases
 import dcp_cases
 import pytest
 import torch
-from damage_cases import (
-    BLOCK_BYTES,
-    Checkpoint,
-    Saver,
-    Span,
-    assert_close,
-    large_state,
-    load_failure,
-    small_state,
-)
 from dcp_cases import files_below, same, seeded, zeros_like
 
 from ckpt_storage import FormatError, IntegrityError, VerifyReport, save, verify
@@ -28,13 +19,13 @@ from ckpt_storage.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module")
-def saver(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+def saver(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> cases.Saver:
     """What two ranks saved."""
-    return Saver(ranks, tmp_path_factory.mktemp("damage"))
+    return cases.Saver(ranks, tmp_path_factory.mktemp("damage"))
 
 
 @pytest.fixture
-def checkpoint(saver: Saver, tmp_path: Path) -> Checkpoint:
+def checkpoint(saver: cases.Saver, tmp_path: Path) -> cases.Checkpoint:
     """The larger checkpoint."""
     return saver.copy(tmp_path / "run")
 
@@ -62,25 +53,25 @@ def problem_at(report: VerifyReport, name: str) -> Problem:
 
 def damage(root: Path, state: dict[str, Any]) -> IntegrityError:
     """Return the damage that stops a load of such a state."""
-    error = load_failure(root, zeros_like(state))
+    error = cases.load_failure(root, zeros_like(state))
     assert isinstance(error, IntegrityError)
     return error
 
 
-def is_intact(checkpoint: Checkpoint, state: dict[str, Any]) -> bool:
+def is_intact(checkpoint: cases.Checkpoint, state: dict[str, Any]) -> bool:
     """Return whether neither verify nor a load finds anything wrong."""
     target = zeros_like(state)
     return (
         verify(checkpoint.root).ok
         and verify(checkpoint.root, deep=False).ok
-        and load_failure(checkpoint.root, target) is None
+        and cases.load_failure(checkpoint.root, target) is None
         and same(target, state)
     )
 
 
-def test_what_two_ranks_saved_is_intact(checkpoint: Checkpoint) -> None:
+def test_what_two_ranks_saved_is_intact(checkpoint: cases.Checkpoint) -> None:
     """Nothing is reported of a checkpoint of two ranks, and every byte of its shards is read."""
-    assert is_intact(checkpoint, large_state())
+    assert is_intact(checkpoint, cases.large_state())
     report = verify(checkpoint.root)
     assert report.checked_bytes == sum(path.stat().st_size for path in checkpoint.shards)
     # All but the commit record, which is what led to them.
@@ -92,27 +83,17 @@ def test_what_two_ranks_saved_is_intact(checkpoint: Checkpoint) -> None:
     [
         {"empty": torch.empty(0)},
         {"blob": ""},
-        {"more": seeded(1, BLOCK_BYTES + 1, dtype=torch.uint8), "last": torch.empty(3, 0)},
+        {"more": seeded(1, cases.BLOCK_BYTES + 1, dtype=torch.uint8), "last": torch.empty(3, 0)},
     ],
     ids="-".join,
 )
 def test_small_and_empty_values_raise_no_alarm(tmp_path: Path, state: dict[str, Any]) -> None:
     """Nothing is reported where payloads are empty, or one byte longer than a block."""
     dcp_cases.save(state, tmp_path)
-    assert is_intact(Checkpoint(tmp_path), state)
+    assert is_intact(cases.Checkpoint(tmp_path), state)
 
 
-def test_an_overwritten_checkpoint_raises_no_alarm(tmp_path: Path) -> None:
-    """Nothing is reported of the head because superseded saves lie beside it, or lay there."""
-    for step in range(4):
-        dcp_cases.save({"step": step}, tmp_path, overwrite=True)
-        assert verify(tmp_path).problems == []
-    state: dict[str, Any] = {"step": None}
-    assert load_failure(tmp_path, state) is None
-    assert state == {"step": 3}
-
-
-def test_every_span_of_large_files_is_verified(checkpoint: Checkpoint) -> None:
+def test_every_span_of_large_files_is_verified(checkpoint: cases.Checkpoint) -> None:
     """The first and the last byte of every block and every frame is watched by its own checksum."""
     spans = checkpoint.spans()
     assert max(sum(s.fqn == "rows" for s in spans if s.path == p) for p in checkpoint.shards) == 8
@@ -120,19 +101,21 @@ def test_every_span_of_large_files_is_verified(checkpoint: Checkpoint) -> None:
         for at in (span.start, span.stop - 1):
             with flipped(span.path, at):
                 problem = problem_at(verify(checkpoint.root), checkpoint.name(span.path))
-                assert_close(checkpoint, spans, problem, at)
+                cases.assert_close(checkpoint, spans, problem, at)
     with flipped(spans[0].path, spans[0].start):
         assert verify(checkpoint.root, deep=False).ok
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64], ids=["as-saved", "converted"])
-def test_a_load_checks_every_block_it_reads(checkpoint: Checkpoint, kind: torch.dtype) -> None:
+def test_a_load_checks_every_block_it_reads(
+    checkpoint: cases.Checkpoint, kind: torch.dtype
+) -> None:
     """Damage in any payload stops a load, straight into targets or not, before it hands out."""
     for span in checkpoint.spans():
         if span.fqn is None:
             continue
         for at in (span.start, span.stop - 1):
-            state = large_state()
+            state = cases.large_state()
             state["rows"] = state["rows"].to(kind)
             with flipped(span.path, at):
                 error = damage(checkpoint.root, state)
@@ -142,7 +125,7 @@ def test_a_load_checks_every_block_it_reads(checkpoint: Checkpoint, kind: torch.
             assert "undefined values" in str(error)
 
 
-def test_a_load_leaves_alone_what_it_does_not_read(checkpoint: Checkpoint) -> None:
+def test_a_load_leaves_alone_what_it_does_not_read(checkpoint: cases.Checkpoint) -> None:
     """A tensor loads from a file in which another one, and all frames, are damaged."""
     spans = checkpoint.spans()
     for span in spans:
@@ -150,13 +133,13 @@ def test_a_load_leaves_alone_what_it_does_not_read(checkpoint: Checkpoint) -> No
             content = bytearray(span.path.read_bytes())
             content[span.start] ^= 1
             span.path.write_bytes(content)
-    target = zeros_like({"rows": large_state()["rows"]})
-    assert load_failure(checkpoint.root, target) is None
-    assert same(target, {"rows": large_state()["rows"]})
+    target = zeros_like({"rows": cases.large_state()["rows"]})
+    assert cases.load_failure(checkpoint.root, target) is None
+    assert same(target, {"rows": cases.large_state()["rows"]})
     assert len(verify(checkpoint.root).problems) == sum(span.fqn != "rows" for span in spans)
 
 
-def test_every_byte_of_documents_is_checked(saver: Saver, tmp_path: Path) -> None:
+def test_every_byte_of_documents_is_checked(saver: cases.Saver, tmp_path: Path) -> None:
     """A flipped bit in any is found by verify; where a load reads it, that stops, with its name."""
     checkpoint = saver.copy(tmp_path / "run", large=False)
     loaded = {checkpoint.slot, checkpoint.manifest, *checkpoint.ranks}
@@ -166,9 +149,9 @@ def test_every_byte_of_documents_is_checked(saver: Saver, tmp_path: Path) -> Non
         for at in sorted({*range(32), *range(32, size - 8, 31), *range(size - 8, size)}):
             with flipped(path, at):
                 problem = problem_at(verify(checkpoint.root, deep=False), checkpoint.name(path))
-                assert_close(checkpoint, [], problem, at)
+                cases.assert_close(checkpoint, [], problem, at)
                 if path in loaded:
-                    error = damage(checkpoint.root, small_state())
+                    error = damage(checkpoint.root, cases.small_state())
                     assert (error.path, error.offset) == (problem.file, problem.offset)
 
 
@@ -177,14 +160,14 @@ def cut_and_extended(content: bytes) -> Iterable[bytes]:
     size = len(content)
     for length in sorted({0, 1, 11, 20, 28, 40, size // 2, *range(size - 8, size)}):
         yield content[:length]
-    for more in (b"\0", b"}\n", content[-1:], bytes(BLOCK_BYTES), content):
+    for more in (b"\0", b"}\n", content[-1:], bytes(cases.BLOCK_BYTES), content):
         yield content + more
     for at in (0, 11, size // 3, size - 1):
         yield content[:at] + b"\0" + content[at:]
         yield content[:at] + content[at + 1 :]
 
 
-def test_files_of_another_length_are_found(saver: Saver, tmp_path: Path) -> None:
+def test_files_of_another_length_are_found(saver: cases.Saver, tmp_path: Path) -> None:
     """Whatever is cut off or added to any file is found by verify, at the place or before it."""
     checkpoint = saver.copy(tmp_path / "run", large=False)
     for path in checkpoint.files:
@@ -209,13 +192,13 @@ def test_files_of_another_length_are_found(saver: Saver, tmp_path: Path) -> None
 @pytest.mark.parametrize("change", [-1, 1], ids=["cut", "extended"])
 @pytest.mark.parametrize("name", ["rows", "twins"])
 def test_a_load_finds_files_of_another_length(
-    checkpoint: Checkpoint, name: str, change: int
+    checkpoint: cases.Checkpoint, name: str, change: int
 ) -> None:
     """A shard file that is longer or shorter stops a load even where it reads nothing changed."""
     for path in [*checkpoint.shards, checkpoint.slot, checkpoint.manifest, *checkpoint.ranks]:
         before = path.read_bytes()
         path.write_bytes(before[:-1] if change < 0 else before + b"\0")
-        error = damage(checkpoint.root, {name: large_state()[name]})
+        error = damage(checkpoint.root, {name: cases.large_state()[name]})
         assert error.path == checkpoint.name(path)
         if path in checkpoint.shards:
             assert error.rank == checkpoint.shards.index(path)
@@ -232,7 +215,7 @@ def exchange(first: Path, second: Path) -> None:
     second.write_bytes(one)
 
 
-def exchange_spans(first: Span, second: Span) -> None:
+def exchange_spans(first: cases.Span, second: cases.Span) -> None:
     """Exchange equally many bytes of two places, which may be in one file."""
     one, other = (span.path.read_bytes()[span.start : span.stop] for span in (first, second))
     assert len(one) == len(other)
@@ -254,7 +237,7 @@ def exchange_spans(first: Span, second: Span) -> None:
     ids=["tensors", "ranks", "blocks", "kinds"],
 )
 def test_exchanged_payloads_are_found(
-    checkpoint: Checkpoint, first: tuple[str, int, int], second: tuple[str, int, int]
+    checkpoint: cases.Checkpoint, first: tuple[str, int, int], second: tuple[str, int, int]
 ) -> None:
     """Equally long bytes in each other's place are found in both, whatever they belong to."""
     pair = [
@@ -266,11 +249,11 @@ def test_exchanged_payloads_are_found(
     found = [(problem.file, problem.rank, problem.fqn, problem.offset) for problem in problems]
     expected = [(checkpoint.name(s.path), s.rank, s.fqn, s.start) for s in pair]
     assert sorted(found) == sorted(expected)
-    error = damage(checkpoint.root, large_state())
+    error = damage(checkpoint.root, cases.large_state())
     assert (error.path, error.rank, error.fqn, error.offset) in expected
 
 
-def test_exchanged_rank_manifests_are_found(checkpoint: Checkpoint) -> None:
+def test_exchanged_rank_manifests_are_found(checkpoint: cases.Checkpoint) -> None:
     """Verify finds them, and so does a load."""
     exchange(*checkpoint.ranks)
     for deep in (True, False):
@@ -278,7 +261,7 @@ def test_exchanged_rank_manifests_are_found(checkpoint: Checkpoint) -> None:
         assert [(p.file, p.rank) for p in problems] == [
             (checkpoint.name(path), rank) for rank, path in enumerate(checkpoint.ranks)
         ]
-    assert damage(checkpoint.root, large_state()).path in set(
+    assert damage(checkpoint.root, cases.large_state()).path in set(
         map(checkpoint.name, checkpoint.ranks)
     )
 
@@ -291,7 +274,7 @@ def test_exchanged_commit_records_are_found(tmp_path: Path) -> None:
     exchange(*slots)
     problem = problem_at(verify(tmp_path), "commits/00000001.json")
     assert "copied or renamed" in problem.message
-    assert isinstance(load_failure(tmp_path, {"step": None}), FormatError)
+    assert isinstance(cases.load_failure(tmp_path, {"step": None}), FormatError)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "stock.metadata", "__0_0.distcp"])
@@ -305,7 +288,7 @@ def test_a_file_of_another_save_is_found(tmp_path: Path, name: str) -> None:
     new.write_bytes(old.read_bytes())
     problem_at(verify(tmp_path), new.relative_to(tmp_path).as_posix())
     if name == "stock.metadata":
-        assert load_failure(tmp_path, zeros_like(state)) is None
+        assert cases.load_failure(tmp_path, zeros_like(state)) is None
     else:
         damage(tmp_path, state)
 
@@ -318,12 +301,12 @@ def test_old_published_metadata_is_found(tmp_path: Path) -> None:
     new = (tmp_path / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(old)
     problem_at(verify(tmp_path), ".metadata")
-    assert load_failure(tmp_path, {"step": None}) is None
+    assert cases.load_failure(tmp_path, {"step": None}) is None
     assert (tmp_path / ".metadata").read_bytes() == new
     assert verify(tmp_path).ok
 
 
-def test_missing_files_are_found(checkpoint: Checkpoint) -> None:
+def test_missing_files_are_found(checkpoint: cases.Checkpoint) -> None:
     """Each file that is gone is reported by name; markers may be."""
     for path in checkpoint.files:
         content = path.read_bytes()

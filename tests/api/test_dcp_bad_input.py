@@ -15,6 +15,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from copy_cases import saved_stock
 from dcp_cases import failures_of, files_below, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
@@ -31,6 +32,7 @@ from ckpt_storage import (
     InvalidInputError,
     RetryPolicy,
     StorageError,
+    open_checkpoint,
 )
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -138,13 +140,12 @@ def test_a_checkpoint_one_may_read_but_not_write_loads(reachable: Path) -> None:
     assert torch.equal(target["w"], STATE["w"])  # type: ignore[arg-type]
 
 
-def test_a_missing_bucket_is_named_and_not_created() -> None:
+def test_a_missing_bucket_is_named_and_not_created(server: S3Server) -> None:
     """A save to or load from a bucket that does not exist says to create it."""
-    with S3Server() as server:
-        for error_of in (save_error, load_error):
-            error = error_of("s3://absent/run", storage_options=server.storage_options)
-            assert_says(error, StorageError, "s3://absent/run.*does not exist", "create it first")
-        assert {request.op for request in server.requests} == {"get", "head"}
+    for error_of in (save_error, load_error):
+        error = error_of("s3://absent/run", storage_options=server.storage_options)
+        assert_says(error, StorageError, "s3://absent/run.*does not exist", "create it first")
+    assert {request.op for request in server.requests} == {"get", "head"}
 
 
 def test_a_storage_that_does_not_answer_is_named_without_credentials() -> None:
@@ -211,7 +212,6 @@ class DyingPlanner(dcp.DefaultSavePlanner):
     """A planner that fails when data are asked for."""
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Fail."""
         raise RuntimeError(write_item.index.fqn)
 
 
@@ -228,13 +228,12 @@ def test_a_save_that_did_not_commit_is_in_progress(tmp_path: Path) -> None:
 def test_a_taken_id_is_refused_whoever_took_it(tmp_path: Path) -> None:
     """Without `overwrite` neither a checkpoint of ours nor one of stock torch is replaced."""
     dcp_cases.save(dict(STATE), tmp_path / "ours")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
+    saved_stock(dict(STATE), tmp_path / "stock")
     for name in ("ours", "stock"):
         before = files_below(tmp_path / name)
         error = save_error(tmp_path / name)
         assert_says(error, CheckpointExistsError, f"{tmp_path}/{name}", "pass overwrite=True")
+        assert name == "stock" or str(open_checkpoint(tmp_path / name).save_id) in str(error)
         assert isinstance(error, FileExistsError)
         assert files_below(tmp_path / name) == before
 

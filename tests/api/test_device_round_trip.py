@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -67,14 +66,13 @@ def loaded(target: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["disk", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, server: S3Server
+) -> tuple[str, dict[str, Any]]:
     """A URL and options: a local disk, and S3."""
     if request.param == "disk":
-        yield str(tmp_path / "run"), {}
-        return
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        yield ("s3://bucket/run", {"storage_options": server.storage_options})
+        return str(tmp_path / "run"), {}
+    return "s3://bucket/run", {"storage_options": server.storage_options}
 
 
 @pytest.mark.parametrize("device", DEVICES)

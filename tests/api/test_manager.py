@@ -12,38 +12,15 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import manager_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import body_of
-from manager_cases import (
-    blank,
-    damage,
-    latest_step,
-    manager_of,
-    names_in,
-    pruned,
-    restore,
-    save,
-    saved,
-    state_of,
-    step_in,
-)
 
 import ckpt_storage
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-)
-from ckpt_storage.inspect import verify
+from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, errors
 from ckpt_storage.manager.job import Job
-from ckpt_storage.manager.resume import Check
-from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, PruneReport
 from ckpt_storage.manager.root import Root, Uses
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
@@ -51,28 +28,31 @@ from ckpt_storage.transfer.ranges import RangeReader
 
 def test_saves_land_under_the_names_of_their_steps(tmp_path: Path) -> None:
     """Folders are named by the template; `all`, `latest` and `url_of` read the names back."""
-    with manager_of(tmp_path, names="run.{step:04d}") as manager:
+    with cases.manager_of(tmp_path, names="run.{step:04d}") as manager:
         assert manager.latest() is None
         assert manager.all() == []
-        info = manager.save(7, state_of(7), sync_files=False)
-        assert manager.save_async(12345, state_of(12345), sync_files=False).result(60).step == 12345
+        info = manager.save(7, cases.state_of(7), sync_files=False)
+        assert (
+            manager.save_async(12345, cases.state_of(12345), sync_files=False).result(60).step
+            == 12345
+        )
         assert (info.name, info.step) == ("run.0007", 7)
         assert manager.url_of(7) == info.url == f"file://{tmp_path}/run.0007"
         assert [one.step for one in manager.all()] == [7, 12345]
-        assert latest_step(manager) == 12345
-    assert names_in(tmp_path) == ["run.0007", "run.12345"]
-    with pytest.raises(InvalidInputError, match="closed"):
-        manager.save(8, state_of(8))
+        assert cases.latest_step(manager) == 12345
+    assert cases.names_in(tmp_path) == ["run.0007", "run.12345"]
+    with pytest.raises(errors.InvalidInputError, match="closed"):
+        manager.save(8, cases.state_of(8))
 
 
 def test_metrics_are_kept_with_the_commit(tmp_path: Path) -> None:
     """Numbers of any library, NaN and infinity come back from every list, and from the record."""
     given = {"loss": torch.tensor(0.25), "acc": 1, "nan": math.nan, "inf": -math.inf}
-    with manager_of(tmp_path) as manager:
-        info = manager.save(3, state_of(3), metrics=given, sync_files=False)
-        save(manager, 4)
+    with cases.manager_of(tmp_path) as manager:
+        info = manager.save(3, cases.state_of(3), metrics=given, sync_files=False)
+        cases.save(manager, 4)
     assert info.metrics["loss"] == 0.25
-    with manager_of(tmp_path) as manager:
+    with cases.manager_of(tmp_path) as manager:
         three, four = manager.all()
     assert list(three.metrics) == ["loss", "acc", "nan", "inf"]
     assert str(list(three.metrics.values())) == "[0.25, 1.0, nan, -inf]"
@@ -88,11 +68,11 @@ def test_metrics_are_kept_with_the_commit(tmp_path: Path) -> None:
 def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
     """In the background, on its own thread, with the reasons in the report; exports go too."""
     keep = KeepLatest(2) | KeepEvery(4) | KeepBest("loss", "min")
-    with manager_of(tmp_path, keep=keep) as manager:
+    with cases.manager_of(tmp_path, keep=keep) as manager:
         for step in range(1, 9):
             metrics = {"loss": abs(step - 3) + 0.5}
             manager.save(
-                step, state_of(step), metrics=metrics, consolidate=step == 2, sync_files=False
+                step, cases.state_of(step), metrics=metrics, consolidate=step == 2, sync_files=False
             )
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
@@ -100,54 +80,59 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         name = f"ckpt-storage prune {manager.url}"
         assert any(thread.name == name for thread in threading.enumerate())
     assert not any(thread.name == name for thread in threading.enumerate())
-    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
+    assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
     assert not (tmp_path / "step-00000002/hf").exists()
     for step in (3, 4, 7, 8):
-        state = blank()
+        state = cases.blank()
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / f"step-{step:08d}"))
-        assert step_in(state) == step
-    with pytest.raises(CheckpointGoneError):
-        ckpt_storage.load(blank(), tmp_path / "step-00000001")
+        assert cases.step_in(state) == step
+    with pytest.raises(errors.CheckpointGoneError):
+        ckpt_storage.load(cases.blank(), tmp_path / "step-00000001")
 
 
-def test_what_died_beside_a_kept_save_goes_in_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pruning", ["background", "manual"])
+def test_what_died_beside_a_kept_save_goes_in_time(tmp_path: Path, pruning: str) -> None:
     """A save crashed, and its step was saved again: a prune a day later frees the dead one."""
-    saved(tmp_path, 1, keep=KeepLatest(2))
+    cases.saved(tmp_path, 1)
     dead = tmp_path / "step-00000001/saves/20200101T000000Z-0123456789abcdef"
     dead.mkdir()
     (dead / "__0_0.distcp").write_bytes(b"half")
     os.utime(dead / "__0_0.distcp", (0, 0))
-    saved(tmp_path, 2, keep=KeepLatest(2))
+    with cases.manager_of(tmp_path, keep=KeepLatest(2), pruning=pruning) as manager:
+        if pruning == "manual":
+            assert cases.pruned(manager).freed == (dead.name,)
+        else:
+            cases.save(manager, 2)
     assert not dead.exists()
-    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+    assert "step-00000001" in cases.names_in(tmp_path)
 
 
 def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
     """Without policies nothing goes; with `pruning="manual"` only `prune` deletes, no dry run."""
-    with manager_of(tmp_path) as manager:
-        save(manager, 1, 2)
-        with pytest.raises(InvalidInputError, match="keep="):
+    with cases.manager_of(tmp_path) as manager:
+        cases.save(manager, 1, 2)
+        with pytest.raises(errors.InvalidInputError, match="keep="):
             manager.prune()
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        save(manager, 3)
-        assert [one.step for one in pruned(manager, dry_run=True).planned] == [1, 2]
-        assert len(names_in(tmp_path)) == 3
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        cases.save(manager, 3)
+        assert [one.step for one in cases.pruned(manager, dry_run=True).planned] == [1, 2]
+        assert len(cases.names_in(tmp_path)) == 3
         assert manager.last_prune is None
-        report = pruned(manager)
+        report = cases.pruned(manager)
         assert report.deleted == ("step-00000001", "step-00000002")
         assert report is manager.last_prune
-    assert names_in(tmp_path) == ["step-00000003"]
+    assert cases.names_in(tmp_path) == ["step-00000003"]
 
 
 def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
     """Stock checkpoints and other names are in the list and in the plan, and stay as they are."""
-    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "step-00000001"))
-    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
-    ckpt_storage.save(state_of(2), tmp_path / "mine", sync_files=False)
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "step-00000001"))
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
+    ckpt_storage.save(cases.state_of(2), tmp_path / "mine", sync_files=False)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/events").write_bytes(b"x")
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        save(manager, 5, 6)
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        cases.save(manager, 5, 6)
         listed = [(one.name, one.step, one.format) for one in manager.all()]
         assert listed == [
             ("mine", None, "ckpt_storage"),
@@ -156,27 +141,27 @@ def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
             ("step-00000005", 5, "ckpt_storage"),
             ("step-00000006", 6, "ckpt_storage"),
         ]
-        report = pruned(manager)
+        report = cases.pruned(manager)
         assert report.deleted == ("step-00000005",)
         kept = {decision.name: decision.reasons[0] for decision in report.kept}
         assert kept["step-00000001"] == "another tool wrote it (dcp)"
         assert kept["mine"] == kept["stock"] == kept["logs"] == "it does not belong to this run"
-    assert names_in(tmp_path) == ["logs", "mine", "step-00000001", "step-00000006", "stock"]
+    assert cases.names_in(tmp_path) == ["logs", "mine", "step-00000001", "step-00000006", "stock"]
 
 
 def test_restore_falls_back_past_damage_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged in a shard, in the manifest or in the slot: skipped, named and logged."""
-    saved(tmp_path, 1, 2, 3, 4, 5)
-    damage(tmp_path / "step-00000005")
+    cases.saved(tmp_path, 1, 2, 3, 4, 5)
+    cases.damage(tmp_path / "step-00000005")
     (manifest,) = (tmp_path / "step-00000004").glob("saves/*/manifest.json")
     manifest.write_bytes(manifest.read_bytes()[:-3])
     slot = tmp_path / "step-00000003/commits/00000001.json"
     slot.write_bytes(slot.read_bytes().replace(b'"slot":1', b'"slot":7'))
-    with manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
-        found = restore(manager)
-        assert latest_step(manager) == 2, "what was found damaged does not count any more"
+    with cases.manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
+        found = cases.restore(manager)
+        assert cases.latest_step(manager) == 2, "what was found damaged does not count any more"
     assert found.step == 2
     assert [one.name for one in found.skipped] == [f"step-0000000{step}" for step in (5, 4, 3)]
     assert all(one.reason for one in found.skipped)
@@ -188,43 +173,46 @@ def test_restore_reads_all_of_it_where_that_is_asked_for(tmp_path: Path) -> None
 
     Where all are damaged it raises, naming what is wrong, and does not return None.
     """
-    saved(tmp_path, 1, 2)
-    damage(tmp_path / "step-00000002")
+    cases.saved(tmp_path, 1, 2)
+    cases.damage(tmp_path / "step-00000002")
     for check, step in (("read", 2), ("deep", 1)):
-        with manager_of(tmp_path) as manager:
+        with cases.manager_of(tmp_path) as manager:
             found = manager.restore({"w": torch.zeros(16)}, check=cast("Any", check))
         assert found is not None
         assert found.step == step
-    damage(tmp_path / "step-00000001")
-    with manager_of(tmp_path) as manager, pytest.raises(IntegrityError, match="None of the 2"):
-        manager.restore(blank())
+    cases.damage(tmp_path / "step-00000001")
+    with (
+        cases.manager_of(tmp_path) as manager,
+        pytest.raises(errors.IntegrityError, match="None of the 2"),
+    ):
+        manager.restore(cases.blank())
 
 
 def test_damaged_ones_do_not_count_for_retention(tmp_path: Path) -> None:
     """The newest whose documents are damaged takes nobody's place, and the one before it stays."""
-    saved(tmp_path, 1, 2, 3)
+    cases.saved(tmp_path, 1, 2, 3)
     (manifest,) = (tmp_path / "step-00000003").glob("saves/*/manifest.json")
     manifest.write_bytes(manifest.read_bytes()[:-3])
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        report = pruned(manager)
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        report = cases.pruned(manager)
         assert report.deleted == ("step-00000001",)
         assert report.newest is not None
         assert report.newest.step == 2
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        assert restore(manager).step == 2
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        assert cases.restore(manager).step == 2
 
 
 def test_a_run_that_begins_anew_keeps_what_it_saved_last(tmp_path: Path) -> None:
     """Steps lower than those of a run that was given up: the last save stays all the same."""
-    saved(tmp_path, 1000, 2000, keep=KeepLatest(2))
-    with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
-        save(manager, 10, 20)
+    cases.saved(tmp_path, 1000, 2000, keep=KeepLatest(2))
+    with cases.manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        cases.save(manager, 10, 20)
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
         twenty = manager.last_prune.kept[0]
         assert twenty.step == 20
         assert "it is what this manager saved last" in twenty.reasons
-    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (20, 1000, 2000)]
+    assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (20, 1000, 2000)]
 
 
 def test_what_is_being_loaded_or_saved_is_not_pruned(
@@ -232,23 +220,23 @@ def test_what_is_being_loaded_or_saved_is_not_pruned(
 ) -> None:
     """A prune in the middle of a restore leaves what is read; and what is saved now as well."""
     reports: list[PruneReport] = []
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        save(manager, 1, 2)
-        damage(tmp_path / "step-00000002")
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        cases.save(manager, 1, 2)
+        cases.damage(tmp_path / "step-00000002")
         load = ckpt_storage.load
 
         def slow(state: Any, url: Any, **options: Any) -> None:
             if str(url).endswith("step-00000001"):
-                save(manager, 3)
-                reports.append(pruned(manager))
+                cases.save(manager, 3)
+                reports.append(cases.pruned(manager))
             load(state, url, **options)
 
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-        assert restore(manager).step == 1
+        assert cases.restore(manager).step == 1
         kept = {decision.step: decision.reasons for decision in reports[0].kept}
         assert kept[1] == ("it is being loaded",)
-        pruned(manager)
-    assert names_in(tmp_path) == ["step-00000003"]
+        cases.pruned(manager)
+    assert cases.names_in(tmp_path) == ["step-00000003"]
 
 
 def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
@@ -256,72 +244,59 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
 
     In the background what nobody asked for is raised by `close`, and no claim on the step stays.
     """
-    manager = manager_of(tmp_path)
-    save(manager, 1, metrics={"loss": 1})
-    with pytest.raises(CheckpointExistsError):
-        save(manager, 1)
-    save(manager, 1, metrics={"loss": 2}, overwrite=True)
+    manager = cases.manager_of(tmp_path)
+    cases.save(manager, 1, metrics={"loss": 1})
+    with pytest.raises(errors.CheckpointExistsError):
+        cases.save(manager, 1)
+    cases.save(manager, 1, metrics={"loss": 2}, overwrite=True)
     (info,) = manager.all()
     assert (info.metrics, info.slot) == ({"loss": 2.0}, 2)
-    manager.save_async(1, state_of(1))
-    with pytest.raises(CheckpointExistsError):
+    manager.save_async(1, cases.state_of(1))
+    with pytest.raises(errors.CheckpointExistsError):
         manager.close()
     assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
-
-
-def test_a_prune_frees_what_died_beside_a_kept_step(tmp_path: Path) -> None:
-    """Files of a save that died days ago go, though a later save of its step is kept."""
-    saved(tmp_path, 1)
-    dead = tmp_path / "step-00000001/saves/20260101T000000Z-0123456789abcdef"
-    dead.mkdir()
-    (dead / "__0_0.distcp").write_bytes(b"half")
-    os.utime(dead / "__0_0.distcp", (0, 0))
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        assert pruned(manager).freed == (dead.name,)
-    assert not dead.exists()
 
 
 def test_a_prune_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A storage that will not be listed is logged; the next save prunes again."""
-    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
-        save(manager, 1, 2)
+    with cases.manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        cases.save(manager, 1, 2)
         assert manager.wait_pruned(60)
-        refuse = mock.Mock(side_effect=StorageError("no listing today", kind="permission"))
+        refuse = mock.Mock(side_effect=errors.StorageError("no listing today", kind="permission"))
         with monkeypatch.context() as patch:
             patch.setattr(Root, "folders", refuse)
-            save(manager, 3)
+            cases.save(manager, 3)
             assert manager.wait_pruned(60)
         assert "no listing today" in caplog.text
-        save(manager, 4)
-    assert names_in(tmp_path) == ["step-00000004"]
+        cases.save(manager, 4)
+    assert cases.names_in(tmp_path) == ["step-00000004"]
 
 
 def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
     """Multiples of `every_steps`; `every_s` after the last save began; without a wish, never."""
-    with manager_of(tmp_path, every_steps=3) as manager:
-        assert [step for step in range(10) if manager.should_save(step)] == [3, 6, 9]
-    with manager_of(tmp_path) as manager:
-        assert not any(manager.should_save(step) for step in range(10))
+    for every_steps, due in ((3, [3, 6, 9]), (None, [])):
+        with cases.manager_of(tmp_path, every_steps=every_steps) as manager:
+            assert [step for step in range(10) if manager.should_save(step)] == due
     now_s = 0.0
-    with manager_of(tmp_path, every_s=10) as manager:
+    with cases.manager_of(tmp_path, every_s=10) as manager:
         manager._schedule._clock = lambda: now_s  # noqa: SLF001  # not public
         manager._schedule.saved()  # noqa: SLF001  # the same
         for step in range(1, 12):
             now_s += 3.0
             if manager.should_save(step):
-                save(manager, step)
-    assert names_in(tmp_path) == ["step-00000004", "step-00000008"]
+                cases.save(manager, step)
+    assert cases.names_in(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Each is named, with what to give."""
     wrong = {"every_steps": 1.5, "every_s": math.nan, "keep": "all", "pruning": "sometimes"}
     for option, value in wrong.items():
-        with pytest.raises(InvalidInputError):
-            manager_of(tmp_path, **{option: value})
-    with manager_of(tmp_path) as manager, pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
+            cases.manager_of(tmp_path, **{option: value})
+    with cases.manager_of(tmp_path) as manager, pytest.raises(errors.InvalidInputError):
         manager.should_save(-1)
 
 
@@ -364,7 +339,7 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
     def work(deadline: Deadline) -> None:
         begun.set()
         deadline.sleep(LONG_S)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(errors.CheckpointError) as caught:
             deadline.check("The job")
         ends.append(str(caught.value))
         raise caught.value
@@ -402,73 +377,59 @@ def test_a_user_waits_until_a_deletion_has_ended() -> None:
 
 def overwrite(root: Path, marker: int) -> str | None:
     """Save step 2 anew with the state of another step; return the save id."""
-    with manager_of(root) as other:
-        return other.save(2, state_of(marker), overwrite=True, sync_files=False).save_id
+    with cases.manager_of(root) as other:
+        return other.save(2, cases.state_of(marker), overwrite=True, sync_files=False).save_id
 
 
-def check_restored(root: Path, ids: list[str | None], check: Check) -> None:
-    """Restore, and compare with the save that was made meanwhile."""
-    with manager_of(root) as manager:
-        state = blank()
-        found = manager.restore(state, check=check)
-    assert found is not None
-    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
-    assert step_in(state) == 77
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "while checked", "while checked, and freed"])
 def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The save that is told is the one whose bytes are in the state."""
-    saved(tmp_path, 1, 2)
-    load = ckpt_storage.load
+    """The save that is told is the one whose bytes are in the state; none is called damaged."""
+    cases.saved(tmp_path, 1, 2)
+    load, run = ckpt_storage.load, RangeReader.run
     ids: list[str | None] = []
 
-    def slow(state: Any, url: Any, **options: Any) -> None:
-        if when == "after":
-            load(state, url, **options)
+    def once() -> None:
         if not ids:
+            before = set((tmp_path / "step-00000002/saves").iterdir())
             ids.append(overwrite(tmp_path, 77))
+            for path in before if "freed" in when else ():
+                shutil.rmtree(path)
+
+    def slow_load(*given: Any, **options: Any) -> None:
+        if when == "after":
+            load(*given, **options)
+        once()
         if when == "before":
-            load(state, url, **options)
+            load(*given, **options)
 
-    monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-    check_restored(tmp_path, ids, "read")
+    def slow_run(reader: RangeReader, *given: Any, **more: Any) -> None:
+        once()
+        run(reader, *given, **more)
 
-
-@pytest.mark.parametrize("is_freed", [False, True])
-def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_freed: bool
-) -> None:
-    """A save that is superseded, and perhaps freed, in the middle of a check is not damaged."""
-    saved(tmp_path, 1, 2)
-    ids: list[str | None] = []
-
-    class Slow(RangeReader):
-        def run(self, *given: Any, **more: Any) -> None:
-            if not ids:
-                old = tmp_path / "step-00000002/saves"
-                before = set(old.iterdir())
-                ids.append(overwrite(tmp_path, 77))
-                for path in before if is_freed else ():
-                    shutil.rmtree(path)
-            super().run(*given, **more)
-
-    monkeypatch.setattr(verify, "RangeReader", Slow)
-    check_restored(tmp_path, ids, "deep")
+    is_checked = "checked" in when
+    if is_checked:
+        monkeypatch.setattr(RangeReader, "run", slow_run)
+    else:
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow_load)
+    with cases.manager_of(tmp_path) as manager:
+        found = manager.restore(state := cases.blank(), check="deep" if is_checked else "read")
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert cases.step_in(state) == 77
 
 
 def test_what_is_overwritten_again_and_again_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever for a job that saves over what is loaded; the error says so."""
-    saved(tmp_path, 2)
-    with manager_of(tmp_path) as manager:
+    cases.saved(tmp_path, 2)
+    with cases.manager_of(tmp_path) as manager:
         slow = mock.Mock(side_effect=lambda *_, **__: overwrite(tmp_path, 3))
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-        with pytest.raises(CheckpointInProgressError, match="saved anew"):
-            manager.restore(blank())
+        with pytest.raises(errors.CheckpointInProgressError, match="saved anew"):
+            manager.restore(cases.blank())
 
 
 def test_damage_between_two_looks_does_not_begin_anew(
@@ -482,22 +443,22 @@ def test_damage_between_two_looks_does_not_begin_anew(
         slot.write_bytes(slot.read_bytes()[:-5])
         return take(uses, name, *given, **more)
 
-    saved(tmp_path, 2)
-    with manager_of(tmp_path) as manager:
+    cases.saved(tmp_path, 2)
+    with cases.manager_of(tmp_path) as manager:
         monkeypatch.setattr(Uses, "take", cut)
-        with pytest.raises(IntegrityError, match="None of the 1 committed"):
-            manager.restore(blank())
+        with pytest.raises(errors.IntegrityError, match="None of the 1 committed"):
+            manager.restore(cases.blank())
 
 
 def test_a_restore_that_fails_leaves_nothing_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be looked at is pruned later by the same manager."""
-    saved(tmp_path, 1, 2)
-    away = mock.Mock(side_effect=StorageError("The storage is away.", kind="connection"))
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+    cases.saved(tmp_path, 1, 2)
+    away = mock.Mock(side_effect=errors.StorageError("The storage is away.", kind="connection"))
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         with monkeypatch.context() as patch:
             patch.setattr(Root, "look_at", away)
-            with pytest.raises(StorageError, match="away"):
-                manager.restore(blank(), step=1)
-        assert pruned(manager).deleted == ("step-00000001",)
+            with pytest.raises(errors.StorageError, match="away"):
+                manager.restore(cases.blank(), step=1)
+        assert cases.pruned(manager).deleted == ("step-00000001",)

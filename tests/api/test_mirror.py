@@ -6,30 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import manager_cases as cases
 import pytest
 from commit_tools import body_of, sealed
-from manager_cases import (
-    blank,
-    damage,
-    latest_step,
-    manager_of,
-    pruned,
-    restore,
-    save,
-    state_of,
-    step_in,
-)
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointNotFoundError, FormatError, IntegrityError
-from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage import CheckpointManager, CheckpointNotFoundError, FormatError, IntegrityError
 from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 
 
 def mirrored(tmp_path: Path, **options: Any) -> CheckpointManager:
     """Return a manager of a root and its mirror."""
-    return manager_of(tmp_path / "fast", **{"mirror": tmp_path / "slow", **options})
+    return cases.manager_of(tmp_path / "fast", **{"mirror": tmp_path / "slow", **options})
 
 
 def steps_in(root: Path) -> list[int | None]:
@@ -41,7 +30,7 @@ def test_each_checkpoint_is_copied_and_both_roots_keep_their_own(tmp_path: Path)
     """The copies are the same saves, with their metrics; each root is pruned by its policies."""
     with mirrored(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
         for step in (1, 2, 3):
-            save(manager, step, metrics={"loss": step})
+            cases.save(manager, step, metrics={"loss": step})
             assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
         best = manager.best("loss", "min")
@@ -59,20 +48,20 @@ def test_each_checkpoint_is_copied_and_both_roots_keep_their_own(tmp_path: Path)
 def test_what_the_mirror_would_not_keep_is_not_copied(tmp_path: Path) -> None:
     """Only multiples of 2 and the newest are sent; the rest does not wait at the first root."""
     with mirrored(tmp_path) as manager:
-        save(manager, 1, 2, 3, 4, 5)
+        cases.save(manager, 1, 2, 3, 4, 5)
     shutil.rmtree(tmp_path / "slow")
     keeps: dict[str, Any] = {"keep": KeepLatest(1), "mirror_keep": KeepEvery(2)}
     with mirrored(tmp_path, pruning="manual", **keeps) as manager:
         assert manager.wait_mirrored(60)
         assert steps_in(tmp_path / "slow") == [2, 4, 5]
-        assert pruned(manager).deleted == tuple(map(name_of, (1, 2, 3, 4)))
+        assert cases.pruned(manager).deleted == tuple(map(name_of, (1, 2, 3, 4)))
 
 
 def test_nothing_goes_before_the_mirror_has_it(tmp_path: Path) -> None:
     """While the mirror cannot be written, what waits for it stays, with that reason."""
     (tmp_path / "slow").write_text("a file is in the way")
     with mirrored(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
-        save(manager, 1, 2)
+        cases.save(manager, 1, 2)
         assert not manager.wait_mirrored(60)
         with pytest.raises(ckpt_storage.CheckpointError):
             manager.prune()
@@ -88,20 +77,20 @@ def test_nothing_goes_before_the_mirror_has_it(tmp_path: Path) -> None:
 def test_restore_takes_the_newest_sound_one_of_both(tmp_path: Path) -> None:
     """The first root where it has it; else the mirror: lost, damaged or older at the first."""
     with mirrored(tmp_path) as manager:
-        save(manager, 1, 2)
+        cases.save(manager, 1, 2)
         assert manager.wait_mirrored(60)
-        assert restore(manager).info.url.startswith(f"file://{tmp_path}/fast")
-    damage(tmp_path / "fast" / name_of(2))
+        assert cases.restore(manager).info.url.startswith(f"file://{tmp_path}/fast")
+    cases.damage(tmp_path / "fast" / name_of(2))
     with mirrored(tmp_path) as manager:
-        found = restore(manager, check="deep")
+        found = cases.restore(manager, check="deep")
         assert (found.step, [one.name for one in found.skipped]) == (2, [name_of(2)])
         assert found.info.url.startswith(f"file://{tmp_path}/slow")
     shutil.rmtree(tmp_path / "fast")
     with mirrored(tmp_path) as manager:
         assert manager.latest() == manager.resume_info()
-        assert latest_step(manager) == restore(manager).step == 2
-        save(manager, 3)
-        assert restore(manager).step == 3
+        assert cases.latest_step(manager) == cases.restore(manager).step == 2
+        cases.save(manager, 3)
+        assert cases.restore(manager).step == 3
 
 
 def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
@@ -111,43 +100,43 @@ def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
     old_id = "20200101T000000Z-0123456789abcdef"
     with monkeypatch.context() as patch:
         patch.setattr("ckpt_storage.commit.attempt.new_save_id", lambda: old_id)
-        ckpt_storage.save(state_of(2), tmp_path / "old" / name_of(2), sync_files=False)
+        ckpt_storage.save(cases.state_of(2), tmp_path / "old" / name_of(2), sync_files=False)
     with mirrored(tmp_path) as manager:
-        save(manager, 2)
+        cases.save(manager, 2)
         assert manager.wait_mirrored(60)
     shutil.rmtree(tmp_path / "fast")
     (tmp_path / "old").rename(tmp_path / "fast")
     with mirrored(tmp_path) as manager:
         assert manager.wait_mirrored(60)
-        assert restore(manager).info.save_id != old_id
+        assert cases.restore(manager).info.save_id != old_id
         assert [info.save_id == old_id for info in manager.all()] == [False]
 
 
 def test_one_step_is_restored_from_either_root(tmp_path: Path) -> None:
     """`step=` loads that one alone; what is nowhere is an error."""
     with mirrored(tmp_path, keep=KeepLatest(1)) as manager:
-        save(manager, 1, 2)
+        cases.save(manager, 1, 2)
         assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
         assert steps_in(tmp_path / "fast") == [2]
         for step in (1, 2):
-            state = blank()
+            state = cases.blank()
             found = manager.restore(state, step=step, check="deep")
             assert found is not None
-            assert found.step == step_in(state) == step
+            assert found.step == cases.step_in(state) == step
         with pytest.raises(CheckpointNotFoundError, match="step 7"):
-            manager.restore(blank(), step=7)
+            manager.restore(cases.blank(), step=7)
 
 
 def test_a_deletion_is_of_both_roots(tmp_path: Path) -> None:
     """What is deleted by the manager does not come back from the mirror, nor is it copied again."""
     with mirrored(tmp_path) as manager:
-        save(manager, 1, 2)
+        cases.save(manager, 1, 2)
         assert manager.wait_mirrored(60)
         assert manager.delete(2)
         assert not manager.delete(2)
-        assert restore(manager).step == 1
-        save(manager, 3)
+        assert cases.restore(manager).step == 1
+        cases.save(manager, 3)
         assert manager.wait_mirrored(60)
     assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [1, 3]
 
@@ -160,17 +149,17 @@ def test_a_damaged_one_is_not_waited_for(
 ) -> None:
     """It is told once; both roots are pruned, and keep the newest sound one."""
     with mirrored(tmp_path) as manager:
-        save(manager, 1, 2)
+        cases.save(manager, 1, 2)
         assert manager.wait_mirrored(60)
     with mirrored(tmp_path, mirror=None) as manager:
-        save(manager, 3, 4)
-    damage(tmp_path / "fast" / name_of(broken))
+        cases.save(manager, 3, 4)
+    cases.damage(tmp_path / "fast" / name_of(broken))
     with mirrored(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
         assert not manager.wait_mirrored(60)
         assert steps_in(tmp_path / "slow") == slow
         assert manager.wait_pruned(60)
         assert steps_in(tmp_path / "fast") == fast
-        save(manager, 5)
+        cases.save(manager, 5)
         assert manager.wait_mirrored(60)
         assert manager.wait_pruned(60)
     assert steps_in(tmp_path / "fast") == [5]
@@ -181,7 +170,7 @@ def test_a_damaged_one_is_not_waited_for(
 def test_a_step_that_cannot_be_read_is_no_missing_one(tmp_path: Path, *, is_newer: bool) -> None:
     """`step=` raises what is wrong with its record; a copy that is loaded instead is told."""
     with mirrored(tmp_path) as manager:
-        save(manager, 1)
+        cases.save(manager, 1)
         assert manager.wait_mirrored(60)
     slot = tmp_path / "fast" / name_of(1) / "commits/00000001.json"
     whole = slot.read_bytes()
@@ -191,8 +180,8 @@ def test_a_step_that_cannot_be_read_is_no_missing_one(tmp_path: Path, *, is_newe
         mirrored(tmp_path, mirror=None) as manager,
         pytest.raises(FormatError if is_newer else IntegrityError, match="00000001"),
     ):
-        manager.restore(blank(), step=1)
+        manager.restore(cases.blank(), step=1)
     with mirrored(tmp_path) as manager:
-        found = restore(manager, step=1)
+        found = cases.restore(manager, step=1)
     assert found.info.url.startswith(f"file://{tmp_path}/slow")
     assert [one.url for one in found.skipped] == [f"file://{tmp_path}/fast/{name_of(1)}"]

@@ -1,21 +1,27 @@
-"""What cannot be saved is refused with its key, on every front door."""
+"""Values that cannot be saved, or not be loaded as they are: named by key at every front door."""
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import numpy as np
 import pytest
 import torch
-from dcp_cases import freed
+import torch.distributed.checkpoint as dcp
+from cli_tools import call
+from dcp_cases import freed, same, seeded, zeros_like
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, InvalidInputError
 
 
 class Opaque(torch.Tensor):
@@ -23,14 +29,12 @@ class Opaque(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, size: int) -> Any:
-        """Make one."""
         return torch.Tensor._make_wrapper_subclass(cls, (size,))  # noqa: SLF001  # torch documents it
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as no class method
         cls, function: Any, *_: Any, **__: Any
     ) -> Any:
-        """Refuse all."""
         raise NotImplementedError(f"{function} is not for Opaque")
 
 
@@ -49,7 +53,7 @@ def circle() -> dict[str, Any]:
 
 def in_background(state: dict[str, Any], path: Path) -> object:
     """Save in the background; a worker gets only what was staged."""
-    with AsyncSaver(mode="thread", timeout=60, on_error="warn") as saver:
+    with ckpt_storage.AsyncSaver(mode="thread", timeout=60, on_error="warn") as saver:
         return saver.save(state, path).result(60)
 
 
@@ -66,49 +70,222 @@ BY_TORCH: dict[str, type[Exception]] = {"nested": RuntimeError, "opaque": NotImp
 BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
 
 
+NESTED = [torch.ones(2), torch.ones(3)]
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "nested": (lambda: torch.nested.nested_tensor(NESTED), "nested"),
+    "jagged": (lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged), "nested"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
+    "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
+    "freed": (lambda: freed(3), "memory was given back"),
+    "freed, large": (lambda: freed(1 << 20), "memory was given back"),
+    "freed parameter": (lambda: nn.Parameter(freed(3)), "memory was given back"),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "quantised",
+    ),
+    "wrapper": (lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
+    "opaque": (lambda: Opaque(3), "Opaque"),
+    "uint4": (lambda: torch.empty(4, dtype=UINT4), "uint4"),
+    "lazy": (nn.UninitializedParameter, "uninitialised"),
+    "circle": (circle, "holds itself"),
+    "lock": (threading.Lock, "lock"),
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    ("kind", "make", "reason"),
-    [
-        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
-        (
-            "jagged",
-            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "nested",
-        ),
-        ("sparse", lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
-        ("csr", lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
-        ("meta", lambda: torch.empty(3, device="meta"), "meta device"),
-        ("freed", lambda: freed(3), "memory was given back"),
-        ("freed, large", lambda: freed(1 << 20), "memory was given back"),
-        ("freed parameter", lambda: nn.Parameter(freed(3)), "memory was given back"),
-        (
-            "quantised",
-            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-            "quantised",
-        ),
-        ("wrapper", lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
-        ("opaque", lambda: Opaque(3), "Opaque"),
-        ("uint4", lambda: torch.empty(4, dtype=UINT4), "uint4"),
-        ("lazy", nn.UninitializedParameter, "uninitialised"),
-        ("circle", circle, "holds itself"),
-        ("lock", threading.Lock, "lock"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_key_of_what_cannot_be_saved_is_named(
-    tmp_path: Path, door: str, kind: str, make: Callable[[], object], reason: str
-) -> None:
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_key_of_what_cannot_be_saved_is_named(tmp_path: Path, door: str, kind: str) -> None:
     """The error says the key, what is wrong with it and what to do; nothing is committed."""
+    make, reason = REFUSED[kind]
     state = {"model": {"ok": torch.ones(2), "layer": {"w": make()}}}
     if door == "dcp.save" and kind in BY_TORCH:
         with pytest.raises(BY_TORCH[kind]):
             DOORS[door](state, tmp_path / "run")
     else:
-        with pytest.raises(
-            InvalidInputError, match=rf"model\.layer\.w\b.* cannot.*{reason}"
-        ) as caught:
+        told = rf"model\.layer\.w\b.* cannot.*{reason}"
+        with pytest.raises(ckpt_storage.InvalidInputError, match=told) as caught:
             DOORS[door](state, tmp_path / "run")
         assert caught.value.next_step
     assert ckpt_storage.list_checkpoints(tmp_path) == []
+
+
+class Schedule:
+    """A value of a class of the trainer's own."""
+
+
+def by_dcp(state: dict[str, Any], path: Path, **options: Any) -> None:
+    """Save by torch's, with our writer."""
+    dcp.save(state, storage_writer=ckpt_storage.CheckpointStorageWriter(path, **options))
+
+
+each_door = pytest.mark.parametrize("door", [ckpt_storage.save, by_dcp])
+Door = Callable[..., object]
+
+
+@each_door
+def test_a_value_that_only_pickle_holds_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, door: Door
+) -> None:
+    """The save warns with key and type, `verify` notes it, `load` refuses it."""
+    path = tmp_path / "run-1"
+    state = {"a": torch.ones(2), "trainer": {"schedule": Schedule(), "step": 3}}
+    with caplog.at_level(logging.WARNING, "ckpt_storage"):
+        door(state, path)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"trainer.schedule ({__name__}.Schedule)" in message
+    report = ckpt_storage.verify(path)
+    assert report.ok
+    (note,) = report.notes
+    assert note.fqn == "trainer.schedule"
+    assert f"{__name__}.Schedule" in note.message
+    assert "unsafe_pickle=True" in note.next_step
+    told = call("verify", str(path))
+    assert told.exit_code == 0
+    assert "trainer.schedule" in told.stdout
+    target = {"a": torch.zeros(2), "trainer": {"schedule": None, "step": 0}}
+    with pytest.raises(ckpt_storage.UnsafeContentError, match=r"trainer\.schedule"):
+        ckpt_storage.load(target, path)
+
+
+@each_door
+def test_a_save_may_refuse_such_values(tmp_path: Path, door: Door) -> None:
+    """With `unsafe_values="refuse"` the error names key and type, and nothing is committed."""
+    state = {"a": torch.ones(2), "trainer": {"schedule": Schedule()}}
+    with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException)) as caught:
+        door(state, tmp_path / "run-1", unsafe_values="refuse")
+    assert f"trainer.schedule is a value ({__name__}.Schedule)" in str(caught.value)
+    assert ckpt_storage.list_checkpoints(tmp_path) == []
+
+
+def test_plain_values_and_buffers_are_inert(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers, texts, arrays and `io.BytesIO` are saved without a word and load everywhere."""
+    buffer = io.BytesIO(bytes(range(256)))
+    buffer.seek(7)
+    state = {
+        "buffer": buffer,
+        "empty": io.BytesIO(),
+        "plain": (1, 2.5, "text", None, b"bytes", {"a": [True]}),
+        "array": np.arange(3),
+        "count": 1 << 70,
+    }
+    with caplog.at_level(logging.WARNING, "ckpt_storage"):
+        ckpt_storage.save(state, tmp_path / "run", unsafe_values="refuse")
+    assert caplog.records == []
+    assert ckpt_storage.verify(tmp_path / "run").notes == ()
+    loaded: dict[str, Any] = dict.fromkeys(state)
+    ckpt_storage.load(loaded, tmp_path / "run")
+    by_torch: dict[str, Any] = dict.fromkeys(state)
+    dcp.load(by_torch, storage_reader=ckpt_storage.CheckpointStorageReader(tmp_path / "run"))
+    for found in (loaded, by_torch, ckpt_storage.open_checkpoint(tmp_path / "run").load()):
+        assert found["buffer"].getvalue() == bytes(range(256))
+        assert found["buffer"].tell() == 7
+        assert found["empty"].getvalue() == b""
+        assert found["plain"] == state["plain"]
+        assert found["count"] == 1 << 70
+
+
+def test_a_buffer_that_is_more_than_bytes_is_refused(tmp_path: Path) -> None:
+    """A crafted buffer whose state would set attributes is no inert one."""
+
+    class Odd(io.BytesIO):
+        def __reduce__(self) -> tuple[Any, ...]:
+            return io.BytesIO, (), (b"x", 0, {"close": 1})
+
+    ckpt_storage.save({"odd": Odd()}, tmp_path / "run")
+    with pytest.raises(ckpt_storage.UnsafeContentError, match=r"_io\.BytesIO"):
+        ckpt_storage.load({"odd": None}, tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_one_element_of_any_stride_is_filled(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A target of one element is contiguous whatever its stride says, and is loaded in place."""
+    value = seeded(1, 1, dtype=dtype)
+    square = seeded(2, 1, 1, dtype=dtype)
+    dcp_cases.save({"one": value, "square": square}, tmp_path / "c")
+    line = zeros_like(seeded(3, 9, dtype=dtype))
+    plane = zeros_like(seeded(4, 7, 5, dtype=dtype))
+    targets = {"one": line[::3][1:2], "square": plane[::2, ::3][1:2, 1:2]}
+    assert targets["one"].stride() == (3,)
+    dcp_cases.load(targets, tmp_path / "c")
+    assert same(line[3:4].clone(), value)
+    assert same(plane[2:3, 3:4].clone(), square)
+    assert int(torch.count_nonzero(line)) <= 1
+    assert int(torch.count_nonzero(plane)) <= 1
+
+
+def test_targets_of_inference_mode_are_filled(tmp_path: Path) -> None:
+    """What only code in inference mode may write to is filled, whichever thread reads."""
+    value = seeded(5, 64, 48)
+    dcp_cases.save({"value": value}, tmp_path / "c")
+    with torch.inference_mode():
+        whole = torch.zeros(64, 96)
+        dcp_cases.load({"value": whole[:, ::2]}, tmp_path / "c")
+        assert same(whole[:, ::2].contiguous(), value)
+        assert int(torch.count_nonzero(whole[:, 1::2])) == 0
+
+
+each_load = pytest.mark.parametrize(
+    "door", [dcp_cases.load, ckpt_storage.load], ids=["dcp", "ours"]
+)
+
+
+@each_load
+def test_a_cast_that_changes_the_kind_of_value_needs_leave(
+    tmp_path: Path, door: Callable[..., object]
+) -> None:
+    """What would lose a fraction, an imaginary part or all but truth names key and both types."""
+    for number, (stored, wanted) in enumerate(
+        [
+            (torch.float32, torch.int64),
+            (torch.complex64, torch.float32),
+            (torch.complex64, torch.int32),
+            (torch.int64, torch.bool),
+            (torch.bfloat16, torch.bool),
+        ]
+    ):
+        value = torch.tensor([0.5, 2]).to(stored)
+        path = tmp_path / str(number)
+        dcp_cases.save({"value": value}, path)
+        target = {"value": torch.zeros(2, dtype=wanted)}
+        with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException)) as caught:
+            door(target, path)
+        assert f"value is stored as {str(stored)[6:]}" in str(caught.value)
+        assert str(wanted)[6:] in str(caught.value)
+        assert int(torch.count_nonzero(target["value"])) == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            door(target, path, allow_lossy=True)
+            assert same(target["value"], value.to(wanted))
+
+
+def test_a_cast_within_a_kind_needs_none(tmp_path: Path) -> None:
+    """Fewer bits of the same kind, and a kind that holds the other, are loaded as ever."""
+    casts = {
+        torch.float32: torch.bfloat16,
+        torch.float64: torch.float32,
+        torch.int64: torch.int32,
+        torch.int32: torch.float32,
+        torch.bool: torch.float32,
+        torch.bfloat16: torch.complex64,
+    }
+    state = {str(dtype): torch.tensor([0, 1, 3]).to(dtype) for dtype in casts}
+    target = {str(dtype): torch.zeros(3, dtype=wanted) for dtype, wanted in casts.items()}
+    dcp_cases.save(dict(state), tmp_path / "c")
+    ckpt_storage.load(target, tmp_path / "c")
+    assert same(target, {name: state[name].to(value.dtype) for name, value in target.items()})
+
+
+@each_load
+def test_one_target_for_two_values_needs_leave(tmp_path: Path, door: Callable[..., object]) -> None:
+    """Tied targets take equal values; where the values differ, the error names both."""
+    tied, target = seeded(1, 40, 7), torch.zeros(40, 7)
+    dcp_cases.save({"a": tied, "b": tied.clone(), "c": tied + 1}, tmp_path / "c")
+    door({"a": target, "b": target}, tmp_path / "c")
+    assert same(target, tied)
+    with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"a and c"):
+        door({"a": target, "c": target}, tmp_path / "c")
+    door({"a": target, "c": target}, tmp_path / "c", allow_lossy=True)

@@ -1,9 +1,12 @@
-"""`.metadata` for torch's own readers: written quickly, or left out and said so."""
+"""`.metadata` for torch's own readers: written, left out, newer than ours, or not replaceable."""
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dcp_cases
 import pytest
@@ -11,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -18,6 +22,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import ckpt_storage
 from ckpt_storage import CheckpointStorageWriter, InvalidInputError
 from ckpt_storage.commit.assembly import entries_of
+from ckpt_storage.testing.ranks import run_ranks
+from ckpt_storage.testing.s3_server import S3Server
 
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -107,3 +113,220 @@ def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
     (path / ".metadata").unlink()
     dcp_cases.load(zeros_like(STATE), path)
     assert (path / ".metadata").read_bytes() == note
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+
+OLD, NEW = {"w": torch.zeros(8)}, {"w": torch.ones(8)}
+
+
+def stock_values(url: str | Path) -> torch.Tensor:
+    """Return what torch's own reader finds."""
+    state = {"w": torch.full((8,), 7.0)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(url), no_dist=True)
+    return state["w"]
+
+
+def load(url: str) -> None:
+    """Load by the front door."""
+    ckpt_storage.load({"w": torch.empty(8)}, url)
+
+
+def dcp_load(url: str) -> None:
+    """Load by the plug-in."""
+    reader = ckpt_storage.CheckpointStorageReader(url)
+    try:
+        dcp.load({"w": torch.empty(8)}, storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        if dcp_cases.HIDES_REASONS:
+            reader.read_metadata()
+        # torch asks the reader for its metadata in a way that keeps only the text of its error.
+        raise ckpt_storage.FormatError(str(error.failures[0][0])) from error
+
+
+def restore(url: str) -> None:
+    """Resume by the manager."""
+    with ckpt_storage.CheckpointManager(url.rpartition("/")[0]) as manager:
+        manager.restore({"w": torch.empty(8)})
+
+
+READ: dict[str, Callable[[str], object]] = {
+    "load": load,
+    "dcp.load": dcp_load,
+    "open_checkpoint": lambda url: ckpt_storage.open_checkpoint(url).close(),
+    "restore": restore,
+    "consolidate": ckpt_storage.consolidate,
+}
+
+
+@pytest.mark.parametrize("way", READ)
+def test_reading_says_that_a_stock_save_is_newer_and_keeps_it(tmp_path: Path, way: str) -> None:
+    """No way to read gives the older values, or takes the newer save from torch's own readers."""
+    folder = tmp_path / "step-00000001"
+    info = ckpt_storage.save(OLD, folder)
+    dcp.save(NEW, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    with pytest.raises(ckpt_storage.FormatError, match=r"\.metadata") as caught:
+        READ[way](str(folder))
+    assert str(info.save_id) in str(caught.value)
+    assert "overwrite=True" in str(caught.value)
+    assert torch.equal(stock_values(folder), NEW["w"])
+
+
+def test_verify_and_an_overwriting_save_know_of_a_newer_stock_save(tmp_path: Path) -> None:
+    """`verify` names both saves; a save with `overwrite=True` replaces both for all readers."""
+    info = ckpt_storage.save(OLD, tmp_path)
+    dcp.save(NEW, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    (problem,) = ckpt_storage.verify(tmp_path).problems
+    assert problem.file == ".metadata"
+    assert str(info.save_id) in problem.message
+    ckpt_storage.save({"w": NEW["w"] + 1}, tmp_path, overwrite=True)
+    assert ckpt_storage.verify(tmp_path).ok
+    assert torch.equal(stock_values(tmp_path), NEW["w"] + 1)
+
+
+def test_reading_from_object_storage_says_so_too(server: S3Server, tmp_path: Path) -> None:
+    """Where `.metadata` costs requests, every way to read looks at it, too."""
+    url = "s3://bkt/step-00000001"
+    options: dict[str, Any] = {"storage_options": server.storage_options}
+    ckpt_storage.save(OLD, url, **options)
+    stock = FsspecWriter(url, **server.storage_options)
+    dcp.save(NEW, storage_writer=stock, no_dist=True)
+    ways: list[Callable[[], object]] = [
+        lambda: ckpt_storage.load({"w": torch.empty(8)}, url, **options),
+        lambda: ckpt_storage.open_checkpoint(url, **options),
+        lambda: ckpt_storage.consolidate(url, tmp_path / "hf", **options),
+        lambda: ckpt_storage.copy(url, tmp_path / "copy", **options),
+        lambda: ckpt_storage.convert(url, tmp_path / "converted", to="dcp", **options),
+    ]
+    for way in ways:
+        with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
+            way()
+
+
+def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None:
+    """Whoever opens a save that replaced a stock one, and could not publish, publishes it."""
+    dcp.save(OLD, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    stock = (tmp_path / ".metadata").read_bytes()
+    ckpt_storage.save(NEW, tmp_path, overwrite=True)
+    # As if the saver had died between its commit and its publication.
+    (tmp_path / ".metadata").write_bytes(stock)
+    time_s = (tmp_path / "commits" / "00000001.json").stat().st_mtime - 60
+    os.utime(tmp_path / ".metadata", (time_s, time_s))
+    load(str(tmp_path))
+    assert torch.equal(stock_values(tmp_path), NEW["w"])
+
+
+def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
+    """Where a storage tells whole seconds, both have one time; nothing older is read in silence."""
+    ckpt_storage.save(OLD, tmp_path)
+    dcp.save(NEW, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    for path in (tmp_path / ".metadata", tmp_path / "commits" / "00000001.json"):
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+    with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
+        load(str(tmp_path))
+
+
+def test_a_lost_commit_record_is_told_by_the_metadata(tmp_path: Path) -> None:
+    """A `.metadata` that names a later slot than there are says that commit records are lost."""
+    ckpt_storage.save(OLD, tmp_path)
+    ckpt_storage.save(NEW, tmp_path, overwrite=True)
+    (tmp_path / "commits" / "00000002.json").unlink()
+    with pytest.raises(ckpt_storage.FormatError, match="slot 2"):
+        load(str(tmp_path))
+    assert any("slot 2" in problem.message for problem in ckpt_storage.verify(tmp_path).problems)
+    assert torch.equal(stock_values(tmp_path), NEW["w"])
+
+
+def refuse(folder: Path) -> None:
+    """Let no `.metadata` be put there: no file replaces a folder."""
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").mkdir()
+
+
+def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
+    """Save in the background, and once more after it."""
+    with ckpt_storage.AsyncSaver(mode=mode) as saver:
+        handle = saver.save(NEW, url, overwrite=True)
+        error = handle.exception(60)
+        assert handle.state is ckpt_storage.SaveState.COMMITTED
+        assert saver.save(NEW, url.parent / "other").result(60).slot == 1
+    assert error is not None
+    raise error
+
+
+SAVES: dict[str, Callable[[Path], object]] = {
+    "save": lambda url: ckpt_storage.save(NEW, url, overwrite=True),
+    "dcp.save": lambda url: dcp_cases.save_alone(NEW, url, overwrite=True),
+    "AsyncSaver in a thread": lambda url: background_save(url, "thread"),
+    "AsyncSaver in a process": lambda url: background_save(url, "process"),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_a_save_that_stock_readers_cannot_find_says_so(tmp_path: Path, way: str) -> None:
+    """It raises an error of its own with what was committed; `publish` makes it good."""
+    folder = tmp_path / "step"
+    ckpt_storage.save(OLD, folder)
+    refuse(folder)
+    with pytest.raises(ckpt_storage.NotPublishedError, match=r"ckpt_storage\.publish") as caught:
+        SAVES[way](folder)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.code, error.phase, error.info.slot) == ("not-published", "commit", 2)
+    found = {"w": torch.full((8,), 7.0)}
+    ckpt_storage.load(found, folder)
+    assert torch.equal(found["w"], NEW["w"])
+    (folder / ".metadata").rmdir()
+    ckpt_storage.publish(folder)
+    ckpt_storage.publish(folder)
+    assert torch.equal(stock_values(folder), NEW["w"])
+
+
+def test_who_wants_no_stock_metadata_does_not_miss_it(tmp_path: Path) -> None:
+    """With `stock_metadata="never"` a save returns although nothing could be published."""
+    ckpt_storage.save(OLD, tmp_path)
+    refuse(tmp_path)
+    info = ckpt_storage.save(NEW, tmp_path, overwrite=True, stock_metadata="never")
+    assert info.slot == 2
+
+
+def overwrite(_rank: int, path: Path) -> object:
+    """Save over what is there; return what the error says is committed."""
+    with pytest.raises(ckpt_storage.NotPublishedError) as caught:
+        ckpt_storage.save(NEW, path, overwrite=True)
+    return caught.value.info
+
+
+def test_all_ranks_hear_that_a_save_is_not_published(tmp_path: Path) -> None:
+    """Every rank raises the same error with the same checkpoint."""
+    ckpt_storage.save(OLD, tmp_path)
+    refuse(tmp_path)
+    outcomes = run_ranks(3, overwrite, tmp_path)
+    assert [outcome.value for outcome in outcomes] == [outcomes[0].value] * 3, outcomes
+    assert outcomes[0].value is not None
+
+
+def test_a_manager_counts_a_save_that_is_not_published(tmp_path: Path) -> None:
+    """The manager raises it, keeps the step as its newest, and goes on with the next."""
+    with ckpt_storage.CheckpointManager(tmp_path) as manager:
+        manager.save(1, OLD)
+        folder = tmp_path / "step-00000001"
+        refuse(folder)
+        with pytest.raises(ckpt_storage.NotPublishedError):
+            manager.save(1, NEW, overwrite=True)
+        assert manager.latest() is not None
+        assert manager.save(2, NEW).slot == 1
+
+
+def test_a_copy_that_stock_readers_cannot_find_says_so(tmp_path: Path) -> None:
+    """It raises each time until it can publish; nothing is copied again."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    ckpt_storage.save(NEW, source)
+    ckpt_storage.save(OLD, target)
+    refuse(target)
+    for _ in range(2):
+        with pytest.raises(ckpt_storage.NotPublishedError, match=r"storage\.publish") as caught:
+            ckpt_storage.copy(source, target, overwrite=True)
+        assert (caught.value.phase, caught.value.info.slot) == ("commit", 2)
+    (target / ".metadata").rmdir()
+    assert ckpt_storage.copy(source, target, overwrite=True).was_there
+    assert torch.equal(stock_values(target), NEW["w"])

@@ -100,7 +100,6 @@ class CountingServer(S3Server):
         self.count = mp.get_context("spawn").Value("q", 0)
 
     def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
-        """Count."""
         with self.count.get_lock():
             self.count.value += 1
         return super().begin(op, bucket, key)

@@ -52,7 +52,6 @@ class DiskFloor:
         self._root = Path(root)
 
     def put(self, path: str, views: Sequence[memoryview]) -> None:
-        """Write and fsync one file."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb", 0) as file:
@@ -61,7 +60,6 @@ class DiskFloor:
             os.fsync(file.fileno())
 
     def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
-        """Read into place."""
         with (self._root / path).open("rb", 0) as file:
             if seen is None:
                 for at in range(0, len(views), _IO_VECTORS):
@@ -74,7 +72,6 @@ class DiskFloor:
                     seen(piece)
 
     def clear(self, folder: str) -> None:
-        """Remove a folder."""
         shutil.rmtree(self._root / folder, ignore_errors=True)
 
     def forget_cached(self) -> None:
@@ -109,13 +106,11 @@ class FsspecFloor:
         self.name = f"floor: {type(self._fs).__name__} alone"
 
     def put(self, path: str, views: Sequence[memoryview]) -> None:
-        """Put one file."""
         target = f"{self._root}/{path}"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(target, b"".join(views))
 
     def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
-        """Read ranges and copy them into place."""
 
         def fill(group: Sequence[memoryview], begin: int, count: int) -> None:
             found = self._fs.cat_file(f"{self._root}/{path}", start=begin, end=begin + count)
@@ -142,7 +137,6 @@ class FsspecFloor:
             list(threads.map(lambda each: fill(*each), groups))
 
     def clear(self, folder: str) -> None:
-        """Remove a folder."""
         target = f"{self._root}/{folder}".rstrip("/")
         self._fs.invalidate_cache()
         if self._fs.exists(target):

@@ -56,7 +56,6 @@ class Comparison:
     runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)
 
     def median_s(self, name: str) -> float:
-        """Return the median seconds of a contender."""
         return statistics.median(run.seconds for run in self.runs[name])
 
     def ratio(self, name: str) -> float:
@@ -65,19 +64,8 @@ class Comparison:
 
     def rows(self) -> list[list[str]]:
         """Return a heading and one row of text for each contender."""
-        rows = [
-            [
-                "who",
-                "median s",
-                "min",
-                "max",
-                "x floor",
-                "GB/s",
-                "CPU s",
-                "extra MiB",
-                "requests",
-            ]
-        ]
+        head = "who,median s,min,max,x floor,GB/s,CPU s,extra MiB,requests"
+        rows = [head.split(",")]
         for name, runs in self.runs.items():
             seconds = [run.seconds for run in runs]
             rows.append(

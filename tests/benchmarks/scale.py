@@ -20,7 +20,6 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TextIO, cast, get_args
 from unittest.mock import patch
 
@@ -87,7 +86,6 @@ class World:
             yield fqn, Box((start, 0), (min(step, shape[0] - start), shape[1]))
 
     def manifest(self, rank: int, save_id: str) -> RankManifest:
-        """Return what a rank would have written."""
         chunks = dict(self.chunks(rank))
         boxes = {box: at for at, box in enumerate(dict.fromkeys(chunks.values()))}
         lengths = [2 * box.volume for box in chunks.values()]
@@ -129,7 +127,6 @@ class World:
         )
 
     def metadata(self, *, with_chunks: bool) -> Metadata:
-        """Return what DCP's global plan hands to the writer."""
         state = {
             fqn: TensorStorageMetadata(
                 properties=TensorProperties(dtype=torch.bfloat16), size=torch.Size(shape), chunks=[]
@@ -146,34 +143,8 @@ class World:
         return Metadata(state_dict_metadata=dict(state), planner_data=paths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleFigures:
-    """What was measured. Seconds are of one process; `report` figures are per rank.
-
-    `coordinator_s` is all of the storage's work on the coordinator between the last report and the
-    end of the save, `gather_s` (unpickling the reports) included; `assemble_s` is the part of it
-    that checks the reports. `written_bytes` and `write_count` are the coordinator's. `metadata_s`
-    and `metadata_bytes` are what `read_metadata` takes on each rank, in `metadata_read_count` reads
-    counted at the store; `places_s` finds the bytes of one rank.
-    """
-
-    rank_count: int
-    tensor_count: int
-    sharding: Sharding
-    item_count: int
-    report_s: float
-    report_bytes: int
-    gather_s: float
-    assemble_s: float
-    coordinator_s: float
-    written_bytes: int
-    write_count: int
-    has_stock_metadata: bool
-    metadata_s: float
-    metadata_bytes: int
-    metadata_read_count: int
-    places_s: float
-    peak_resident_bytes: int
+Figures = dict[str, float]
+"""What was measured, by the names that `simulate` gives."""
 
 
 def simulate(
@@ -182,10 +153,14 @@ def simulate(
     *,
     sharding: Sharding = "mixed",
     stock_metadata: bool = False,
-) -> ScaleFigures:
-    """Return what a save of `tensor_count` tensors by `rank_count` ranks costs.
+) -> Figures:
+    """Return what a save of `tensor_count` tensors by `rank_count` ranks costs, run in memory.
 
-    Runs in memory. `stock_metadata` writes `.metadata`, whose cost grows with the items.
+    `stock_metadata` writes `.metadata`, whose cost grows with the items. Seconds are of one
+    process; those of reports are per rank. `coordinator_s` is all of the storage's work between the
+    last report and the end of the save, `gather_s` (unpickling the reports) included. Bytes and
+    counts that are written are the coordinator's; `metadata_*` is what `read_metadata` takes on
+    each rank, in reads counted at the store; `places_s` finds the bytes of one rank.
     """
     world = World(rank_count, tensor_count, sharding)
     url = f"memory://scale-{os.urandom(8).hex()}"
@@ -206,7 +181,7 @@ def simulate(
     started = time.perf_counter()
     reports = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
-    record = commit_save(
+    commit_save(
         store,
         grant,
         world_size=rank_count,
@@ -230,25 +205,23 @@ def simulate(
         started = time.perf_counter()
         CheckpointStorageReader(url).read_metadata()
         metadata_s = time.perf_counter() - started
-    return ScaleFigures(
-        rank_count=rank_count,
-        tensor_count=tensor_count,
-        sharding=sharding,
-        item_count=item_count,
-        report_s=statistics.median(report_s),
-        report_bytes=sum(map(len, packed)) // rank_count,
-        gather_s=gather_s,
-        assemble_s=assemble_s,
-        coordinator_s=coordinator_s,
-        written_bytes=sum(written.values()),
-        write_count=len(written),
-        has_stock_metadata=record.stock_entries != 0,
-        metadata_s=metadata_s,
-        metadata_bytes=sum(answers),
-        metadata_read_count=len(answers),
-        places_s=_places_s(store, world),
-        peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    )
+    return {
+        "rank_count": rank_count,
+        "tensor_count": tensor_count,
+        "item_count": item_count,
+        "report_s": statistics.median(report_s),
+        "report_bytes": sum(map(len, packed)) // rank_count,
+        "gather_s": gather_s,
+        "assemble_s": assemble_s,
+        "coordinator_s": coordinator_s,
+        "written_bytes": sum(written.values()),
+        "write_count": len(written),
+        "metadata_s": metadata_s,
+        "metadata_bytes": sum(answers),
+        "metadata_read_count": len(answers),
+        "places_s": _places_s(store, world),
+        "peak_resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
 
 
 _RANK = 0
@@ -351,7 +324,7 @@ def main(arguments: Sequence[str], out: TextIO) -> None:
                 sharding=given.sharding,
                 stock_metadata=given.stock_metadata,
             )
-            out.write(json.dumps(dataclasses.asdict(ours)) + "\n")
+            out.write(json.dumps(ours) + "\n")
             out.flush()
 
 

@@ -53,24 +53,19 @@ class Bench:
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers to measure, [] unless asked for."""
         return peers_for(self.url, self.storage_options) if self.with_peers else []
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ours are called with."""
         return {"storage_options": dict(self.storage_options)}
 
     def at(self, folder: str) -> str:
-        """Return the URL of a folder."""
         return f"{self.url}/{folder}"
 
     def state(self, sharding: Sharding = "rows", *, filled: bool = True) -> State:
-        """Return this rank's part of the model."""
         return llama_state(self.gib, sharding, filled=filled)
 
     def clear(self, *folders: str) -> None:
-        """Remove folders; all ranks call it, one does it."""
         dist.barrier()
         if dist.get_rank() == 0:
             for folder in folders:

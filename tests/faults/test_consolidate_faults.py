@@ -18,9 +18,10 @@ import torch
 from consolidate_cases import files_in, tensors_of
 from dcp_cases import seeded
 from fault_tools import Opener
-from memory_keys import MemoryKeys
+from rank_threads import MemoryKeys
 
 import ckpt_storage
+from ckpt_storage import ConsolidateOptions, Timeouts
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import (
@@ -32,9 +33,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export import output as run_module
 from ckpt_storage.export.consolidate import ConsolidateJob, ConsolidationReport, run_consolidate
-from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.format.exports import is_file_record
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Content, Settings
 from ckpt_storage.store.registry import backend_of
@@ -107,7 +106,6 @@ class Folder:
         wrap: Wrap | None = None,
         file_count: int = 2,
     ) -> list[Ended]:
-        """Consolidate on threads; return how each ended."""
         self._wrap = wrap or (lambda _, backend: backend)
         board = MemoryKeys()
         job = ConsolidateJob(
@@ -346,7 +344,6 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
         """Ends a discarded upload only when the other rank has ended."""
 
         def abort_upload(self, path: str, token: str) -> None:
-            """Discard, and take as long."""
             super().abort_upload(path, token)
             is_gone.set()
             assert has_left.wait(END_S)
@@ -355,12 +352,10 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
         """Sends its parts to an upload that is gone."""
 
         def put_part(self, path: str, *args: Any, **more: Any) -> str:
-            """Send, once that is too late."""
             assert is_gone.wait(END_S)
             return super().put_part(path, *args, **more)
 
         def close(self) -> None:
-            """Say that this rank has ended."""
             has_left.set()
             super().close()
 

@@ -13,9 +13,7 @@ import pytest
 import servers
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.options import RetryPolicy
+from ckpt_storage import CheckpointError, RetryPolicy, consolidate
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
@@ -52,7 +50,6 @@ class Bucket:
         self.server.reset_counters()
 
     def export(self) -> CheckpointError | None:
-        """Export version 2; return what went wrong."""
         try:
             consolidate("s3://bkt/run2", "s3://bkt/out", max_file_bytes=60_000, **self._given)
         except CheckpointError as error:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from named_memory import left_of
-from saver_cases import SLACK_S, is_alive, loaded, state_of, until
+from saver_cases import SLACK_S, is_alive, left_of, loaded, state_of, until
 
 from ckpt_storage import list_checkpoints, load
 from ckpt_storage.testing.s3_server import S3Server
@@ -27,8 +26,7 @@ warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 import ckpt_storage
-from named_memory import named_memory
-from saver_cases import DefaultSavePlanner, Hold, held, quick_timeouts, state_of
+from saver_cases import DefaultSavePlanner, Hold, held, named_memory, quick_timeouts, state_of
 
 class Slow(DefaultSavePlanner):
     def create_global_plan(self, plans):
@@ -225,17 +223,17 @@ def test_all_saves_in_flight_are_flushed(nursery: Nursery, tmp_path: Path) -> No
     ]
 
 
-def test_save_to_object_storage_is_flushed(nursery: Nursery, tmp_path: Path) -> None:
+def test_save_to_object_storage_is_flushed(
+    nursery: Nursery, server: S3Server, tmp_path: Path
+) -> None:
     """A client that needs executors of the standard library still has them."""
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        options = server.storage_options
-        url = "s3://bucket/saved"
-        codes, _, errors = run(nursery, tmp_path, "thread", "returns", url=url, options=options)
-        assert codes == [0], errors
-        assert errors == ""
-        target = {"w0": torch.zeros(1000)}
-        load(target, url, storage_options=options)
+    options = server.storage_options
+    url = "s3://bucket/saved"
+    codes, _, errors = run(nursery, tmp_path, "thread", "returns", url=url, options=options)
+    assert codes == [0], errors
+    assert errors == ""
+    target = {"w0": torch.zeros(1000)}
+    load(target, url, storage_options=options)
     assert torch.equal(target["w0"], state_of(0, 7)["w0"])
 
 

@@ -158,14 +158,12 @@ def assert_gave_up(told: list[dict[str, Any]], *, phase: str) -> None:
     ],
 )
 def test_a_server_that_never_answers_ends_at_the_deadline(
-    nursery: Nursery, tmp_path: Path, call: str, op: str, key: str, phase: str
+    nursery: Nursery, server: S3Server, tmp_path: Path, call: str, op: str, key: str, phase: str
 ) -> None:
     """Two ranks and one alone name rank and phase in time, and their processes exit."""
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        rule = FaultRule(op=op, key=key, action="hang", times=0)
-        options = server.storage_options
-        worlds = told_by(nursery, (2, 1), tmp_path, call, options, lambda: server.faults([rule]))
+    rule = FaultRule(op=op, key=key, action="hang", times=0)
+    options = server.storage_options
+    worlds = told_by(nursery, (2, 1), tmp_path, call, options, lambda: server.faults([rule]))
     for told in worlds:
         if phase != "commit":
             assert_gave_up(told, phase=phase)
@@ -196,16 +194,14 @@ def test_a_stopped_server_process_ends_at_the_deadline(nursery: Nursery, tmp_pat
 
 
 def test_a_look_at_metadata_that_hangs_is_told_and_fails_no_load(
-    caplog: pytest.LogCaptureFixture,
+    server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A load waits a bounded time for what only stock readers need, and the log says so."""
     url, target = "s3://bucket/run", {"w": torch.zeros(3)}
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        options = server.storage_options
-        ckpt_storage.save({"w": torch.ones(3)}, url, storage_options=options)
-        server.faults([FaultRule(key=r"run/\.metadata", times=0, action="hang")])
-        timeout = ckpt_storage.Timeouts(load=4)
-        ckpt_storage.load(target, url, storage_options=options, timeout=timeout)
+    options = server.storage_options
+    ckpt_storage.save({"w": torch.ones(3)}, url, storage_options=options)
+    server.faults([FaultRule(key=r"run/\.metadata", times=0, action="hang")])
+    timeout = ckpt_storage.Timeouts(load=4)
+    ckpt_storage.load(target, url, storage_options=options, timeout=timeout)
     assert target["w"].tolist() == [1.0] * 3
     assert ".metadata" in caplog.text

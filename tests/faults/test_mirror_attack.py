@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from commit_tools import QUICK
-from fault_tools import Opener
-from manager_cases import blank, state_of, step_in
+from fault_tools import Scripted
+from manager_cases import seen_in, state_of
 from prune_cases import name_of
 
 import ckpt_storage
@@ -21,29 +21,14 @@ from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location, probe
-from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.faults import Action, FaultBackend, Rule, Script, SimulatedCrash
-
-
-class Shared(Opener):
-    """Opens stores that all play one script."""
-
-    def __init__(self) -> None:
-        super().__init__(self._wrapped)
-        self.script = Script()
-
-    def _wrapped(self, location: Location, backend: Backend) -> Backend:
-        del location
-        found = FaultBackend(backend)
-        found.script = self.script
-        return found
+from ckpt_storage.testing.faults import Action, Rule, Script, SimulatedCrash
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
     """Stores of both roots, as a mirror and a pruner open them."""
-    found = Shared()
+    found = Scripted()
     for module in ("export.output", "manager.root"):
         monkeypatch.setattr(f"ckpt_storage.{module}.open_store", found)
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
@@ -64,13 +49,9 @@ def one_turn(run: Path) -> None:
 
 def steps_in(root: Path) -> set[int]:
     """Return the committed steps; fails where one is not whole."""
-    found = set()
-    for info in ckpt_storage.list_checkpoints(root):
-        state = blank()
-        ckpt_storage.load(state, info.url)
-        found.add(step_in(state))
-        assert info.name == name_of(step_in(state))
-    return found
+    found = seen_in(root)
+    assert all(step == held for step, held in found.items())
+    return set(found)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +74,7 @@ ACTIONS: tuple[Action, ...] = ("crash_before", "error", "lost_answer")
 def test_a_mirror_cut_anywhere_loses_nothing_and_goes_on(
     origin: Path,
     tmp_path: Path,
-    opened: Shared,
+    opened: Scripted,
     action: Action,
     record_property: Callable[[str, object], None],
 ) -> None:

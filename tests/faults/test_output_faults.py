@@ -12,18 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from copy_cases import ACTIONS, files_below, foreign, save
+from copy_cases import ACTIONS, files_below, make, save
 from dcp_cases import same, seeded
 from fault_tools import Faulty
 
 import ckpt_storage
 import ckpt_storage.export.output
-from ckpt_storage import verify
+from ckpt_storage import CheckpointError, consolidate, convert, copy, verify
 from ckpt_storage.commit.cleaning import delete
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.export.convert import convert
-from ckpt_storage.export.copy import copy
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.store import Location
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
@@ -36,15 +32,13 @@ STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
 OTHER = {f"t{number}": seeded(number + 9, 300) for number in range(3)}
 
 
-def make(kind: str, state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Make a checkpoint: of one file, of several files, or of another writer."""
-    if kind == "ours":
-        save(state, folder)
-    elif kind == "shards":
+def made(kind: str, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Make a checkpoint; of ours in several files with "shards"."""
+    if kind == "shards":
         torch.save(state, folder.with_suffix(".pt"))
         convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
     else:
-        foreign(kind, folder)
+        make(kind, state, folder)
 
 
 def converted(to: str, source: Path, target: Path) -> None:
@@ -54,14 +48,14 @@ def converted(to: str, source: Path, target: Path) -> None:
 
 
 CASES: dict[str, tuple[str, Call]] = {
-    "consolidate": ("ours", partial(consolidate, max_file_bytes=1300)),
-    "consolidate over another": ("ours", partial(consolidate, max_file_bytes=1300)),
-    "convert to dcp": ("ours", partial(converted, "dcp")),
-    "convert to dcp_safetensors": ("ours", partial(converted, "dcp_safetensors")),
-    "convert to safetensors": ("ours", partial(converted, "safetensors")),
+    "consolidate": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
+    "consolidate over another": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
+    "convert to dcp": ("ckpt_storage", partial(converted, "dcp")),
+    "convert to dcp_safetensors": ("ckpt_storage", partial(converted, "dcp_safetensors")),
+    "convert to safetensors": ("ckpt_storage", partial(converted, "safetensors")),
     "convert to ckpt_storage": ("dcp", partial(converted, "ckpt_storage")),
     "copy dcp": ("dcp", copy),
-    "copy dcp_safetensors": ("dcp_safetensors", copy),
+    "copy unindexed safetensors": ("unindexed", copy),
     "copy safetensors": ("safetensors", copy),
     "copy ckpt_storage": ("shards", copy),
     "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
@@ -90,9 +84,9 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
     """What is found is what was there before or the whole new one; the next call ends the work."""
     kind, call = CASES[case]
     source, before, dry = tmp_path / "src", tmp_path / "before", tmp_path / "dst" / "dry"
-    make(kind, STATE, source)
+    made(kind, STATE, source)
     if case.endswith("another"):
-        make(kind, OTHER, tmp_path / "other")
+        made(kind, OTHER, tmp_path / "other")
         call(tmp_path / "other", before)
         shutil.copytree(before, dry)
     call(source, dry)
@@ -118,7 +112,7 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
             assert case == "convert to ckpt_storage" or not list(root.rglob("*.tmp-*")), at
             assert verify(root).ok, at
         assert same(values_of(root), whole), at
-        if kind not in {"ours", "shards"} and case.startswith("copy"):
+        if kind not in {"ckpt_storage", "shards"} and case.startswith("copy"):
             # What is left of a cut at the very end are the notes alone.
             left = {path for path in files_below(root) if not path.startswith(".ckpt-storage")}
             assert left == {path for path in names if not path.startswith(".ckpt-storage")}, at

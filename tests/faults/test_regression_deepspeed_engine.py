@@ -14,18 +14,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from saver_cases import (
-    END_S,
-    SLACK_S,
-    Hold,
-    held,
-    is_alive,
-    loaded,
-    quick_saver,
-    save_step,
-    state_of,
-    until,
-)
+import saver_cases as cases
 
 from ckpt_storage import AsyncSaver, RankFailedError, SaveState, list_checkpoints
 from ckpt_storage.testing.ranks import RankPool
@@ -39,7 +28,7 @@ PATIENCE_S = 2.0
 def _engine_process(requests: Queue[Any], began: Event, _saved: Event) -> None:
     requests.get()
     began.set()
-    time.sleep(END_S)  # a write that takes its time, until the process is killed
+    time.sleep(cases.END_S)  # a write that takes its time, until the process is killed
 
 
 class PlainEngine:
@@ -56,12 +45,10 @@ class PlainEngine:
         self.is_pending = False
 
     def save(self, state: object) -> None:
-        """Hand a save over."""
         self.requests.put(state)
         self.is_pending = True
 
     def commit(self) -> None:
-        """Wait until it is saved."""
         if self.is_pending:
             self.saved.wait()
 
@@ -73,10 +60,10 @@ def test_plain_pattern_waits_for_a_dead_process() -> None:
     """The pattern fails: neither its wait nor its finalizer returns once the process is dead."""
     engine = PlainEngine()
     engine.save(1)
-    assert engine.began.wait(END_S)
+    assert engine.began.wait(cases.END_S)
     assert engine.process.pid is not None
     os.kill(engine.process.pid, signal.SIGKILL)
-    engine.process.join(END_S)
+    engine.process.join(cases.END_S)
     assert engine.process.exitcode == -signal.SIGKILL
     waits = [
         threading.Thread(target=getattr(engine, how), daemon=True) for how in ("commit", "__del__")
@@ -88,7 +75,7 @@ def test_plain_pattern_waits_for_a_dead_process() -> None:
     engine.is_pending = False
     engine.saved.set()
     for waiting in waits:
-        waiting.join(END_S)
+        waiting.join(cases.END_S)
     engine.requests.close()
     engine.requests.join_thread()
     engine.process.close()
@@ -97,26 +84,26 @@ def test_plain_pattern_waits_for_a_dead_process() -> None:
 
 def _killed(rank: int, folder: str) -> list[Any]:
     """Kill the worker of rank 1 while it writes; train on; save again; forget the saver."""
-    saver: AsyncSaver | None = quick_saver("process", on_error="warn")
+    saver: AsyncSaver | None = cases.quick_saver("process", on_error="warn")
     assert saver is not None
-    hold = Hold(folder, "write", 1)
-    planner = held(hold) if rank == 1 else None
-    handle = save_step(saver, folder, rank, 0, planner=planner)
+    hold = cases.Hold(folder, "write", 1)
+    planner = cases.held(hold) if rank == 1 else None
+    handle = cases.save_step(saver, folder, rank, 0, planner=planner)
     pid = hold.reached()
     begin = time.monotonic()
     if rank == 1:
         os.kill(pid, signal.SIGKILL)
-    error = handle.exception(END_S)
+    error = handle.exception(cases.END_S)
     waited_s = time.monotonic() - begin
     with saver.step_guard():
         weight = sum(range(1000))  # training goes on
-    save_step(saver, folder, rank, 1).result(END_S)
+    cases.save_step(saver, folder, rank, 1).result(cases.END_S)
     last = saver.worker_pid
     begin = time.monotonic()
     saver = None  # its finalizer must not block
     forgotten_s = time.monotonic() - begin
     assert last is not None
-    until(lambda: not is_alive(last), "the end of the worker")
+    cases.until(lambda: not cases.is_alive(last), "the end of the worker")
     assert weight == 499500
     return [type(error).__name__, str(error), handle.state, waited_s, forgotten_s]
 
@@ -130,11 +117,11 @@ def test_killed_worker_is_an_error_on_all_ranks_and_training_goes_on(
         assert "ank 1" in text
         assert "write phase" in text
         assert state is SaveState.FAILED
-        assert waited_s < SLACK_S
+        assert waited_s < cases.SLACK_S
         assert forgotten_s < PATIENCE_S
     assert [info.name for info in list_checkpoints(tmp_path)] == ["step-1"]
     for rank in range(2):
-        assert loaded(tmp_path / "step-1", rank).keys() == state_of(rank, 1).keys()
+        assert cases.loaded(tmp_path / "step-1", rank).keys() == cases.state_of(rank, 1).keys()
 
 
 SCRIPT = """
@@ -163,7 +150,7 @@ def test_exit_is_not_blocked_by_a_dead_worker(tmp_path: Path) -> None:
         [sys.executable, str(script), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=END_S,
+        timeout=cases.END_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -11,29 +11,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import saver_cases as cases
 import torch.distributed as dist
 from dcp_cases import same
-from saver_cases import (
-    END_S,
-    SILENCE_S,
-    SLACK_S,
-    Hold,
-    Where,
-    held,
-    is_alive,
-    loaded,
-    quick_saver,
-    save_step,
-    state_of,
-    until,
-)
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
 from ckpt_storage.background import link
 from ckpt_storage.background.worker import worker_main
 from ckpt_storage.testing.ranks import RankPool
 
-Cell = tuple[Where, int]
+Cell = tuple[cases.Where, int]
 
 KILLED: tuple[Cell, ...] = (
     ("local plan", 0),
@@ -48,7 +35,7 @@ KILLED: tuple[Cell, ...] = (
 
 
 def _until_told(handle: SaveHandle) -> None:
-    until(lambda: handle.save_id, "a beat that knows the save id")
+    cases.until(lambda: handle.save_id, "a beat that knows the save id")
 
 
 def _is_listed(folder: str, step: int) -> bool:
@@ -58,16 +45,18 @@ def _is_listed(folder: str, step: int) -> bool:
 def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
     """End workers in each cell, on one saver; return how the saves went."""
     seen = []
-    with quick_saver("process", on_error="warn") as saver:
-        save_step(saver, folder, rank, 0).result(END_S)
+    with cases.quick_saver("process", on_error="warn") as saver:
+        cases.save_step(saver, folder, rank, 0).result(cases.END_S)
         for step, (where, victim) in enumerate(cells, start=1):
             marks = Path(folder) / f"marks-{step}"
             marks.mkdir(exist_ok=True)
-            hold = Hold(marks, where, victim)
-            planner = held(hold) if rank == victim else None
+            hold = cases.Hold(marks, where, victim)
+            planner = cases.held(hold) if rank == victim else None
             # Without its worker, too, a rank whose part is written takes part in what follows.
             follows = True if where == "outcome" else None
-            handle = save_step(saver, folder, rank, step, planner=planner, consolidate=follows)
+            handle = cases.save_step(
+                saver, folder, rank, step, planner=planner, consolidate=follows
+            )
             pid = hold.reached()
             if rank == victim:
                 if where == "outcome":
@@ -76,11 +65,11 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                 if "plan" not in where:
                     _until_told(handle)
                 if where == "outcome":
-                    until(partial(_is_listed, folder, step), "the commit")
+                    cases.until(partial(_is_listed, folder, step), "the commit")
                 (marks / "time").write_text(str(time.monotonic()))
                 os.kill(pid, number)
                 hold.go()
-            error = handle.exception(END_S)
+            error = handle.exception(cases.END_S)
             end = time.monotonic()
             assert where != "outcome" or Path(folder, f"step-{step}", "hf").is_dir()
             seen.append(
@@ -94,16 +83,16 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                     "own": rank == victim,
                 }
             )
-            after = save_step(saver, f"{folder}/after", rank, step)
-            after.result(END_S)
+            after = cases.save_step(saver, f"{folder}/after", rank, step)
+            after.result(cases.END_S)
             if rank == victim:
-                assert not is_alive(pid)
+                assert not cases.is_alive(pid)
             dist.barrier()
         last = saver.worker_pid
     assert last is not None
-    assert not is_alive(last)
+    assert not cases.is_alive(last)
     for step in range(1, len(cells) + 1):
-        assert same(loaded(f"{folder}/after/step-{step}", rank), state_of(rank, step))
+        assert same(cases.loaded(f"{folder}/after/step-{step}", rank), cases.state_of(rank, step))
     return seen
 
 
@@ -129,7 +118,7 @@ def test_worker_that_is_ended_is_told_on_all_ranks(
             if victim == 0 and (where == "commit" or (number == signal.SIGSTOP and not one["own"])):
                 allowed.add(SaveState.UNKNOWN)
             assert one["state"] in allowed, seen
-            limit_s = SLACK_S if number == signal.SIGKILL else SILENCE_S + SLACK_S
+            limit_s = cases.SLACK_S if number == signal.SIGKILL else cases.SILENCE_S + cases.SLACK_S
             assert one["after_s"] < limit_s, seen
             if one["state"] is SaveState.FAILED:
                 assert one["failures"] == [victim], seen
@@ -138,13 +127,13 @@ def test_worker_that_is_ended_is_told_on_all_ranks(
 
 def test_worker_that_is_ended_while_it_idles_costs_no_save(tmp_path: Path) -> None:
     """A worker that died between saves is replaced; the save succeeds."""
-    with quick_saver("process") as saver:
-        save_step(saver, tmp_path, 0, 0).result(END_S)
+    with cases.quick_saver("process") as saver:
+        cases.save_step(saver, tmp_path, 0, 0).result(cases.END_S)
         pid = saver.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        until(lambda: saver.worker_pid is None, "the end of the worker")
-        save_step(saver, tmp_path, 0, 1).result(END_S)
+        cases.until(lambda: saver.worker_pid is None, "the end of the worker")
+        cases.save_step(saver, tmp_path, 0, 1).result(cases.END_S)
         assert saver.worker_pid != pid
 
 
@@ -152,12 +141,12 @@ def _never_starts(rank: int, folder: str) -> list[str]:
     """Let no worker of rank 1 start at all; return what is raised, and that the saver recovers."""
     with (
         mock.patch.object(link, "worker_main", _dies if rank == 1 else worker_main),
-        quick_saver("process", on_error="warn") as saver,
+        cases.quick_saver("process", on_error="warn") as saver,
     ):
-        error = save_step(saver, folder, rank, 0).exception(END_S)
+        error = cases.save_step(saver, folder, rank, 0).exception(cases.END_S)
         assert isinstance(error, CheckpointError)
         link.__dict__["worker_main"] = worker_main
-        save_step(saver, folder, rank, 1).result(END_S)
+        cases.save_step(saver, folder, rank, 1).result(cases.END_S)
     return [type(error).__name__, str(error)]
 
 

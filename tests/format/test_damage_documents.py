@@ -1,28 +1,27 @@
-"""Documents that somebody crafted: sound by their checksums, wrong in what they say."""
+"""Documents that were lost, or that somebody crafted: sound by checksums, and wrong."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import dcp_cases
 import pytest
 import torch
-from damage_cases import (
-    KINDS,
-    Checkpoint,
-    body_of,
-    check_other_values,
-    document,
-    load_failure,
-)
+from damage_cases import KINDS, Checkpoint, body_of, check_other_values, document, load_failure
 from dcp_cases import same, zeros_like
 
-from ckpt_storage import CheckpointError, FormatError, UnsafeContentError, verify
+import ckpt_storage
+from ckpt_storage import CheckpointError, FormatError, InvalidInputError, UnsafeContentError, verify
+from ckpt_storage.format.names import slot_path
+from ckpt_storage.store import open_store
+from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -149,14 +148,6 @@ def audited() -> deque[str]:
     return paths
 
 
-def point_elsewhere(checkpoint: Checkpoint, what: str, name: str) -> None:
-    """Make one of the references lead to `name`, in all documents that have it."""
-    rename = put(f"{what}/path", name)
-    if what == "stock":
-        checkpoint.change(checkpoint.manifest, rename)
-    checkpoint.change(checkpoint.slot, rename)
-
-
 @pytest.mark.parametrize("what", ["manifest", "stock"])
 @pytest.mark.parametrize(
     "spelling",
@@ -183,7 +174,10 @@ def test_no_reference_leads_out_of_the_checkpoint(
     bait.parent.mkdir()
     fitting = {"manifest": checkpoint.manifest, "stock": checkpoint.stock}
     shutil.copy(fitting[what], bait)
-    point_elsewhere(checkpoint, what, name)
+    rename = put(f"{what}/path", name)
+    if what == "stock":
+        checkpoint.change(checkpoint.manifest, rename)
+    checkpoint.change(checkpoint.slot, rename)
     audited.clear()
     error = refusal(checkpoint)
     assert isinstance(error, UnsafeContentError | FormatError)
@@ -261,3 +255,153 @@ def test_no_value_of_another_type_breaks_more_than_the_load(
     """Whatever stands in place of any value, a load succeeds or fails as it should; verify ends."""
     folder = Path(shutil.copytree(saved, tmp_path / "run"))
     check_other_values(folder, STATE, kind, range(1))
+
+
+def change(root: Path, to_manifest: Change, to_slot: Change = lambda _: None) -> None:
+    """Change a checkpoint's manifest and commit record, as who made them could."""
+    checkpoint = Checkpoint(root)
+    checkpoint.change(checkpoint.manifest, to_manifest)
+    checkpoint.change(checkpoint.slot, to_slot)
+
+
+@pytest.mark.parametrize("in_record", [False, True])
+@pytest.mark.parametrize("place", ["hf/model.safetensors", "commits/notes.json", ".metadata"])
+def test_a_copy_writes_nowhere_but_in_its_own_attempt(
+    tmp_path: Path, place: str, *, in_record: bool
+) -> None:
+    """A source that names a file of the target as its own `stock.metadata` is refused."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    ckpt_storage.save({"a": torch.ones(2)}, source)
+    ckpt_storage.save({"a": torch.zeros(3)}, target)
+    (target / place).parent.mkdir(exist_ok=True)
+    if not (target / place).exists():
+        (target / place).write_bytes(b"precious")
+    before = (target / place).read_bytes()
+    (stock,) = source.glob("saves/*/stock.metadata")
+    (source / place).parent.mkdir(exist_ok=True)
+    shutil.copy(stock, source / place)
+
+    def rename(body: dict[str, Any]) -> None:
+        body["stock"]["path"] = place
+
+    change(source, rename, rename if in_record else lambda _: None)
+    with pytest.raises(FormatError, match="no document of this save"):
+        ckpt_storage.copy(source, target, overwrite=True)
+    assert (target / place).read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["manifest.json", "saves/{}/begun.json"])
+def test_a_record_that_names_another_manifest_is_refused(tmp_path: Path, place: str) -> None:
+    """The manifest of a save lies in one place."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    place = place.format(checkpoint.manifest.parent.name)
+    shutil.copy(checkpoint.manifest, tmp_path / place)
+    checkpoint.change(checkpoint.slot, lambda body: body["manifest"].update(path=place))
+    with pytest.raises(FormatError, match="no document of this save"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("path", [["a", 400_000_000], ["a", -1], ["a", 10**12, "b"]])
+def test_one_number_of_a_path_takes_no_memory(tmp_path: Path, path: list[str | int]) -> None:
+    """I10: a list is about as long as what is in it, whatever its highest index says."""
+    ckpt_storage.save({"a": [torch.ones(2)]}, tmp_path / "c")
+    change(tmp_path / "c", lambda body: body.update(planner_data=[json.dumps(["a.0", path])]))
+    with pytest.raises(InvalidInputError, match="far longer"):
+        ckpt_storage.convert(tmp_path / "c", tmp_path / "out.pt", to="torch_save")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def many(count: int) -> dict[str, Any]:
+    """Return what declares so many entries, and holds none."""
+    return {"count": count, "bytes": 2, "zlib": ""}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"world_size": (1 << 20) + 1},
+        {"blobs": {"fqns": many((1 << 24) + 1), "rank": []}},
+        {"files": {"rank": many((1 << 25) + 1)}},
+    ],
+    ids=["ranks", "names", "bytes"],
+)
+def test_no_document_makes_a_reader_allocate_much(tmp_path: Path, hostile: dict[str, Any]) -> None:
+    """I10: at most 2^20 ranks, 2^24 names, and 256 MiB of all columns of a document."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    change(tmp_path, lambda body: body.update(hostile))
+    with pytest.raises(FormatError, match="declares more than"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_a_shape_of_very_many_dimensions_is_told(tmp_path: Path) -> None:
+    """It is an error of the document, and not of Python's stack."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    none: dict[str, list[int]] = {"ndim": [], "offsets": [], "sizes": [], "ranks": []}
+    change(tmp_path, lambda body: body.update(shapes=[[1] * 3000], layouts=[none]))
+    with pytest.raises(FormatError, match="each of its elements once"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+SAVES = 3
+DOORS = ("load", "open_checkpoint", "verify")
+
+Place = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server) -> Place:
+    """URL and options of a checkpoint that was saved three times over, with other values each."""
+    url, options = str(tmp_path), dict[str, Any]()
+    if request.param == "s3":
+        url, options = "s3://bkt/run", {"storage_options": server.storage_options}
+    for value in range(1, SAVES + 1):
+        state = {"w": torch.full((4,), float(value))}
+        ckpt_storage.save(state, url, overwrite=True, **options)
+    return url, options
+
+
+def lose(place: Place, slot: int) -> None:
+    """Remove a slot, as somebody who copies a folder by hand may."""
+    with closing(open_store(place[0], **place[1])) as store:
+        store.delete([slot_path(slot)])
+
+
+def look(door: str, place: Place) -> None:
+    """Go through a door; what came is of the newest save, or the reason is raised."""
+    url, options = place
+    state = {"w": torch.zeros(4)}
+    if door == "verify":
+        report = ckpt_storage.verify(url, **options)
+        told = " ".join(f"{one.message} {one.next_step}" for one in report.problems)
+        if not report.ok:
+            raise CheckpointError(told)
+        return
+    if door == "load":
+        ckpt_storage.load(state, url, **options)
+    else:
+        state["w"] = ckpt_storage.open_checkpoint(url, **options)["w"].torch()
+    assert state["w"][0] == SAVES, "an older save, in silence"
+
+
+@pytest.mark.parametrize("lost", range(2, SAVES + 1))
+def test_a_lost_slot_is_told(place: Place, lost: int) -> None:
+    """A middle one and the last one: the error says that `commits/` lost files."""
+    for door in DOORS:
+        look(door, place)
+    lose(place, lost)
+    for door in DOORS:
+        with pytest.raises(CheckpointError, match=r"commits/.*lost files|lost files.*commits/"):
+            look(door, place)
+
+
+def test_without_the_first_slot_the_newest_save_is_read(place: Place) -> None:
+    """A listing finds the others; without any, all of them are told to be lost."""
+    lose(place, 1)
+    for door in DOORS:
+        look(door, place)
+    for slot in range(2, SAVES + 1):
+        lose(place, slot)
+    for door in DOORS:
+        with pytest.raises(CheckpointError, match="slot 1 cannot be found"):
+            look(door, place)

@@ -16,17 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
+from ckpt_storage.format import documents
 from ckpt_storage.format.crc import BlockHasher, combine_blocks, crc32c_of
-from ckpt_storage.format.documents import (
-    MOST_INFLATED_BYTES,
-    Allowance,
-    Fields,
-    pack_column,
-    pack_crcs,
-    pack_names,
-    seal,
-    unseal,
-)
 
 QUICK = settings(max_examples=150, deadline=None)
 PIECES = st.lists(st.binary(max_size=40), max_size=8)
@@ -94,8 +85,8 @@ def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes
 def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
     """Packing writes base64 of little-endian 32-bit words, and unpacking reads it."""
     packed = base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
-    assert pack_crcs(array("I", crcs)) == packed
-    assert list(Fields({"crcs": packed}, "x").crcs("crcs", len(crcs))) == crcs
+    assert documents.pack_crcs(array("I", crcs)) == packed
+    assert list(documents.Fields({"crcs": packed}, "x").crcs("crcs", len(crcs))) == crcs
 
 
 @pytest.mark.parametrize(
@@ -112,14 +103,14 @@ def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
 def test_packed_checksums_of_another_number_are_refused(text: str, count: int) -> None:
     """Text of another length, or that is not strictly base64, names the document."""
     with pytest.raises(FormatError, match=r"ranks/rank-00003\.json .*checksums") as caught:
-        Fields({"crcs": text}, "ranks/rank-00003.json").crcs("crcs", count)
+        documents.Fields({"crcs": text}, "ranks/rank-00003.json").crcs("crcs", count)
     assert caught.value.path == "ranks/rank-00003.json"
 
 
 def test_a_sealed_document_is_one_line_of_compact_json() -> None:
     """Keys keep their order, nothing is escaped that JSON allows, and the envelope is exact."""
     body = b'{"z":[1,2.5,null,true],"a":{"\xc3\xa9":"\\n"}}'
-    sealed = seal({"z": [1, 2.5, None, True], "a": {"é": "\n"}})
+    sealed = documents.seal({"z": [1, 2.5, None, True], "a": {"é": "\n"}})
     assert sealed == sealed_by_hand(body)
 
 
@@ -131,13 +122,13 @@ def test_a_sealed_document_is_one_line_of_compact_json() -> None:
 def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
     """A value that a strict JSON reader could not read back is refused before it is written."""
     with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
-        seal({"key": value})
+        documents.seal({"key": value})
 
 
 def assert_found(damaged: bytes) -> None:
     """Assert that unsealing finds the damage and names the file."""
     with pytest.raises(IntegrityError, match=r"^commits/00000001\.json ") as caught:
-        unseal(damaged, path="commits/00000001.json")
+        documents.unseal(damaged, path="commits/00000001.json")
     assert caught.value.path == "commits/00000001.json"
 
 
@@ -166,7 +157,7 @@ def test_every_single_fault_in_a_document_is_found(at: int) -> None:
 def test_a_file_that_never_was_sealed_is_of_another_format(data: bytes) -> None:
     """Foreign content is not called damaged."""
     with pytest.raises(FormatError, match="is not a document of a checkpoint") as caught:
-        unseal(data, path="manifest.json")
+        documents.unseal(data, path="manifest.json")
     assert caught.value.path == "manifest.json"
 
 
@@ -191,12 +182,12 @@ def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
     """A body that was written wrong is a format error although its checksum matches."""
     sealed = b'{"crc32c":"%08x","body":' % reference_crc(body) + body + b"}\n"
     with pytest.raises(FormatError, match="was written with a body") as caught:
-        unseal(sealed, path="manifest.json")
+        documents.unseal(sealed, path="manifest.json")
     assert caught.value.path == "manifest.json"
 
 
-PACKED = pack_column([n * n for n in range(100)])
-NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])
+PACKED = documents.pack_column([n * n for n in range(100)])
+NAMES = documents.pack_names([f"model.layers.{n}.weight" for n in range(200)])
 
 
 def deflated(data: bytes) -> str:
@@ -229,7 +220,7 @@ def test_what_is_packed_otherwise_than_it_says_is_refused(
     packed: dict[str, object], change: dict[str, object]
 ) -> None:
     """Another number or length, what is no stream at all, and texts that are no list of strings."""
-    fields = Fields({"key": packed | change}, "here")
+    fields = documents.Fields({"key": packed | change}, "here")
     with pytest.raises(FormatError, match="here"):
         fields.names("key") if packed is NAMES else fields.column("key")
 
@@ -239,7 +230,7 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
     bomb = zlib.compressobj(9)
     data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
     body = {"key": {"count": 10, "zlib": base64.b64encode(data).decode()}}
-    fields = Fields(body, "here")
+    fields = documents.Fields(body, "here")
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
@@ -247,12 +238,12 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert fields.allowance.left_bytes == MOST_INFLATED_BYTES - 80
+    assert fields.allowance.left_bytes == documents.MOST_INFLATED_BYTES - 80
 
 
 def test_all_columns_of_a_document_share_one_limit() -> None:
     """What one takes, the next cannot."""
-    fields = Fields({"key": PACKED}, "here", Allowance(1000))
+    fields = documents.Fields({"key": PACKED}, "here", documents.Allowance(1000))
     fields.column("key")
     with pytest.raises(FormatError, match="declares more than"):
         fields.column("key")

@@ -1,12 +1,14 @@
-"""No checkpoint, of whatever format, runs code when it is loaded."""
+"""No checkpoint, of whatever format, runs code or gives values that nobody saved."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
 import warnings
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from copy_cases import make
 from damage_cases import load_failure
-from dcp_cases import same, seeded
+from dcp_cases import Call, same, seeded
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, UnsafeContentError, verify
+from ckpt_storage.format.inert_pickle import is_inert_with_numpy
 from ckpt_storage.inspect.torchload import blob_value, scan_blob
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 
-class Attack:
-    """Unpickles by making a folder, which shows that code ran."""
-
-    def __init__(self, sign: Path) -> None:
-        self.sign = sign
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.sign),))
+def attack(sign: Path) -> Call:
+    """Return what makes a folder when it is unpickled, which shows that code ran."""
+    return Call(os.mkdir, (str(sign),))
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,6 @@ class Benign:
     """A class of a program's own, in its state."""
 
     value: int
-
-
-def save_by(kind: str, state: dict[str, Any], path: Path) -> None:
-    """Save with our writer or with torch's."""
-    if kind == "ours":
-        dcp_cases.save(state, path)
-    else:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
 
 
 def refused(path: Path, target: dict[str, Any]) -> UnsafeContentError:
@@ -59,11 +51,11 @@ def refused(path: Path, target: dict[str, Any]) -> UnsafeContentError:
     return error
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["ckpt_storage", "dcp"])
 def test_a_malicious_blob_is_refused_and_runs_nothing(tmp_path: Path, kind: str) -> None:
     """A blob that calls a function is refused by name before anything reaches the planner."""
     sign = tmp_path / "ran"
-    save_by(kind, {"a": torch.ones(3), "evil": Attack(sign), "z": 1}, tmp_path / "run")
+    make(kind, {"a": torch.ones(3), "evil": attack(sign), "z": 1}, tmp_path / "run")
     target = {"a": torch.zeros(3), "evil": None, "z": None}
     error = refused(tmp_path / "run", target)
     assert not sign.exists()
@@ -80,7 +72,7 @@ def test_a_pickle_with_an_archive_of_numbers_behind_it_runs_nothing(tmp_path: Pa
     numbers = io.BytesIO()
     torch.save(np.arange(4), numbers)
     both = io.BytesIO()
-    both.write(pickle.dumps(Attack(sign), protocol=2))
+    both.write(pickle.dumps(attack(sign), protocol=2))
     with zipfile.ZipFile(numbers) as source, zipfile.ZipFile(both, "a") as archive:
         for name in source.namelist():
             archive.writestr(name, source.read(name))
@@ -110,7 +102,7 @@ def test_a_trusted_blob_that_cannot_be_unpickled_is_a_format_error(damage: bytes
 def test_a_malicious_blob_that_is_not_loaded_does_no_harm(tmp_path: Path) -> None:
     """A load that leaves it out works, and so does `verify`; neither runs it."""
     sign = tmp_path / "ran"
-    dcp_cases.save({"a": seeded(1, 3), "evil": Attack(sign)}, tmp_path / "run")
+    dcp_cases.save({"a": seeded(1, 3), "evil": attack(sign)}, tmp_path / "run")
     target = {"a": torch.zeros(3)}
     dcp_cases.load(target, tmp_path / "run")
     assert same(target["a"], seeded(1, 3))
@@ -118,14 +110,15 @@ def test_a_malicious_blob_that_is_not_loaded_does_no_harm(tmp_path: Path) -> Non
     assert not sign.exists()
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["ckpt_storage", "dcp"])
 def test_classes_of_a_program_load_when_it_says_so(tmp_path: Path, kind: str) -> None:
     """An object of one's own is refused, unless its class was allowed or pickles are trusted."""
-    save_by(kind, {"own": Benign(5)}, tmp_path / "run")
+    make(kind, {"own": Benign(5)}, tmp_path / "run")
     assert "Benign" in str(refused(tmp_path / "run", {"own": None}))
-    trusting: dict[str, Any] = {"own": None}
-    dcp_cases.load(trusting, tmp_path / "run", unsafe_pickle=True)
-    assert trusting["own"] == Benign(5)
+    for load in (dcp_cases.load, ckpt_storage.load):
+        trusting: dict[str, Any] = {"own": None}
+        load(trusting, tmp_path / "run", unsafe_pickle=True)
+        assert trusting["own"] == Benign(5)
     allowed: dict[str, Any] = {"own": None}
     with torch.serialization.safe_globals([Benign]):
         dcp_cases.load(allowed, tmp_path / "run")
@@ -136,7 +129,6 @@ class Script(torch.nn.Module):
     """A module to be scripted."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input."""
         return x
 
 
@@ -160,7 +152,6 @@ class BlobPlanner(dcp.DefaultSavePlanner):
         self.data = data
 
     def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002, ARG002  # torch's names
-        """Return the bytes."""
         return io.BytesIO(self.data)
 
 
@@ -177,7 +168,7 @@ def test_blobs_that_torch_cannot_read_are_refused(tmp_path: Path, data: bytes) -
 def test_a_malicious_legacy_blob_is_refused(tmp_path: Path) -> None:
     """The file format before torch 1.6, a plain sequence of pickles, is scanned as well."""
     stream = io.BytesIO()
-    torch.save(Attack(tmp_path / "ran"), stream, _use_new_zipfile_serialization=False)
+    torch.save(attack(tmp_path / "ran"), stream, _use_new_zipfile_serialization=False)
     planner = BlobPlanner(stream.getvalue())
     dcp_cases.save({"x": 1}, tmp_path / "run", planner=planner)
     refused(tmp_path / "run", {"x": None})
@@ -189,7 +180,7 @@ def test_a_malicious_stock_metadata_is_refused_and_runs_nothing(tmp_path: Path) 
     folder = tmp_path / "run"
     dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder))
     sign = tmp_path / "ran"
-    (folder / ".metadata").write_bytes(pickle.dumps(Attack(sign)))
+    (folder / ".metadata").write_bytes(pickle.dumps(attack(sign)))
     reader = CheckpointStorageReader(folder)
     for look in (reader.read_metadata, lambda: reader.format):
         with pytest.raises(UnsafeContentError, match=r"posix\.mkdir"):
@@ -206,7 +197,7 @@ def test_a_malicious_metadata_beside_ours_does_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     dcp_cases.save({"a": seeded(1, 3)}, folder)
     sign = tmp_path / "ran"
-    (folder / ".metadata").write_bytes(pickle.dumps(Attack(sign)))
+    (folder / ".metadata").write_bytes(pickle.dumps(attack(sign)))
     with pytest.raises(FormatError, match="holds two checkpoints"):
         ckpt_storage.load({"a": torch.zeros(3)}, folder)
     assert not sign.exists()
@@ -219,7 +210,7 @@ def test_a_tensor_item_that_is_something_else_is_refused(tmp_path: Path) -> None
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     (info,) = metadata.storage_data.values()
     stream = io.BytesIO()
-    torch.save(Attack(sign), stream)
+    torch.save(attack(sign), stream)
     (folder / info.relative_path).write_bytes(stream.getvalue())
     info.offset, info.length = 0, len(stream.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -227,3 +218,137 @@ def test_a_tensor_item_that_is_something_else_is_refused(tmp_path: Path) -> None
     assert "a in __0_0.distcp" in str(error)
     assert "posix.mkdir" in str(error)
     assert not sign.exists()
+
+
+_reconstruct: Any = np.array([]).__reduce__()[0]
+_scalar: Any = np.float64(0).__reduce__()[0]
+
+
+def pickled(value: object) -> bytes:
+    """Return the pickle that torch.save would write."""
+    return pickle.dumps(value, protocol=2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.random.RandomState(1).get_state(),
+        np.random.RandomState(1).get_state(legacy=False),
+        np.random.default_rng(2).bit_generator.state,
+        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.asfortranarray(np.ones((2, 3), dtype=np.complex64)),
+        np.zeros((0, 3), dtype=np.float16),
+        np.bool_(1).reshape(()),
+        np.float64(0.5),
+        [{"a": (np.int64(1), None, "text", b"raw", 1 << 80, -1.5)}],
+        7,
+    ],
+)
+def test_numbers_of_numpy_among_plain_values_pass(value: object) -> None:
+    """Random states, arrays and scalars of numbers are inert, in containers too."""
+    assert is_inert_with_numpy(pickled(value))
+
+
+def dtype_call(name: str = "f8", state: object = (3, "<", None, None, None, -1, -1, 0)) -> Call:
+    """Return what pickles like a dtype."""
+    return Call(np.dtype, (name, False, True), state)
+
+
+def array_call(dtype: object, raw: object = b"\0" * 8, kind: object = np.ndarray) -> Call:
+    """Return what pickles like an array of one element."""
+    return Call(_reconstruct, (kind, (0,), b"b"), (1, (1,), dtype, False, raw))
+
+
+def test_the_forgeries_below_differ_from_the_real_thing_in_one_place() -> None:
+    """Unaltered, the calls of this file pass and unpickle to an array of one number."""
+    forged = pickled(array_call(dtype_call()))
+    assert is_inert_with_numpy(forged)
+    assert np.array_equal(pickle.loads(forged), np.zeros(1))
+
+
+FORGERIES: dict[str, object] = {
+    "another function": Call(print, ("x",)),
+    "object array": np.array([None]),
+    "array of text": np.array(["a"]),
+    "fields": np.zeros(1, dtype=[("a", "f4")]),
+    "dates": np.zeros(1, dtype="M8[s]"),
+    "generator": np.random.default_rng(1),
+    "dtype of objects": array_call(dtype_call("O")),
+    "dtype with flags": array_call(dtype_call(state=(3, "<", None, None, None, -1, -1, 63))),
+    "dtype with fields": array_call(
+        dtype_call("V8", (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0))
+    ),
+    "dtype without state": array_call(Call(np.dtype, ("f8", False, True))),
+    "shared dtype": array_call(Call(np.dtype, ("f8", False, False), (3, "<"))),
+    "elements as list": array_call(dtype_call(), [print]),
+    "array of another kind": array_call(dtype_call(), kind=np.matrix),
+    "array without state": Call(_reconstruct, (np.ndarray, (0,), b"b")),
+    "large to begin with": Call(_reconstruct, (np.ndarray, (1 << 40,), b"b")),
+    "array called": Call(np.ndarray, ((1,),)),
+    "scalar of an object": Call(_scalar, (dtype_call("O"), [1])),
+    "bytes called": Call(bytes, (1 << 40,)),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_everything_else_is_refused(name: str) -> None:
+    """Other calls, dtypes that are no numbers, and states that numpy does not write do not pass."""
+    assert not is_inert_with_numpy(pickled(FORGERIES[name]))
+
+
+def test_what_is_no_pickle_is_refused() -> None:
+    """Bytes that end early, or mean nothing, do not pass."""
+    whole = pickled(np.arange(3))
+    assert not any(is_inert_with_numpy(whole[:end]) for end in range(len(whole)))
+    assert not is_inert_with_numpy(b"cos\nsystem\n")
+
+
+def with_gap(folder: Path, *, second: int) -> Path:
+    """Save a stock checkpoint of a tensor of 12 elements in chunks of 4: at 0, `second` and 8."""
+    path = folder / "stock"
+    parts = {name: torch.arange(4.0) for name in "abc"}
+    dcp.save(parts, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # torch's own
+    described = metadata.state_dict_metadata
+    offsets = [torch.Size([at]) for at in dict.fromkeys((0, second, 8))]
+    chunks = [ChunkStorageMetadata(at, torch.Size([4])) for at in offsets]
+    whole = dataclasses.replace(described["a"], size=torch.Size([12]), chunks=chunks)
+    items = {index.fqn: item for index, item in metadata.storage_data.items()}
+    metadata.state_dict_metadata = {"w": whole}
+    metadata.storage_data = {
+        MetadataIndex("w", at): items[name] for at, name in zip(offsets, "abc", strict=False)
+    }
+    metadata.planner_data = {"w": ("w",)}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def loaded(path: Path) -> torch.Tensor:
+    """Load the tensor."""
+    target = {"w": torch.full((12,), -1.0)}
+    ckpt_storage.load(target, path)
+    return target["w"]
+
+
+DOORS: dict[str, Callable[[Path], object]] = {
+    "load": loaded,
+    "open_checkpoint": lambda path: ckpt_storage.open_checkpoint(path)["w"][:],
+    "convert": lambda path: ckpt_storage.convert(path, path / "out", to="safetensors"),
+    "consolidate": lambda path: ckpt_storage.consolidate(path, path / "out"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> None:
+    """No front door invents what no chunk holds; the error names tensor and region."""
+    path = with_gap(tmp_path, second=8)
+    with pytest.raises(FormatError, match=r"chunks of w .*none holds the element \[4\]"):
+        DOORS[door](path)
+    assert not (path / "out").exists()
+
+
+def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Path) -> None:
+    """The same checkpoint without the gap is sound; two values for one element are not."""
+    assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
+    with pytest.raises(FormatError, match=r"2 different ones hold the element \[2\]"):
+        loaded(with_gap(tmp_path / "b", second=2))

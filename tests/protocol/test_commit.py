@@ -11,30 +11,12 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
+import commit_tools as tools
 import pytest
-from commit_tools import (
-    CAS,
-    Attempt,
-    DictBackend,
-    DictStore,
-    Disk,
-    attempted,
-    begun,
-    body_of,
-    committed,
-    deleted,
-    fenced,
-    files_of,
-    is_whole,
-    saved,
-    sealed,
-    seen,
-)
 from local_stores import local_store
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import (
-    CheckpointExistsError,
     CommitConflictError,
     CommitUnknownError,
     FormatError,
@@ -42,7 +24,6 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.format.commit_record import HeadRef
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
@@ -55,29 +36,23 @@ from ckpt_storage.testing.s3_server import S3Server
 SLOT_1 = "commits/00000001.json"
 
 
-@pytest.fixture
-def store(disk: Disk) -> DictStore:
-    """A store on `disk`."""
-    return DictStore(disk)
-
-
 def test_the_head_is_found_in_logarithmic_reads(
     record_property: Callable[[str, object], None],
 ) -> None:
     """For 1 to 40 slots of all types the oracle's head is found, in about 2 log2(n) reads."""
     most: dict[int, int] = {}
     paths: list[str] = []
-    actions: list[Callable[[DictStore], object]] = [
-        lambda store: committed(store, attempted(store)),
-        lambda store: fenced(store, "20260101T000000Z-0123456789abcdef"),
-        deleted,
+    actions: list[Callable[[tools.DictStore], object]] = [
+        lambda store: tools.committed(store, tools.attempted(store)),
+        lambda store: tools.fenced(store, "20260101T000000Z-0123456789abcdef"),
+        tools.deleted,
     ]
     for seed in range(12):
-        disk, source = Disk(), random.Random(seed)
-        watched = DictStore(disk, CAS, lambda _, path: paths.append(path))
-        committed(DictStore(disk), attempted(DictStore(disk)))
+        disk, source = tools.Disk(), random.Random(seed)
+        watched = tools.DictStore(disk, tools.CAS, lambda _, path: paths.append(path))
+        tools.committed(tools.DictStore(disk), tools.attempted(tools.DictStore(disk)))
         for _ in range(45):
-            now = seen(disk.files)
+            now = tools.seen(disk.files)
             paths.clear()
             found, count = slotlog.read_log(watched), len(now.slots)
             assert found.last_slot == count
@@ -85,13 +60,13 @@ def test_the_head_is_found_in_logarithmic_reads(
             # Doubling up, halving down, and once to the commit that the last record names.
             assert len(paths) <= 2 * count.bit_length() + 1
             most[count] = max(most.get(count, 0), len(paths))
-            source.choices(actions, (6, 3, 1))[0](DictStore(disk))
+            source.choices(actions, (6, 3, 1))[0](tools.DictStore(disk))
     record_property("reads of n slots", most)
     assert most[1] == 2
     assert most[40] <= 13
 
 
-def test_no_slot_costs_a_read_and_a_listing(store: DictStore) -> None:
+def test_no_slot_costs_a_read_and_a_listing(store: tools.DictStore) -> None:
     """Where slot 1 is absent, it may have been removed before the others."""
     found = slotlog.read_log(store)
     assert (found.last_slot, found.last, found.head) == (0, None, None)
@@ -99,54 +74,34 @@ def test_no_slot_costs_a_read_and_a_listing(store: DictStore) -> None:
 
 
 @pytest.mark.parametrize("named", ["a fence", "a commit of another save", "nothing"])
-def test_a_head_that_leads_astray_is_refused(disk: Disk, named: str) -> None:
+def test_a_head_that_leads_astray_is_refused(disk: tools.Disk, named: str) -> None:
     """A last record whose `head` is no commit of that save is a FormatError, never a guess."""
-    store = DictStore(disk)
-    fenced(store, saved(store))
-    fenced(store, saved(store))
+    store = tools.DictStore(disk)
+    tools.fenced(store, tools.saved(store))
+    tools.fenced(store, tools.saved(store))
     path = slot_path(4)
     slot, save_id = {
-        "a fence": (2, seen(disk.files).committed[0]),
-        "a commit of another save": (1, seen(disk.files).committed[1]),
-        "nothing": (9, seen(disk.files).committed[1]),
+        "a fence": (2, tools.seen(disk.files).committed[0]),
+        "a commit of another save": (1, tools.seen(disk.files).committed[1]),
+        "nothing": (9, tools.seen(disk.files).committed[1]),
     }[named]
-    body = body_of(disk.files[path]) | {"head": {"slot": slot, "save_id": save_id}}
-    disk.put(path, sealed(body))
+    body = tools.body_of(disk.files[path]) | {"head": {"slot": slot, "save_id": save_id}}
+    disk.put(path, tools.sealed(body))
     with pytest.raises(FormatError) as caught:
         slotlog.read_log(store)
     assert caught.value.path == path
 
 
-def test_begin_refuses_a_committed_checkpoint_and_changes_nothing(store: DictStore) -> None:
-    """Without `overwrite` the error names the checkpoint, and nothing was written."""
-    save_id = saved(store)
-    before = store.disk.files
-    with pytest.raises(CheckpointExistsError) as caught:
-        begun(store, overwrite=False)
-    assert save_id in str(caught.value)
-    assert "overwrite=True" in (caught.value.next_step or "")
-    assert store.disk.files == before
-    assert begun(store).previous == HeadRef(slot=1, save_id=save_id)
-
-
-def test_begin_refuses_a_checkpoint_of_another_writer(store: DictStore) -> None:
-    """A `.metadata` without slots is stock torch's checkpoint, to be replaced only on demand."""
-    store.put(".metadata", b"a pickle of torch")
-    with pytest.raises(CheckpointExistsError):
-        begun(store, overwrite=False)
-    assert begun(store, overwrite=True).previous is None
-
-
-def test_begin_goes_on_where_nothing_is_committed(store: DictStore) -> None:
+def test_begin_goes_on_where_nothing_is_committed(store: tools.DictStore) -> None:
     """Other files, dead attempts, fences and a tombstone are no checkpoint."""
     store.put("notes.txt", b"mine")
-    dead = attempted(store)
-    assert begun(store, overwrite=False).last_slot == 0
-    fenced(store, dead.save_id)
-    assert begun(store, overwrite=False).last_slot == 1
-    saved(store)
-    deleted(store)
-    grant = begun(store, overwrite=False)
+    dead = tools.attempted(store)
+    assert tools.begun(store, overwrite=False).last_slot == 0
+    tools.fenced(store, dead.save_id)
+    assert tools.begun(store, overwrite=False).last_slot == 1
+    tools.saved(store)
+    tools.deleted(store)
+    grant = tools.begun(store, overwrite=False)
     assert (grant.last_slot, grant.previous) == (3, None)
 
 
@@ -157,8 +112,8 @@ Arena = tuple[Callable[[], Store], int]
 def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
     """A function that gives one more client of one empty root, and how many rounds to play."""
     if request.param == "dict":
-        disk = Disk()
-        yield lambda: DictStore(disk), 30
+        disk = tools.Disk()
+        yield lambda: tools.DictStore(disk), 30
     elif request.param == "local":
         yield lambda: local_store(str(tmp_path / "run"), sync_files=False), 10
     else:
@@ -179,15 +134,15 @@ def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
     savers = 6
     watcher = clients()
     for _ in range(rounds):
-        attempts = [attempted(clients()) for _ in range(savers)]
+        attempts = [tools.attempted(clients()) for _ in range(savers)]
         before = files_in(watcher)
         barrier = Barrier(savers)
 
-        def race(attempt: Attempt, barrier: Barrier = barrier) -> str | CommitConflictError:
+        def race(attempt: tools.Attempt, barrier: Barrier = barrier) -> str | CommitConflictError:
             store = clients()
             barrier.wait(30)
             try:
-                return committed(store, attempt).save_id or ""
+                return tools.committed(store, attempt).save_id or ""
             except CommitConflictError as error:
                 return error  # noqa: B023  # bound by the except clause
 
@@ -197,13 +152,13 @@ def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
         losers = [outcome for outcome in outcomes if not isinstance(outcome, str)]
         after = files_in(watcher)
         assert len(winners) == 1
-        assert seen(after).head == winners[0]
+        assert tools.seen(after).head == winners[0]
         for error in losers:
             assert error.winner["save_id"] == winners[0]
             assert error.winner["pid"] == os.getpid()
             assert winners[0] in str(error)
         for attempt in attempts:
-            for path in files_of(attempt.save_id):
+            for path in tools.files_of(attempt.save_id):
                 assert after[path] == before[path], "the data of a saver were touched"
 
 
@@ -247,20 +202,20 @@ ANSWERS: dict[str, tuple[list[Rule], type[Exception] | None, bool, int]] = {
     ("rules", "raised", "is_there", "put_count"), ANSWERS.values(), ids=ANSWERS
 )
 def test_a_commit_ends_as_its_answers_say(
-    store: DictStore,
+    store: tools.DictStore,
     rules: list[Rule],
     raised: type[Exception] | None,
     is_there: bool,  # noqa: FBT001
     put_count: int,
 ) -> None:
     """Done, refused for sure, or unknown; asked as often as the policy says, in one slot."""
-    attempt, faulty = attempted(store), store.failing(*rules)
+    attempt, faulty = tools.attempted(store), store.failing(*rules)
     if raised is None:
-        write_id = committed(faulty, attempt).write_id
-        assert seen(store.disk.files).slots[0]["write_id"] == write_id
+        write_id = tools.committed(faulty, attempt).write_id
+        assert tools.seen(store.disk.files).slots[0]["write_id"] == write_id
     else:
         with pytest.raises(raised) as caught:
-            committed(faulty, attempt)
+            tools.committed(faulty, attempt)
         error = caught.value
         if isinstance(error, CommitUnknownError):
             assert (error.save_id, error.slot) == (attempt.save_id, 1)
@@ -268,22 +223,22 @@ def test_a_commit_ends_as_its_answers_say(
         else:
             assert isinstance(error, StorageError)
             assert error.kind == rules[0].kind
-    assert seen(store.disk.files).committed == [attempt.save_id] * is_there
+    assert tools.seen(store.disk.files).committed == [attempt.save_id] * is_there
     calls = [call.operation for call in faulty.script.calls]
     assert calls.count("put_absent") == put_count
     assert calls[:2] == ["put_absent", "get"]
 
 
-def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) -> None:
+def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: tools.DictStore) -> None:
     """A slot that another holds is lost to it; the error names slot, winner, process and a way."""
-    mine, theirs = attempted(store), attempted(store)
-    committed(store, theirs)
+    mine, theirs = tools.attempted(store), tools.attempted(store)
+    tools.committed(store, theirs)
     faulty = store.failing(Rule(action="error", operation="put_absent"))
     with pytest.raises(CommitConflictError) as caught:
-        committed(faulty, mine)
+        tools.committed(faulty, mine)
     error = caught.value
     assert error.winner["save_id"] == theirs.save_id
-    assert is_whole(store.disk.files, mine.save_id)
+    assert tools.is_whole(store.disk.files, mine.save_id)
     assert (error.path, error.phase) == (slot_path(1), "commit")
     assert mine.save_id in str(error)
     assert str(os.getpid()) in str(error)
@@ -291,18 +246,18 @@ def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) 
     assert "overwrite" not in str(error), "nobody is told to replace the winner"
 
 
-def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
+def test_a_torn_slot_is_unknown_not_failed(store: tools.DictStore) -> None:
     """A storage that tore the record apart leaves a slot that says nothing about the winner."""
     faulty = store.failing(Rule(action="short", operation="put_absent"))
-    attempt = attempted(store)
-    assert committed(faulty, attempt).slot == 1  # it reported success, which is its own fault
+    attempt = tools.attempted(store)
+    assert tools.committed(faulty, attempt).slot == 1  # it reported success, which is its own fault
     with pytest.raises(IntegrityError):
         slotlog.read_log(store)
     with pytest.raises(CommitUnknownError):
-        committed(store, attempt)
+        tools.committed(store, attempt)
 
 
-class Late(DictBackend):
+class Late(tools.DictBackend):
     """The first creation is reported as timed out, and arrives just before the second."""
 
     late: tuple[str, Buffers] | None = None
@@ -318,19 +273,19 @@ class Late(DictBackend):
         super().put(path, data, **conditions)
 
 
-def test_a_request_that_arrives_late_is_recognised(disk: Disk) -> None:
+def test_a_request_that_arrives_late_is_recognised(disk: tools.Disk) -> None:
     """The repeated create finds the slot taken, by its own earlier request: committed."""
-    attempt = attempted(DictStore(disk))
-    assert committed(DictStore(disk, backend=Late), attempt).save_id == attempt.save_id
-    assert seen(disk.files).committed == [attempt.save_id]
+    attempt = tools.attempted(tools.DictStore(disk))
+    assert tools.committed(tools.DictStore(disk, backend=Late), attempt).save_id == attempt.save_id
+    assert tools.seen(disk.files).committed == [attempt.save_id]
 
 
-def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> None:
+def test_an_expired_deadline_fails_before_anything_is_sent(store: tools.DictStore) -> None:
     """With no time left nothing is created, so that is no unknown outcome but a timeout."""
-    attempt = attempted(store)
+    attempt = tools.attempted(store)
     faulty = store.failing()
     with pytest.raises(PhaseTimeoutError):
-        committed(faulty.bounded(Deadline("commit", 1e-9)), attempt)
+        tools.committed(faulty.bounded(Deadline("commit", 1e-9)), attempt)
     assert faulty.script.calls == []
 
 
@@ -339,24 +294,24 @@ def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
     tmp_path: Path, operation: str
 ) -> None:
     """POSIX: a link that is there is a commit; if its folder cannot be synced, who knows."""
-    attempt = attempted(local_store(str(tmp_path), sync_files=False))
+    attempt = tools.attempted(local_store(str(tmp_path), sync_files=False))
     rule = Rule(action="lost_answer", operation=operation, path="commits")
     faulty = local_store(str(tmp_path), posix=FaultPosix([rule]))
     if operation == "link":
-        assert committed(faulty, attempt).save_id == attempt.save_id
+        assert tools.committed(faulty, attempt).save_id == attempt.save_id
     else:
         with pytest.raises(CommitUnknownError, match="it is there, but"):
-            committed(faulty, attempt)
+            tools.committed(faulty, attempt)
     files = files_in(local_store(str(tmp_path)))
-    assert seen(files).head == attempt.save_id
+    assert tools.seen(files).head == attempt.save_id
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
 
 
-def test_a_single_writer_storage_still_tells_a_later_saver(disk: Disk) -> None:
+def test_a_single_writer_storage_still_tells_a_later_saver(disk: tools.Disk) -> None:
     """Without exclusive creation a saver that finds its slot taken is told who took it."""
-    store = DictStore(disk, replace(CAS, exclusive_create=False))
-    first, second = attempted(store), attempted(store)
-    committed(store, first)
+    store = tools.DictStore(disk, replace(tools.CAS, exclusive_create=False))
+    first, second = tools.attempted(store), tools.attempted(store)
+    tools.committed(store, first)
     with pytest.raises(CommitConflictError) as caught:
-        committed(store, second)
+        tools.committed(store, second)
     assert caught.value.winner["save_id"] == first.save_id

@@ -5,34 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import commit_tools as tools
 import pytest
-from commit_tools import (
-    BOTH,
-    DAY_S,
-    DictStore,
-    Disk,
-    attempted,
-    begun,
-    cleaned,
-    committed,
-    deleted,
-    fenced,
-    files_of,
-    is_whole,
-    published,
-    saved,
-    seen,
-    written,
-)
+from commit_model import WEEK_S, gone
 from hypothesis import given
 from hypothesis import strategies as st
 from local_stores import local_store
 
+from ckpt_storage import errors
 from ckpt_storage.commit import cleaning, publishing
-from ckpt_storage.errors import CommitConflictError, IntegrityError, InvalidInputError
+from ckpt_storage.commit.cleaning import remove_tombstone
+from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
@@ -40,30 +27,22 @@ from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
 
 
-@BOTH
-def test_a_rebased_commit_is_published_under_the_slot_it_got(store: DictStore) -> None:
+@tools.BOTH
+def test_a_rebased_commit_is_published_under_the_slot_it_got(store: tools.DictStore) -> None:
     """The copy was written for the slot aimed at; the footer names the one that was taken."""
-    other, attempt = attempted(store), attempted(store)
-    fenced(store, other.save_id)
-    published(store, attempt, committed(store, attempt))
-    assert seen(store.disk.files).footer == 2
+    other, attempt = tools.attempted(store), tools.attempted(store)
+    tools.fenced(store, other.save_id)
+    tools.published(store, attempt, tools.committed(store, attempt))
+    assert tools.seen(store.disk.files).footer == 2
 
 
-@BOTH
-def test_rolling_forward_costs_two_requests_when_there_is_nothing_to_do(store: DictStore) -> None:
-    """However large `.metadata` is, its length and its last bytes are all that is asked for."""
-    save_id, again = saved(store), store.failing()
-    assert publishing.roll_forward(again, save_id)
-    assert again.asked() == [("stat", ".metadata"), ("read", ".metadata")]
-
-
-@BOTH
+@tools.BOTH
 @pytest.mark.parametrize("harm", ["removed", "cut", "a footer that is no JSON", "an older copy"])
-def test_rolling_forward_repairs_what_is_not_ours(store: DictStore, harm: str) -> None:
+def test_rolling_forward_repairs_what_is_not_ours(store: tools.DictStore, harm: str) -> None:
     """A `.metadata` that is gone, cut or not of this save is put back, marker or not."""
-    older = saved(store)
+    older = tools.saved(store)
     older_bytes = store.disk.files[".metadata"]
-    save_id = saved(store)
+    save_id = tools.saved(store)
     good = store.disk.files[".metadata"]
     harmed = {
         "cut": good[:-1],
@@ -78,21 +57,21 @@ def test_rolling_forward_repairs_what_is_not_ours(store: DictStore, harm: str) -
     assert older != save_id
 
 
-@BOTH
+@tools.BOTH
 @pytest.mark.parametrize("harm", ["damaged", "missing"])
-def test_a_damaged_copy_is_not_published(store: DictStore, harm: str) -> None:
+def test_a_damaged_copy_is_not_published(store: tools.DictStore, harm: str) -> None:
     """Rolling forward refuses a bad `stock.metadata`, and leaves the older view in place."""
-    older = saved(store)
-    attempt = attempted(store)
-    committed(store, attempt)
+    older = tools.saved(store)
+    attempt = tools.attempted(store)
+    tools.committed(store, attempt)
     path = f"saves/{attempt.save_id}/stock.metadata"
     data = store.disk.files[path]
     store.disk.drop(path)
     if harm == "damaged":
         store.disk.put(path, data[:9] + bytes([data[9] ^ 1]) + data[10:])
     assert not publishing.roll_forward(store, attempt.save_id)
-    assert seen(store.disk.files).stock == older
-    with pytest.raises(IntegrityError):
+    assert tools.seen(store.disk.files).stock == older
+    with pytest.raises(errors.IntegrityError):
         publishing.publish_head(store)
 
 
@@ -120,11 +99,11 @@ def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
     assert named is None or isinstance(named.slot, int)
 
 
-@BOTH
+@tools.BOTH
 @pytest.mark.parametrize("keep_previous", [0, 1, 2, 5])
-def test_superseded_commits_are_freed(store: DictStore, keep_previous: int) -> None:
+def test_superseded_commits_are_freed(store: tools.DictStore, keep_previous: int) -> None:
     """The head and the newest `keep_previous` before it stay; nothing remains of the others."""
-    ids = [saved(store) for _ in range(5)]
+    ids = [tools.saved(store) for _ in range(5)]
     freed = cleaning.free_superseded(store, keep_previous=keep_previous)
     expected = ids[: max(0, 4 - keep_previous)]
     assert freed == expected
@@ -133,217 +112,345 @@ def test_superseded_commits_are_freed(store: DictStore, keep_previous: int) -> N
         set(ids) - set(expected)
     )
     assert cleaning.free_superseded(store, keep_previous=keep_previous) == []
-    assert all(is_whole(files, save_id) for save_id in set(ids) - set(expected))
+    assert all(tools.is_whole(files, save_id) for save_id in set(ids) - set(expected))
 
 
-@BOTH
-def test_a_sweep_keeps_head_and_previous_however_old(store: DictStore) -> None:
+@tools.BOTH
+def test_a_sweep_keeps_head_and_previous_however_old(store: tools.DictStore) -> None:
     """Age alone frees nothing that is committed and wanted."""
-    ids = [saved(store) for _ in range(5)]
-    store.disk.clock_s += 100 * DAY_S
-    assert cleaned(store, min_age_s=DAY_S) == ids[:3]
-    assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
+    ids = [tools.saved(store) for _ in range(5)]
+    store.disk.clock_s += 100 * tools.DAY_S
+    assert tools.cleaned(store, min_age_s=tools.DAY_S) == ids[:3]
+    assert all(tools.is_whole(store.disk.files, save_id) for save_id in ids[3:])
 
 
-@BOTH
-def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
+@tools.BOTH
+def test_shards_go_first_and_the_manifest_last(store: tools.DictStore) -> None:
     """So that an attempt that is half deleted can still be recognised."""
-    attempt = attempted(store)
+    attempt = tools.attempted(store)
     cleaning.delete_attempt(store, attempt.save_id)
     gone = [path for operation, path in store.asked() if operation == "delete"]
-    named = [path for path in gone if path in files_of(attempt.save_id)]
+    named = [path for path in gone if path in tools.files_of(attempt.save_id)]
     assert named[0].endswith(".distcp")
     assert gone[-1].endswith("manifest.json")
 
 
-@BOTH
-def test_attempts_that_never_committed_are_fenced_and_freed(store: DictStore) -> None:
+@tools.BOTH
+def test_attempts_that_never_committed_are_fenced_and_freed(store: tools.DictStore) -> None:
     """Old ones go, behind a fence that names them; young ones, commits and other files stay."""
-    head = saved(store)
+    head = tools.saved(store)
     store.put("saves/notes/mine.txt", b"not an attempt")
-    old = attempted(store)
-    store.disk.clock_s += DAY_S + 1
-    young = attempted(store)
-    assert cleaned(store, min_age_s=DAY_S) == [old.save_id]
+    old = tools.attempted(store)
+    store.disk.clock_s += tools.DAY_S + 1
+    young = tools.attempted(store)
+    assert tools.cleaned(store, min_age_s=tools.DAY_S) == [old.save_id]
     files = store.disk.files
-    now = seen(files)
+    now = tools.seen(files)
     assert now.slots[-1]["type"] == "fence"
     assert now.slots[-1]["fenced"] == [old.save_id]
     assert now.head == head
-    assert is_whole(files, head)
-    assert is_whole(files, young.save_id)
+    assert tools.is_whole(files, head)
+    assert tools.is_whole(files, young.save_id)
     assert "saves/notes/mine.txt" in files
     assert not [path for path in files if old.save_id in path]
-    with pytest.raises(CommitConflictError):
-        committed(store, old)
-    assert committed(store, young).save_id == young.save_id
-    assert cleaned(store, min_age_s=DAY_S) == []
+    with pytest.raises(errors.CommitConflictError):
+        tools.committed(store, old)
+    assert tools.committed(store, young).save_id == young.save_id
+    assert tools.cleaned(store, min_age_s=tools.DAY_S) == []
 
 
-@BOTH
-def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: DictStore) -> None:
+@tools.BOTH
+def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: tools.DictStore) -> None:
     """Looking for leftovers costs a listing and the search for the head."""
     for _ in range(20):
-        saved(store)
+        tools.saved(store)
         cleaning.free_superseded(store)
     again = store.failing()
-    assert cleaned(again) == []
+    assert tools.cleaned(again) == []
     assert len(again.asked()) < 14
     assert again.asked()[0] == ("list", "saves")
 
 
-@pytest.mark.parametrize("wrong_by_s", [-DAY_S, DAY_S])
+@pytest.mark.parametrize("wrong_by_s", [-tools.DAY_S, tools.DAY_S])
 def test_age_is_told_by_the_storages_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_by_s: float
 ) -> None:
     """With the local clock off by a day, what is 23 hours old stays and what is 25 goes."""
     real = time.time
     store = local_store(str(tmp_path), sync_files=False)
-    saved(store)
-    ages = {23.0: attempted(store), 25.0: attempted(store)}
+    tools.saved(store)
+    ages = {23.0: tools.attempted(store), 25.0: tools.attempted(store)}
     for hours, attempt in ages.items():
         for path in (tmp_path / "saves" / attempt.save_id).rglob("*"):
             then = real() - hours * 3600
             os.utime(path, (then, then))
     monkeypatch.setattr(time, "time", lambda: real() + wrong_by_s)
-    assert cleaned(store, min_age_s=DAY_S) == [ages[25.0].save_id]
+    assert tools.cleaned(store, min_age_s=tools.DAY_S) == [ages[25.0].save_id]
 
 
 def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> None:
     """A temporary file of gigabytes shows in no listing; the attempt is found all the same."""
     store = local_store(str(tmp_path), sync_files=False)
-    grant = begun(store)
-    upload = store.upload(files_of(grant.save_id)[0])
+    grant = tools.begun(store)
+    upload = store.upload(tools.files_of(grant.save_id)[0])
     upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
     assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
-    assert cleaned(store) == [grant.save_id]
+    assert tools.cleaned(store) == [grant.save_id]
     assert list((tmp_path / "saves").iterdir()) == []
 
 
-def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
+def test_open_uploads_of_a_dead_attempt_are_aborted(server: S3Server) -> None:
     """S3: parts that were sent and never completed are paid for until somebody aborts them."""
-    with S3Server(min_part_bytes=10) as server:
-        server.create_bucket("bkt")
-        store = open_store("s3://bkt/run", storage_options=server.storage_options)
-        head = saved(store)
-        dead, alive = begun(store), begun(store)
-        # Held, since an upload that nobody holds any more is aborted at once by some clients.
-        uploads = []
-        for grant in (dead, alive):
-            upload = store.upload(files_of(grant.save_id)[0])
-            upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
-            uploads.append(upload)
-        assert server.open_upload_count == 2
-        fenced(store, dead.save_id)
-        cleaning.delete_attempt(store, dead.save_id)
-        assert server.open_upload_count == 1
-        assert cleaned(store) == [alive.save_id]
-        assert server.open_upload_count == 0
-        files = {key.removeprefix("run/"): data for key, data in server.dump().items()}
-        assert is_whole(files, head)
+    store = open_store("s3://bkt/run", storage_options=server.storage_options)
+    head = tools.saved(store)
+    dead, alive = tools.begun(store), tools.begun(store)
+    # Held, since an upload that nobody holds any more is aborted at once by some clients.
+    uploads = []
+    for grant in (dead, alive):
+        upload = store.upload(tools.files_of(grant.save_id)[0])
+        upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
+        uploads.append(upload)
+    assert server.open_upload_count == 2
+    tools.fenced(store, dead.save_id)
+    cleaning.delete_attempt(store, dead.save_id)
+    assert server.open_upload_count == 1
+    assert tools.cleaned(store) == [alive.save_id]
+    assert server.open_upload_count == 0
+    files = {key.removeprefix("run/"): data for key, data in server.dump("bkt").items()}
+    assert tools.is_whole(files, head)
 
 
-@BOTH
-def test_deleting_leaves_only_the_slots(store: DictStore) -> None:
+@tools.BOTH
+def test_deleting_leaves_only_the_slots(store: tools.DictStore) -> None:
     """No checkpoint, no `.metadata`, no attempt; the slots stay and tell what happened."""
-    saved(store)
-    saved(store)
-    attempted(store)
-    deleted(store)
+    tools.saved(store)
+    tools.saved(store)
+    tools.attempted(store)
+    tools.deleted(store)
     files = store.disk.files
     assert set(files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
-    assert seen(files).head is None
-    deleted(store)
+    assert tools.seen(files).head is None
+    tools.deleted(store)
     assert store.disk.files == files
 
 
-@BOTH
-def test_no_save_id_to_expect_is_refused(store: DictStore) -> None:
+@tools.BOTH
+def test_no_save_id_to_expect_is_refused(store: tools.DictStore) -> None:
     """An empty id where nothing is committed would mean whatever is being saved."""
-    live = attempted(store)
-    with pytest.raises(InvalidInputError, match="save id"):
+    live = tools.attempted(store)
+    with pytest.raises(errors.InvalidInputError, match="save id"):
         cleaning.delete(store, expected_save_id="")
-    assert is_whole(store.disk.files, live.save_id)
+    assert tools.is_whole(store.disk.files, live.save_id)
     assert cleaning.delete(store, expected_save_id="none") is False
-    assert is_whole(store.disk.files, live.save_id)
+    assert tools.is_whole(store.disk.files, live.save_id)
 
 
-@BOTH
+@tools.BOTH
 def test_what_replaces_the_save_to_delete_stays(
-    store: DictStore, monkeypatch: pytest.MonkeyPatch
+    store: tools.DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it commits between the look at the head and the slot that is taken."""
-    old, look = saved(store), cleaning.log_to_extend
-    monkeypatch.setattr(cleaning, "log_to_extend", lambda again: (saved(store), look(again))[1])
+    old, look = tools.saved(store), cleaning.log_to_extend
+    monkeypatch.setattr(
+        cleaning, "log_to_extend", lambda again: (tools.saved(store), look(again))[1]
+    )
     assert cleaning.delete(store, expected_save_id=old) is False
-    assert seen(store.disk.files).head not in {None, old}
+    assert tools.seen(store.disk.files).head not in {None, old}
 
 
-@BOTH
-def test_deleting_again_does_not_harm_who_began_since(store: DictStore) -> None:
+@tools.BOTH
+def test_deleting_again_does_not_harm_who_began_since(store: tools.DictStore) -> None:
     """The tombstone in force is found behind a fence, and names only what was before it."""
-    saved(store)
-    deleted(store)
-    later = attempted(store)
-    fenced(store, "20260101T000000Z-0123456789abcdef")
-    deleted(store)
-    assert is_whole(store.disk.files, later.save_id)
-    published(store, later, committed(store, later))
-    assert seen(store.disk.files).stock == later.save_id
+    tools.saved(store)
+    tools.deleted(store)
+    later = tools.attempted(store)
+    tools.fenced(store, "20260101T000000Z-0123456789abcdef")
+    tools.deleted(store)
+    assert tools.is_whole(store.disk.files, later.save_id)
+    tools.published(store, later, tools.committed(store, later))
+    assert tools.seen(store.disk.files).stock == later.save_id
 
 
-@BOTH
-def test_deleting_nothing_leaves_nothing(store: DictStore) -> None:
-    """Where no attempt and no slot is, no tombstone is put, and another's files stay."""
-    store.put("model.safetensors", b"somebody else's")
-    store.put(".metadata", b"stock")
-    deleted(store)
-    assert set(store.disk.files) == {"model.safetensors", ".metadata"}
+@tools.BOTH
+def test_deleting_nothing_leaves_nothing(store: tools.DictStore) -> None:
+    """Where no attempt and no slot is, no tombstone is put, and another's files stay.
+
+    A folder that only looks like one of our attempts is another's.
+    """
+    for path in ("model.safetensors", ".metadata", "saves/models/weights.bin"):
+        store.put(path, b"somebody else's")
+    before = store.disk.files
+    tools.deleted(store)
+    assert store.disk.files == before
 
 
-@BOTH
+@tools.BOTH
 def test_a_deleted_checkpoint_that_crashed_half_way_is_cleared_by_later_saves(
-    store: DictStore,
+    store: tools.DictStore,
 ) -> None:
     """What a dead deleter left is freed as a leftover once the id is used again."""
-    old = saved(store)
+    old = tools.saved(store)
     with pytest.raises(SimulatedCrash):
-        deleted(store.failing(Rule(action="crash_after", operation="put_absent")))
-    assert is_whole(store.disk.files, old)
-    new = written(store, begun(store, overwrite=False))
-    published(store, new, committed(store, new))
-    store.disk.clock_s += DAY_S + 1
-    assert cleaned(store, min_age_s=DAY_S) == [old]
-    now = seen(store.disk.files)
+        tools.deleted(store.failing(Rule(action="crash_after", operation="put_absent")))
+    assert tools.is_whole(store.disk.files, old)
+    new = tools.written(store, tools.begun(store, overwrite=False))
+    tools.published(store, new, tools.committed(store, new))
+    store.disk.clock_s += tools.DAY_S + 1
+    assert tools.cleaned(store, min_age_s=tools.DAY_S) == [old]
+    now = tools.seen(store.disk.files)
     assert now.head == now.stock == new.save_id
 
 
-@BOTH
-@pytest.mark.parametrize("ends", [cleaning.free_superseded, deleted])
-def test_freeing_and_deleting_may_be_cut_anywhere_and_run_again(
-    capabilities: Capabilities, ends: Callable[[DictStore], object]
-) -> None:
-    """At every point the head is whole, or there is none; the next run leaves no trace."""
+def cut_anywhere(
+    capabilities: Capabilities,
+    before: Callable[[tools.DictStore], tools.T],
+    ends: Callable[[tools.DictStore], object],
+) -> Iterator[tuple[tools.DictStore, tools.T]]:
+    """Yield what is left where `ends` died before, after or within any operation."""
     count = 0
     for action in ("crash_before", "crash_after", "torn"):
+        operation = "delete|delete_folder" if action == "torn" else ""
         for skip in itertools.count():
-            store = DictStore(Disk(), capabilities)
-            first, *kept = [saved(store) for _ in range(3)]
-            operation = "delete|delete_folder" if action == "torn" else ""
-            rule = Rule(action=action, operation=operation, skip_count=skip)
+            store = tools.DictStore(tools.Disk(), capabilities)
+            told = before(store)
             try:
-                ends(store.failing(rule))
+                ends(store.failing(Rule(action=action, operation=operation, skip_count=skip)))
             except SimulatedCrash:
                 count += 1
             else:
                 break
-            now = seen(store.disk.files)
-            if ends is not deleted or now.head is not None:
-                assert now.head == now.stock == kept[-1]
-                assert all(is_whole(store.disk.files, save_id) for save_id in kept)
-            ends(store)
-            gone = [first] if ends is not deleted else [first, *kept]
-            left = [path for path in store.disk.files if not path.startswith("commits/")]
-            assert not [path for path in left if any(save_id in path for save_id in gone)]
-            assert seen(store.disk.files).head == (None if ends is deleted else kept[-1])
-    assert count > 20
+            yield store, told
+    assert count > 10
+
+
+@tools.BOTH
+@pytest.mark.parametrize("ends", [cleaning.free_superseded, tools.deleted])
+def test_freeing_and_deleting_may_be_cut_anywhere_and_run_again(
+    capabilities: Capabilities, ends: Callable[[tools.DictStore], object]
+) -> None:
+    """At every point the head is whole, or there is none; the next run leaves no trace."""
+
+    def thrice(store: tools.DictStore) -> list[str]:
+        return [tools.saved(store) for _ in range(3)]
+
+    for store, (first, *kept) in cut_anywhere(capabilities, thrice, ends):
+        now = tools.seen(store.disk.files)
+        if ends is not tools.deleted or now.head is not None:
+            assert now.head == now.stock == kept[-1]
+            assert all(tools.is_whole(store.disk.files, save_id) for save_id in kept)
+        ends(store)
+        gone = [first] if ends is not tools.deleted else [first, *kept]
+        left = [path for path in store.disk.files if not path.startswith("commits/")]
+        assert not [path for path in left if any(save_id in path for save_id in gone)]
+        assert tools.seen(store.disk.files).head == (None if ends is tools.deleted else kept[-1])
+
+
+def test_an_old_tombstone_goes_without_a_trace(store: tools.DictStore) -> None:
+    """After 7 days by the storage's clock nothing is left, and the id is new."""
+    gone(store, age_s=WEEK_S - 1)
+    assert not remove_tombstone(store)
+    store.disk.clock_s += 2
+    assert remove_tombstone(store)
+    assert not store.disk.files
+    assert not remove_tombstone(store)
+    latest = tools.saved(store)
+    assert tools.seen(store.disk.files).head == latest
+    assert not remove_tombstone(store)
+
+
+def test_a_storage_without_conditional_deletion_keeps_it() -> None:
+    """It stays, and the next saver builds on it."""
+    rule = Rule(action="error", operation="delete_version", kind="unsupported", hit_count=None)
+    store = tools.DictStore(tools.Disk(), rules=[rule])
+    gone(store)
+    assert not remove_tombstone(store)
+    latest = tools.saved(store)
+    assert tools.seen(store.disk.files).head == latest
+    assert tools.seen(store.disk.files).slots[-1]["slot"] == 4
+
+
+def test_a_removal_that_is_cut_leaves_nothing_to_load_and_may_go_on() -> None:
+    """Slots go from the lowest; what is left is still deleted, also for who saves next."""
+    for store, _ in cut_anywhere(tools.CAS, gone, remove_tombstone):
+        assert read_log(store).head is None
+        assert tools.saved(tools.DictStore(store.disk.copy()))
+        assert remove_tombstone(store) or not store.disk.files
+
+
+@pytest.mark.parametrize("age_days", [1, 5, 8])
+def test_who_saves_where_a_checkpoint_was_deleted_is_found(
+    store: tools.DictStore, age_days: int
+) -> None:
+    """On a young tombstone, behind a fence on an older one, and at slot 1 when it has ended."""
+    gone(store, age_s=age_days * tools.DAY_S)
+    latest = tools.saved(store)
+    last = read_log(store)
+    assert last.head is not None
+    assert last.head.save_id == tools.seen(store.disk.files).head == latest
+    assert last.last_slot == {1: 4, 5: 5, 8: 1}[age_days]
+    store.disk.clock_s += WEEK_S
+    assert not remove_tombstone(store)
+
+
+def test_an_attempt_of_days_ago_is_not_committed(store: tools.DictStore) -> None:
+    """Its deletion may be forgotten by now."""
+    attempt = tools.attempted(store)
+    old = replace(
+        attempt, grant=replace(attempt.grant, began_s=attempt.grant.began_s - 4 * tools.DAY_S)
+    )
+    with pytest.raises(errors.PhaseTimeoutError, match="not committed"):
+        tools.committed(store, old)
+    assert not [path for path in store.disk.files if path.startswith("commits/")]
+
+
+def test_on_s3_nothing_stays_and_what_was_replaced_does(server: S3Server) -> None:
+    """Each deletion bears the condition that the object is what was read."""
+    store = open_store("s3://bkt/run", storage_options=server.storage_options)
+    tools.saved(store)
+    tools.deleted(store)
+    slot = store.get("commits/00000001.json")
+    assert slot.version is not None
+    store.replace("commits/00000001.json", slot.data + b" ")
+    with pytest.raises(errors.StorageError) as caught:
+        store.delete_version("commits/00000001.json", slot.version)
+    assert caught.value.kind == "precondition"
+    store.replace("commits/00000001.json", slot.data)
+    assert remove_tombstone(store, min_age_s=0)
+    assert server.dump("bkt") == {}
+    store.close()
+
+
+def test_a_server_that_ignores_the_condition_keeps_it() -> None:
+    """There a paused remover would delete what a saver began anew; so no slot goes."""
+    with S3Server(ignore_preconditions=True) as server:
+        server.create_bucket("bkt")
+        store = open_store("s3://bkt/run", storage_options=server.storage_options)
+        tools.saved(store)
+        tools.deleted(store)
+        before = server.dump()
+        assert not remove_tombstone(store, min_age_s=0)
+        assert server.dump() == before
+        assert tools.saved(store)
+        assert read_log(store).last_slot == 3
+        store.close()
+
+
+def test_on_a_disk_the_folder_goes_with_the_last_slot(tmp_path: Path) -> None:
+    """Nothing is left to list; a file that took the place of a slot stays."""
+    root = tmp_path / "id"
+    store = local_store(str(root), sync_files=False)
+    tools.saved(store)
+    tools.deleted(store)
+    for path in (root / "commits").iterdir():
+        os.utime(path, (0, 0))
+    slot = store.get("commits/00000001.json")
+    assert slot.version is not None
+    (root / "commits" / "other").write_bytes(slot.data)
+    (root / "commits" / "other").rename(root / "commits" / "00000001.json")
+    with pytest.raises(Exception, match="no longer"):
+        store.delete_version("commits/00000001.json", slot.version)
+    assert remove_tombstone(store)
+    assert list(tmp_path.iterdir()) == []
+    latest = tools.saved(store)
+    with pytest.raises(errors.CheckpointExistsError, match=latest):
+        tools.begun(store, overwrite=False)

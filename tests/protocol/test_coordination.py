@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_keys import MemoryKeys
 from rank_threads import (
     END_S,
     LONG,
     LOOK_S,
     SLACK_S,
     TERMS,
+    MemoryKeys,
     errors,
     group,
     operations_on,

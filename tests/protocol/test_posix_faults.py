@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,11 +76,9 @@ FAILURES: tuple[Action, ...] = ("error", "lost_answer")
 
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder in memory where there is one: durability is simulated here, so real syncs idle."""
-    memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
+def tmp_path(memory_path: Path) -> Path:
+    """A folder in memory: durability is simulated here, so real syncs idle."""
+    return memory_path
 
 
 @pytest.fixture

@@ -8,30 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import commit_tools as tools
+import manager_cases as cases
 import pytest
 import torch.distributed.checkpoint as dcp
-from commit_tools import (
-    BOTH,
-    CAS,
-    DAY_S,
-    DictStore,
-    Disk,
-    attempted,
-    body_of,
-    deleted,
-    sealed,
-)
-from commit_tools import saved as commit_one
-from manager_cases import (
-    blank,
-    damage,
-    latest_step,
-    manager_of,
-    restore,
-    saved,
-    state_of,
-    step_in,
-)
 from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 
 import ckpt_storage
@@ -60,16 +40,16 @@ def deadline() -> Deadline:
     return Deadline("commit", 600)
 
 
-def at_times(disk: Disk, *steps: int) -> DictStore:
+def at_times(disk: tools.Disk, *steps: int) -> tools.DictStore:
     """Save steps a minute after one another; return the store."""
-    store = DictStore(disk, CAS)
+    store = tools.DictStore(disk, tools.CAS)
     for step in steps:
         disk.clock_s += 60.0
         save(store, step)
     return store
 
 
-def left(disk: Disk) -> set[str]:
+def left(disk: tools.Disk) -> set[str]:
     """Return the names below which something lies."""
     return {path.partition("/")[0] for path in disk.files}
 
@@ -83,9 +63,9 @@ def pruned_to_one(root: Path) -> tuple[tuple[str, ...], dict[str, tuple[str, ...
 
 def restored_from(folder: Path) -> int:
     """Load a checkpoint and return its step."""
-    state = blank()
+    state = cases.blank()
     ckpt_storage.load(state, folder)
-    return step_in(state)
+    return cases.step_in(state)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -98,7 +78,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 )
 def test_after_going_back_the_newest_work_stays(keep: Any) -> None:
     """New processes save a step each, below the abandoned ones: the next finds what was saved."""
-    disk = Disk()
+    disk = tools.Disk()
     store = at_times(disk, 50, 80, 90, 100)
     for step in (51, 52, 53):
         at_times(disk, step)
@@ -138,7 +118,7 @@ class KeepFiveIfYoung(KeepLatest):
 )
 def test_a_policy_of_the_users_own_is_told_ages(keep: Any) -> None:
     """What goes by age is asked with the ages, whatever it is called and wherever it stands."""
-    disk = Disk()
+    disk = tools.Disk()
     store = at_times(disk, 1, 2, 3, 4, 5)
     disk.clock_s += 30.0
     assert prune(store, keep, disk).deleted == (name_of(1), name_of(2))
@@ -147,7 +127,7 @@ def test_a_policy_of_the_users_own_is_told_ages(keep: Any) -> None:
 
 def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> None:
     """A plan with ages needs no right to write."""
-    disk = Disk()
+    disk = tools.Disk()
     store = at_times(disk, 1, 2, 3, 4)
     files, changes = disk.files, disk.changes
     plan = pruner(store, KeepNewerThan(100.0), disk).prune(deadline(), dry_run=True)
@@ -158,11 +138,11 @@ def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> No
 
 def test_of_a_deleted_checkpoint_nothing_is_left_after_a_week() -> None:
     """Its slots stay for 7 days by the storage's clock; then a prune removes them."""
-    disk = Disk()
+    disk = tools.Disk()
     store = at_times(disk, 1, 2, 3)
     assert prune(store, KeepLatest(1), disk).deleted == (name_of(1), name_of(2))
     for days, steps in ((6.9, (1, 2, 3)), (0.2, (3,))):
-        disk.clock_s += days * DAY_S
+        disk.clock_s += days * tools.DAY_S
         prune(store, KeepLatest(1), disk)
         assert left(disk) == set(map(name_of, steps))
     at_times(disk, 2)
@@ -173,10 +153,10 @@ def test_slots_that_cannot_be_removed_do_not_hide_what_was_deleted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The others go, the report is returned, and the next process tries again."""
-    disk = Disk()
+    disk = tools.Disk()
     store = at_times(disk, 1, 2, 3, 4)
     prune(store, KeepLatest(2), disk)
-    disk.clock_s += 8 * DAY_S
+    disk.clock_s += 8 * tools.DAY_S
     at_times(disk, 5)
     refusal: dict[str, Any] = {"operation": "delete.*", "hit_count": None, "retryable": False}
     rule = Rule(action="error", path=name_of(1), **refusal)
@@ -193,48 +173,48 @@ def test_a_step_below_the_highest_is_warned_of_once(
 ) -> None:
     """The warning of a prune says what is chosen."""
     with caplog.at_level(logging.WARNING, "ckpt_storage"):
-        saved(tmp_path, 10, 90, 100, keep=KeepLatest(3))
+        cases.saved(tmp_path, 10, 90, 100, keep=KeepLatest(3))
         assert caplog.text == ""
-        with manager_of(tmp_path, keep=KeepLatest(3)) as manager:
+        with cases.manager_of(tmp_path, keep=KeepLatest(3)) as manager:
             for step in (11, 12):
-                manager.save(step, state_of(step), sync_files=False)
+                manager.save(step, cases.state_of(step), sync_files=False)
                 assert manager.wait_pruned(60)
-            assert latest_step(manager) == 100
+            assert cases.latest_step(manager) == 100
     assert caplog.text.count("still choose step 100") == 1
     assert "Step 11 was saved below step 100" in caplog.text
 
 
 def test_a_copy_that_is_damaged_does_not_stand_for_the_original(tmp_path: Path) -> None:
     """Copies have the same save id: only the one that is damaged is passed over."""
-    saved(tmp_path, 1, 5)
+    cases.saved(tmp_path, 1, 5)
     shutil.copytree(tmp_path / name_of(5), tmp_path / name_of(6))
-    damage(tmp_path / name_of(6))
-    with manager_of(tmp_path) as manager:
-        assert restore(manager, check="deep").step == latest_step(manager) == 5
+    cases.damage(tmp_path / name_of(6))
+    with cases.manager_of(tmp_path) as manager:
+        assert cases.restore(manager, check="deep").step == cases.latest_step(manager) == 5
 
 
 def test_a_newer_format_is_no_reason_to_take_an_older_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`latest` and `restore` follow one rule: too new is an error, damage is passed over."""
-    saved(tmp_path, 1, 2)
+    cases.saved(tmp_path, 1, 2)
     slot = tmp_path / name_of(2) / "commits/00000001.json"
     whole = slot.read_bytes()
-    slot.write_bytes(sealed({**body_of(whole), "format": "ckpt_storage.commit/99"}))
-    with manager_of(tmp_path) as manager:
-        for look in (manager.latest, lambda: manager.restore(blank())):
+    slot.write_bytes(tools.sealed({**tools.body_of(whole), "format": "ckpt_storage.commit/99"}))
+    with cases.manager_of(tmp_path) as manager:
+        for look in (manager.latest, lambda: manager.restore(cases.blank())):
             with pytest.raises(FormatError, match="commit/99"):
                 look()
     slot.write_bytes(whole[:-5])
-    with manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
-        assert latest_step(manager) == restore(manager).step == 1
+    with cases.manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
+        assert cases.latest_step(manager) == cases.restore(manager).step == 1
     assert f"{name_of(2)} is passed over" in caplog.text
 
 
 @pytest.mark.parametrize("target", [".", "commits", "commits/00000001.json"])
 def test_a_link_of_any_name_pins_what_it_means(tmp_path: Path, target: str) -> None:
     """One calls a checkpoint, or what lies in it, by a name of one's own: it is not deleted."""
-    saved(tmp_path, 1, 2, 3)
+    cases.saved(tmp_path, 1, 2, 3)
     (tmp_path / "best").symlink_to(tmp_path / name_of(1) / target)
     (tmp_path / "elsewhere").symlink_to(tmp_path.parent)
     gone, kept = pruned_to_one(tmp_path)
@@ -248,7 +228,7 @@ def test_a_link_of_any_name_pins_what_it_means(tmp_path: Path, target: str) -> N
 @pytest.mark.parametrize("is_archived", [False, True])
 def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, is_archived: bool) -> None:
     """Between plan and deletion a checkpoint is pinned, or moved away and linked to."""
-    saved(tmp_path / "run", 1, 2)
+    cases.saved(tmp_path / "run", 1, 2)
     one = Pruner(Root(Location.of(tmp_path / "run"), StepNames()), KeepLatest(1))
     plan = one.prune(deadline(), dry_run=True)
     assert [decision.name for decision in plan.planned] == [name_of(1)]
@@ -267,16 +247,16 @@ def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, is_archived: bool)
 
 def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     """A link counts for nothing, and what it means is kept as long as it is there."""
-    saved(tmp_path, 4, 5)
+    cases.saved(tmp_path, 4, 5)
     (tmp_path / name_of(10)).symlink_to(name_of(5))
     assert pruned_to_one(tmp_path)[0] == (name_of(4),)
-    saved(tmp_path, 7)
+    cases.saved(tmp_path, 7)
     gone, kept = pruned_to_one(tmp_path)
     assert gone == ()
     assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
     assert kept[name_of(10)] == ("it is a link",)
-    with manager_of(tmp_path) as manager:
-        assert latest_step(manager) == restore(manager).step == 7
+    with cases.manager_of(tmp_path) as manager:
+        assert cases.latest_step(manager) == cases.restore(manager).step == 7
         assert [info.step for info in manager.all()] == [5, 7]
     assert restored_from(tmp_path / name_of(10)) == 5, "what it means can still be loaded"
 
@@ -288,19 +268,19 @@ def test_a_step_that_lies_elsewhere_is_reached_through_its_link(
     """It was moved, to another disk or under another name: it is restored, and never deleted."""
     root = tmp_path / "run"
     place = tmp_path / "disk" if is_elsewhere else root / "precious"
-    saved(root, 1, 2)
+    cases.saved(root, 1, 2)
     (root / name_of(2)).rename(place)
     (root / name_of(2)).symlink_to(place)
-    with manager_of(root) as manager:
-        assert restore(manager).step == 2
-    saved(root, 3)
+    with cases.manager_of(root) as manager:
+        assert cases.restore(manager).step == 2
+    cases.saved(root, 3)
     assert pruned_to_one(root)[0] == (name_of(1),)
     assert restored_from(place) == 2
 
 
 def test_removing_a_link_leaves_what_it_means(tmp_path: Path) -> None:
     """Lightning removes the link "last": the link goes, the best checkpoint stays whole."""
-    ckpt_storage.save(state_of(1), tmp_path / "best", sync_files=False)
+    ckpt_storage.save(cases.state_of(1), tmp_path / "best", sync_files=False)
     for target in ("best", "nowhere"):
         (tmp_path / "last").symlink_to(target)
         ckpt_storage.delete(tmp_path / "last", missing_ok=True)
@@ -310,14 +290,14 @@ def test_removing_a_link_leaves_what_it_means(tmp_path: Path) -> None:
 
 def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
     """Another tool saves where one of ours was deleted: it is listed, opened and left alone."""
-    saved(tmp_path, 1, 2, 3)
+    cases.saved(tmp_path, 1, 2, 3)
     folder = tmp_path / name_of(1)
     assert ckpt_storage.prune(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
-    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(folder))
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(folder))
     before = contents(folder)
     for _ in range(2):
         pruned_to_one(tmp_path)
-    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+    with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         assert manager.prune() is not None
         listed = [(one.step, one.format) for one in manager.all()]
     assert listed == [(1, "dcp"), (3, "ckpt_storage")]
@@ -328,33 +308,33 @@ def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
     assert restored_from(folder) == 1
 
 
-@BOTH
+@tools.BOTH
 def test_deleting_again_leaves_the_metadata_of_others(capabilities: Capabilities) -> None:
     """A tombstone's `.metadata` goes only if its footer is ours and of an earlier slot."""
-    store = DictStore(Disk(), capabilities)
-    commit_one(store)
-    deleted(store)
+    store = tools.DictStore(tools.Disk(), capabilities)
+    tools.saved(store)
+    tools.deleted(store)
     store.put(".metadata", b"stock")
     assert is_foreign(store, read_log(store))
-    deleted(store)
+    tools.deleted(store)
     assert store.disk.files[".metadata"] == b"stock"
 
 
-@BOTH
+@tools.BOTH
 def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabilities) -> None:
     """What was exported from what is not ours is removed by no prune and no sweep."""
-    disk = Disk()
-    store = DictStore(disk, capabilities)
+    disk = tools.Disk()
+    store = tools.DictStore(disk, capabilities)
     for step in (1, 2):
         save(store, step)
     prune(store, KeepLatest(1), disk)
-    attempted(at(store, 1))
+    tools.attempted(at(store, 1))
     for path, data in {**EXPORT, ".metadata": b"stock"}.items():
         disk.put(f"{name_of(1)}/{path}", data)
         disk.put(f"{name_of(3)}/{path}", data)
     for path, data in EXPORT.items():
         disk.put(f"{name_of(4)}/{path}", data)
-    disk.clock_s += 9 * DAY_S
+    disk.clock_s += 9 * tools.DAY_S
     files = disk.files
     one = pruner(store, KeepLatest(1), disk, sweeps=True)
     for _ in range(3):
@@ -362,20 +342,10 @@ def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabili
     assert disk.files == files
 
 
-def test_folders_of_others_below_saves_are_no_attempts() -> None:
-    """A folder that only looks like one of ours is not deleted, and gets no tombstone."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
-    disk.put("saves/models/weights.bin", b"of others")
-    files = disk.files
-    deleted(store)
-    assert disk.files == files
-
-
 def test_two_names_of_one_save_are_kept_together() -> None:
     """Where links cannot be seen: a save that is kept is not deleted under another name."""
-    disk = Disk()
-    store = DictStore(disk, CAS)
+    disk = tools.Disk()
+    store = tools.DictStore(disk, tools.CAS)
     for step in (4, 5):
         save(store, step)
     for path, data in disk.files.items():
@@ -388,13 +358,12 @@ def test_two_names_of_one_save_are_kept_together() -> None:
     assert kept[5] == (f"it is the same save as {name_of(10)}, and may be the same folder",)
 
 
-class Uploading(DictStore):
+class Uploading(tools.DictStore):
     """A store on which uploads are open: paths that any process may ask for."""
 
     uploads: set[str]
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
-        """Abort those that are meant."""
         below = {path for path in self.uploads if path.startswith(f"{prefix}/" if prefix else "")}
         meant = {path for path in below if only is None or only(path)}
         self.uploads -= meant
@@ -417,7 +386,7 @@ OTHER_UPLOADS = {
 @pytest.mark.parametrize("others", [{}, {"hf/other/x.bin": b"1"}, {"hf/a.txt": b""}])
 def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) -> None:
     """Of what is open in an export's folder, only what exports write is aborted."""
-    store = Uploading(Disk(), CAS)
+    store = Uploading(tools.Disk(), tools.CAS)
     store.uploads = OUR_UPLOADS | OTHER_UPLOADS
     for path, data in {**EXPORT, **others}.items():
         store.disk.put(path, data)
@@ -428,7 +397,7 @@ def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) 
 
 def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) -> None:
     """A second consolidation clears what a dead one left, and nothing of others."""
-    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    ckpt_storage.save(cases.state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
     store = open_store(Location.of(tmp_path / "a"))
     names = ["model.safetensors", "adapter.bin"]
     uploads = {name: store.upload(f"hf/{name}") for name in names}

@@ -1,4 +1,4 @@
-"""Another writer saves over its files while they are read: no door gives values of two saves."""
+"""Sources that are saved anew, and exports that are overtaken, while somebody works on them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from consolidate_cases import small_model
+from copy_cases import saved_stock
+from safetensors.torch import load_file, save_file
 
-from ckpt_storage import consolidate, load, open_checkpoint, save
+import ckpt_storage
+from ckpt_storage import consolidate, convert, copy, load, open_checkpoint, save
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -21,24 +24,18 @@ from ckpt_storage.errors import (
     CheckpointNotFoundError,
     IntegrityError,
 )
-from ckpt_storage.export.convert import convert
-from ckpt_storage.export.copy import copy
+from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.format.stock_metadata import decode_stock_metadata
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.transfer import ranges
 
 
-def quiet(call: Callable[[], Any]) -> Any:
-    """Call torch without what it warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call()
-
-
 def stock(folder: Path, values: Mapping[str, int]) -> None:
     """Save as torch does: one file with the tensors in this order, over what is there."""
     state = {name: torch.full((1000,), value, dtype=torch.int32) for name, value in values.items()}
-    quiet(lambda: dcp.save(state, checkpoint_id=folder, no_dist=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 def eight(value: int) -> dict[str, torch.Tensor]:
@@ -48,8 +45,7 @@ def eight(value: int) -> dict[str, torch.Tensor]:
 
 def many_files(folder: Path, value: int) -> None:
     """Save eight tensors, each in a file of its own, over what is there."""
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-    quiet(lambda: dcp.save(eight(value), storage_writer=writer, no_dist=True))
+    saved_stock(eight(value), folder)
 
 
 def weights(folder: Path, value: int) -> None:
@@ -201,3 +197,53 @@ def test_ours_costs_no_look_at_the_files(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(LocalBackend, "list", refuse)
     load(blank(), tmp_path / "run")
+
+
+INDEX = "model.safetensors.index.json"
+SEVERAL, ONE = 60_000, 10_000_000
+"""`max_file_bytes` that make several weight files of a model, and one."""
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[[int, int], object]:
+    """Return what exports a version of the model to one folder, in files of some length."""
+    for version in (1, 2, 3):
+        ckpt_storage.save(small_model(version), tmp_path / f"run{version}")
+
+    def run(version: int, file_bytes: int) -> object:
+        return ckpt_storage.consolidate(
+            tmp_path / f"run{version}", tmp_path / "out", max_file_bytes=file_bytes
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("step", ["collect", "index"])
+@pytest.mark.parametrize(("mine", "theirs"), [(SEVERAL, SEVERAL), (SEVERAL, ONE), (ONE, SEVERAL)])
+def test_who_was_overtaken_after_publishing_deletes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    export: Callable[[int, int], object],
+    step: str,
+    mine: int,
+    theirs: int,
+) -> None:
+    """An export that came while the last steps of another one slept is whole afterwards."""
+    export(1, SEVERAL)
+    name = {"collect": "collect", "index": "_put_index"}[step]
+    inner: Callable[..., Any] = getattr(ExportFolder, name)
+
+    def overtaken(folder: ExportFolder, *arguments: Any) -> Any:
+        monkeypatch.setattr(ExportFolder, name, inner)
+        answer = inner(folder, *arguments) if step == "index" else None
+        export(3, theirs)
+        return answer if step == "index" else inner(folder, *arguments)
+
+    monkeypatch.setattr(ExportFolder, name, overtaken)
+    export(2, mine)
+    out = tmp_path / "out"
+    found: dict[str, torch.Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == small_model(3).keys()
+    assert all(torch.equal(found[fqn], tensor) for fqn, tensor in small_model(3).items())

@@ -12,26 +12,24 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fault_tools import Opener
+from fault_tools import Scripted
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manager_cases import blank, state_of, step_in
+from manager_cases import blank, seen_in, state_of, step_in
 from prune_cases import name_of
 from safetensors.torch import load_file
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage import CheckpointError, CheckpointManager
 from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.resume import newest_of
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location, probe
-from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.faults import FaultBackend, Rule, Script, SimulatedCrash
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
@@ -68,15 +66,7 @@ class Run(RuleBasedStateMachine):
     def dying(self, cut: int | None) -> Iterator[None]:
         """Let the process die inside after some storage operations, and another begin."""
         rules = [] if cut is None else [Rule(action="crash_before", skip_count=cut)]
-        script = Script(rules)
-
-        def wrapped(location: Location, backend: Backend) -> Backend:
-            del location
-            found = FaultBackend(backend)
-            found.script = script
-            return found
-
-        opener = Opener(wrapped)
+        opener = Scripted(*rules)
         self.is_dead = False
         with contextlib.ExitStack() as patches:
             for module in OPENERS:
@@ -84,9 +74,9 @@ class Run(RuleBasedStateMachine):
             try:
                 yield
             except (CheckpointError, SimulatedCrash):
-                assert script.crashed
+                assert opener.script.crashed
         opener.close()
-        if script.crashed:
+        if opener.script.crashed:
             self.is_dead = True
             self.begin_process()
 
@@ -103,7 +93,7 @@ class Run(RuleBasedStateMachine):
         self.count += 1
         with self.dying(cut):
             self.manager.save(step, state_of(self.count), overwrite=True, sync_files=False)
-        now = seen(self.folder / "fast")
+        now = seen_in(self.folder / "fast")
         self.changed(self.fast, {**self.fast, step: self.count}, now)
         self.fast = now
 
@@ -112,7 +102,7 @@ class Run(RuleBasedStateMachine):
         after = {one: mark for one, mark in self.fast.items() if one != step}
         with self.dying(cut):
             assert self.manager.delete(step) or step not in self.fast
-        now = seen(self.folder / "fast")
+        now = seen_in(self.folder / "fast")
         self.changed(self.fast, after, now)
         self.fast = now
 
@@ -122,7 +112,7 @@ class Run(RuleBasedStateMachine):
         with self.dying(cut):
             more: dict[str, Any] = {"others": mirror.waiting} if is_mirrored else {}
             Pruner(self.fast_root, KeepLatest(count), **more).prune(Deadline("commit", 60))
-        now, newest = seen(self.folder / "fast"), set(sorted(self.fast)[-count:])
+        now, newest = seen_in(self.folder / "fast"), set(sorted(self.fast)[-count:])
         waiting = {one for one, mark in self.fast.items() if self.slow.get(one) != mark}
         assert now.items() <= self.fast.items()
         assert newest <= now.keys()
@@ -137,7 +127,7 @@ class Run(RuleBasedStateMachine):
     def copy(self, cut: int | None) -> None:
         with self.dying(cut):
             Mirror(self.fast_root, self.slow_root, None).fill(Deadline("commit", 60))
-        now = seen(self.folder / "slow")
+        now = seen_in(self.folder / "slow")
         self.changed(self.slow, {**self.slow, **self.fast}, now)
         self.slow = now
 
@@ -173,16 +163,6 @@ class Run(RuleBasedStateMachine):
             state = blank()
             ckpt_storage.load(state, found.url)
             assert step_in(state) == both[found.step]
-
-
-def seen(root: Path) -> dict[int, int]:
-    """Return what each committed step holds; fails for a mixture."""
-    found = {}
-    for info in ckpt_storage.list_checkpoints(root):
-        state = blank()
-        ckpt_storage.load(state, info.url)
-        found[int(info.name.removeprefix("step-"))] = step_in(state)
-    return found
 
 
 TestRun = Run.TestCase

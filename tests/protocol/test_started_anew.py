@@ -1,38 +1,32 @@
-"""Ranks that a launcher starts anew, over the store of those before them."""
+"""Ranks that come late, are started anew or connect anew: nothing of before enters what follows."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
-from memory_keys import MemoryKeys
-from rank_threads import (
-    END_S,
-    LOOK_S,
-    TERMS,
-    group,
-    operations_on,
-    quick,
-    run,
-    together,
-    values,
-    wait_until,
-)
+import rank_threads as threads
+import torch.distributed as dist
 
-from ckpt_storage import PhaseTimeoutError, RankFailedError
+from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Timeouts
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import LostStoreError
-from ckpt_storage.options import Timeouts
+from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
 
-__all__ = ["quick"]
-
+quick = threads.quick
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-class EndedKeys(MemoryKeys):
+class EndedKeys(threads.MemoryKeys):
     """A store as a process sees it that is ended as soon as it has left a message."""
 
-    def __init__(self, keys: MemoryKeys) -> None:
+    def __init__(self, keys: threads.MemoryKeys) -> None:
         self._values, self._lock = keys._values, keys._lock  # noqa: SLF001  # the same memory
         self._has_ended = False
 
@@ -53,9 +47,9 @@ class EndedKeys(MemoryKeys):
         raise LostStoreError(f"ended before it took {key} back within {timeout_s} s")
 
 
-def leave_job(keys: MemoryKeys, *, number: int, url: str) -> None:
+def leave_job(keys: threads.MemoryKeys, *, number: int, url: str) -> None:
     """Leave what a job leaves that is ended while its ranks meet: a call, and answers to it."""
-    for ranks in group(lambda: EndedKeys(keys), 3):
+    for ranks in threads.group(lambda: EndedKeys(keys), 3):
         ranks.number = number - 1
         with (
             pytest.raises(RankFailedError),
@@ -67,52 +61,54 @@ def leave_job(keys: MemoryKeys, *, number: int, url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
-@pytest.mark.parametrize("url", [*TERMS.values(), "memory://other"])
+@pytest.mark.parametrize("url", [*threads.TERMS.values(), "memory://other"])
 @pytest.mark.parametrize("first", ["the coordinator", "the others"])
 def test_messages_of_ranks_that_were_ended_are_not_taken_for_their_successors(
     number: int, url: str, first: str
 ) -> None:
     """All meet, and no operation fails, whatever operation those were in that were ended."""
-    keys = MemoryKeys()
+    keys = threads.MemoryKeys()
     leave_job(keys, number=number, url=url)
     old = set(keys.keys) - {"call"}
-    call = keys.get("call", END_S)
+    call = keys.get("call", threads.END_S)
 
     def body(ranks: RankGroup) -> list[list[bytes]]:
         if ranks.is_coordinator and first == "the others":
-            time.sleep(20 * LOOK_S)  # the others answer the old call meanwhile
+            time.sleep(20 * threads.LOOK_S)  # the others answer the old call meanwhile
         elif not ranks.is_coordinator and first == "the coordinator":
-            wait_until(lambda: keys.get("call", END_S) != call, "no new call")
-        return [together(ranks) for _ in range(3)]
+            threads.wait_until(lambda: keys.get("call", threads.END_S) != call, "no new call")
+        return [threads.together(ranks) for _ in range(3)]
 
-    assert values(run(group(keys, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
-    left = MemoryKeys()
+    assert (
+        threads.values(threads.run(threads.group(keys, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
+    )
+    left = threads.MemoryKeys()
     for key in set(keys.keys) - old:
-        left.set(key, b"", END_S)
-    assert len(operations_on(left)) == 1, keys.keys
+        left.set(key, b"", threads.END_S)
+    assert len(threads.operations_on(left)) == 1, keys.keys
 
 
 def test_a_rank_that_is_not_started_anew_is_named() -> None:
     """What its predecessor left is not taken for its coming; once it has come, all meet."""
-    keys = MemoryKeys()
-    leave_job(keys, number=1, url=TERMS["the checkpoint's URL"])
-    ranks = group(keys, 3)
+    keys = threads.MemoryKeys()
+    leave_job(keys, number=1, url=threads.TERMS["the checkpoint's URL"])
+    ranks = threads.group(keys, 3)
 
     def alone(ranks: RankGroup) -> str:
         with pytest.raises(PhaseTimeoutError) as caught:
-            together(ranks, Timeouts(plan=0.5))
+            threads.together(ranks, Timeouts(plan=0.5))
         return str(caught.value)
 
-    told = values(run([ranks[0], ranks[2]], alone))
+    told = threads.values(threads.run([ranks[0], ranks[2]], alone))
     assert all("Rank 1 of 3 has not come" in one for one in told), told
 
     def all_come(ranks: RankGroup) -> list[bytes]:
         if ranks.rank == 1:
             with pytest.raises(PhaseTimeoutError, match="given up before"):
-                together(ranks)
-        return together(ranks)
+                threads.together(ranks)
+        return threads.together(ranks)
 
-    assert values(run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
+    assert threads.values(threads.run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -125,11 +121,303 @@ def test_a_rank_that_is_interrupted_while_others_wait_is_named_at_once(rank: int
                 raise SystemExit
             return "SystemExit"
         with pytest.raises(RankFailedError) as caught:
-            together(ranks)
+            threads.together(ranks)
         assert caught.value.rank == rank
         return str(caught.value)
 
     begin_s = time.monotonic()
-    told = values(run(group(MemoryKeys(), 3), body))
-    assert time.monotonic() - begin_s < END_S / 2
+    told = threads.values(threads.run(threads.group(threads.MemoryKeys(), 3), body))
+    assert time.monotonic() - begin_s < threads.END_S / 2
     assert all("SystemExit" in one for one in told), told
+
+
+SHORT = Timeouts(plan=0.3, silence=5)
+LONG = Timeouts(plan=8, silence=5)
+
+Terms = Callable[[int], dict[str, str]]
+
+
+def tried(ranks: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
+    """Run one operation; return what all said, or the error."""
+    try:
+        with ranks.operation("the save to x", timeouts=timeouts) as operation:
+            operation.meet(terms)
+            return operation.all_gather(said)
+    except CheckpointError as error:
+        return error
+
+
+def after_giving_up(late: Callable[[RankGroup], list[Any]], terms: Terms, steps: range) -> Any:
+    """Let rank 0 give up step 1 and go on with `steps`; rank 1 does `late` once it gave up."""
+    gave_up = threading.Event()
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == 1:
+            gave_up.wait(threads.END_S)
+            return late(ranks)
+        first = tried(ranks, SHORT, terms(1), b"1")
+        gave_up.set()
+        assert isinstance(first, CheckpointError)
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in steps]
+
+    return threads.values(threads.run(threads.group(threads.MemoryKeys(), 2), body))
+
+
+def same_url(_step: int) -> dict[str, str]:
+    """Return terms of saves to one URL."""
+    return {"url": "x"}
+
+
+def own_url(step: int) -> dict[str, str]:
+    """Return terms of saves to a URL of their own each."""
+    return {"url": f"x{step}"}
+
+
+@pytest.mark.parametrize("terms", [same_url, own_url])
+def test_a_late_rank_is_not_taken_for_one_of_the_next_save(terms: Terms) -> None:
+    """A state that comes to save 1 after the others gave it up never enters save 2."""
+
+    def late(ranks: RankGroup) -> list[Any]:
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (1, 2)]
+
+    ours, others = after_giving_up(late, terms, range(2, 3))
+    assert isinstance(others[0], CheckpointError)
+    assert ours == others[1:] == [[b"2", b"2"]]
+
+
+@pytest.mark.parametrize("terms", [same_url, own_url])
+def test_a_late_failure_harms_no_later_operation(terms: Terms) -> None:
+    """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
+
+    def failing(ranks: RankGroup) -> list[Any]:
+        with (
+            pytest.raises(CheckpointError, match="my own"),
+            ranks.operation("the save to x", timeouts=LONG),
+        ):
+            raise CheckpointError("my own")
+        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
+
+    ours, others = after_giving_up(failing, terms, range(2, 5))
+    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3, 4)]
+
+
+def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
+    """Where each save has a URL of its own, one that was never called costs only itself."""
+
+    def other(ranks: RankGroup) -> list[Any]:
+        return [tried(ranks, LONG, own_url(step), b"%d" % step) for step in (2, 3)]
+
+    ours, others = after_giving_up(other, own_url, range(2, 4))
+    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(late: int) -> None:
+    """Of three ranks one whose word comes too late is in step again by the third operation."""
+    gave_up = threading.Barrier(3)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == late:
+            gave_up.wait(threads.END_S)
+        timeouts = Timeouts(plan=2.0 if ranks.rank == late else 0.3)
+        ended = [tried(ranks, timeouts, own_url(0), b"")]
+        if ranks.rank != late:
+            gave_up.wait(threads.END_S)
+        timeouts = Timeouts(plan=2.0)
+        return ended + [tried(ranks, timeouts, own_url(step), b"") for step in (1, 2, 3)]
+
+    for ended in threads.values(threads.run(threads.group(threads.MemoryKeys(), 3), body)):
+        # Where rank 0 is late, the others wait for it in the next operation.
+        assert ended[2:] == [[b""] * 3] * 2
+        assert late == 0 or ended[1] == [b""] * 3
+
+
+Connect = Callable[[], dist.Store]
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    """A server of keys."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+
+
+@pytest.fixture
+def connect(server: dist.TCPStore) -> Connect:
+    """Makes one more connection to it."""
+    return lambda: client(server.port)
+
+
+def client(port: int) -> dist.Store:
+    """Return a new connection."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def operate(ranks: list[RankGroup], for_s: float = 0.0) -> list[BaseException | None]:
+    """Run one operation that lasts a while; return what each rank raised."""
+
+    def body(one: RankGroup) -> None:
+        with one.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+            operation.meet({})
+            end_s = time.monotonic() + for_s
+            while operation.failure() is None and time.monotonic() < end_s:
+                time.sleep(threads.LOOK_S)
+            operation.deadline.check("the test")
+            operation.all_gather(b"")
+
+    return [ended.error for ended in threads.run(ranks, body)]
+
+
+@contextlib.contextmanager
+def connected(connect: Connect) -> Iterator[list[RankGroup]]:
+    """Give two ranks, each with a connection of its own."""
+    ranks = threads.group(lambda: KeyValues(connect, "test"), 2)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def test_operations_keep_their_connection(connect: Connect) -> None:
+    """However many there are, each rank connects once."""
+    made: list[dist.Store] = []
+
+    def counted() -> dist.Store:
+        made.append(connect())
+        return made[-1]
+
+    with connected(counted) as ranks:
+        for _ in range(4):
+            assert operate(ranks) == [None, None]
+    assert len(made) == 2
+
+
+class Cable:
+    """What lies between stores and their server, and can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._server_port))
+                self._ends += [near, far]
+                for source, drain in ((near, far), (far, near)):
+                    threading.Thread(target=_carry, args=(source, drain), daemon=True).start()
+
+
+def _carry(source: socket.socket, drain: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            drain.sendall(data)
+
+
+def test_connections_that_broke_cost_one_operation(server: dist.TCPStore) -> None:
+    """Those between which they broke fail in it, and the next one connects anew."""
+    cable = Cable(server.port)
+    while_s = 0.3  # torch takes a while to put down how a call failed
+    with contextlib.closing(cable), connected(lambda: client(cable.port)) as ranks:
+        assert operate(ranks, while_s) == [None, None]
+        cable.cut()
+        assert all(isinstance(error, RankFailedError) for error in operate(ranks, while_s))
+        for _ in range(2):
+            assert operate(ranks, while_s) == [None, None]
+
+
+def test_what_is_removed_while_it_is_read_is_not_waited_for(connect: Connect) -> None:
+    """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
+    reader, writer = KeyValues(connect, "test"), KeyValues(connect, "test")
+    is_over = threading.Event()
+
+    def put_and_remove() -> None:
+        while not is_over.is_set():
+            writer.set("key", b"value", threads.END_S)
+            writer.delete("key", threads.END_S)
+
+    thread = threading.Thread(target=put_and_remove, daemon=True)
+    thread.start()
+    try:
+        found = {reader.get("key", threads.END_S) for _ in range(2000)}
+    finally:
+        is_over.set()
+        thread.join(threads.END_S)
+    assert found <= {None, b"value"}
+    writer.set("large", bytes(9 << 20), threads.END_S)
+    assert writer.has_all(["large"], threads.END_S)
+    # As it is while somebody removes it.
+    assert connect().delete_key("test/large#1")
+    assert reader.get("large", threads.END_S) is None
+    for keys in (writer, reader):
+        keys.close()
+
+
+def test_a_child_of_fork_connects_anew(connect: Connect) -> None:
+    """Two processes that ask on one connection take each other's answers."""
+    keys = KeyValues(connect, "test")
+    for name in ("parent", "child"):
+        keys.set(name, name.encode(), threads.END_S)
+    assert keys.has_all(["parent", "child"], threads.END_S)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def read_often(name: str) -> set[bytes | None]:
+        return {keys.get(name, threads.END_S) for _ in range(2000)}
+
+    def child() -> None:
+        theirs.send("here")
+        theirs.send(read_often("child"))
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "here"
+        assert read_often("parent") == {b"parent"}
+        assert ours.poll(threads.END_S)
+        assert ours.recv() == {b"child"}
+    finally:
+        process.kill()
+        process.join(threads.END_S)
+    # The child let go of the connection that was the parent's, and the parent still has it.
+    assert keys.get("parent", threads.END_S) == b"parent"
+    keys.close()
+
+
+def test_a_connection_that_hangs_is_left_behind() -> None:
+    """A call that does not come back keeps no later one, which connects anew."""
+    is_over = threading.Event()
+
+    class Hanging:
+        def compare_set(self, *_: str) -> bytes:
+            is_over.wait(threads.END_S)
+            return b""
+
+    stores: list[Any] = [Hanging(), dist.HashStore()]
+    keys = KeyValues(lambda: stores.pop(0), "test")
+    try:
+        with pytest.raises(LostStoreError, match="no answer in"):
+            keys.get("key", 0.1)
+        keys.set("key", b"value", threads.END_S)
+        assert keys.get("key", threads.END_S) == b"value"
+    finally:
+        is_over.set()
+        keys.close()

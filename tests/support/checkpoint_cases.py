@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import dcp_cases
 import ml_dtypes
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from copy_cases import make
 from dcp_cases import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -69,17 +68,8 @@ def save_all(_rank: int, folder: Path) -> None:
 
 
 def save_hugging_face(folder: Path) -> None:
-    """Save `WEIGHTS` as a Hugging Face folder of two weight files and an index."""
-    path = folder / "safetensors" / "step-1000"
-    path.mkdir(parents=True)
-    names = sorted(WEIGHTS)
-    weight_map = {}
-    for number, some in enumerate((names[:2], names[2:]), start=1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        safetensors.torch.save_file({name: WEIGHTS[name] for name in some}, path / file)
-        weight_map.update(dict.fromkeys(some, file))
-    index = {"metadata": {}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    """Save `WEIGHTS` as a Hugging Face folder of weight files and an index."""
+    make("safetensors", WEIGHTS, folder / "safetensors" / "step-1000")
 
 
 def numpy_of(tensor: torch.Tensor) -> Any:

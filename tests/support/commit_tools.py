@@ -96,16 +96,13 @@ class Disk:
         self.changes += 1
 
     def drop(self, path: str) -> None:
-        """Remove an object that may be absent."""
         self.changes += self.store.pop(f"/{path}", None) is not None
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Content by path."""
         return {full[1:]: file.data for full, file in self.store.items()}
 
     def copy(self) -> Disk:
-        """Return a disk of its own with the same objects."""
         return Disk(dict(self.store), self.clock_s)
 
 
@@ -161,7 +158,6 @@ class DictBackend(MemoryBackend):
             raise changed(path)
 
     def delete_folder(self, path: str) -> bool:
-        """Delete all below a folder in one step."""
         self.gate("delete_folder", path)
         for known in self.disk.files:
             if known.startswith(f"{path}/"):
@@ -201,11 +197,9 @@ class DictStore(Store):
             raise self.explain(error, operation, path) from None
 
     def failing(self, *rules: Rule) -> DictStore:
-        """Return another client of the same disk."""
         return DictStore(self.disk, self.capabilities, rules=rules)
 
     def asked(self) -> list[tuple[str, str]]:
-        """Return operation and path of every call so far."""
         return [(call.operation, call.path) for call in self.script.calls]
 
 
@@ -350,6 +344,12 @@ def sealed(body: Mapping[str, object]) -> bytes:
     """Return a sealed document, made without the package."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return b'{"crc32c":"%08x","body":%s}\n' % (crc32c.crc32c(text), text)
+
+
+@pytest.fixture
+def capabilities() -> Capabilities:
+    """What the storage can do, unless a test says otherwise."""
+    return CAS
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage.export.consolidate import ConsolidationReport, consolidate
+from ckpt_storage import ConsolidationReport, RetryPolicy, consolidate
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.options import RetryPolicy
 
 INDEX = "model.safetensors.index.json"
 QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.01, max_delay_s=0.02)

@@ -16,9 +16,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import zeros_like
 from safetensors.torch import save_file
 
-from ckpt_storage import CheckpointStorageWriter
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.copy import copy
+from ckpt_storage import CheckpointError, CheckpointStorageWriter, copy
 from ckpt_storage.testing.faults import Action, SimulatedCrash
 
 SIZES = ((300, 128), (64, 7), (), (0, 3))
@@ -49,17 +47,29 @@ def saved_stock(state: dict[str, Any], folder: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def foreign(kind: str, folder: Path, seed: int = 1) -> None:
-    """Make a small checkpoint of another writer in several files."""
-    if kind == "dcp":
-        saved_stock(state_of(seed), folder)
-        return
-    folder.mkdir()
-    for name in ("a", "b", "c"):
-        save_file({name: torch.ones(40) * seed}, folder / f"{name}.safetensors")
-    if kind == "safetensors":
-        index = '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
-        (folder / "model.safetensors.index.json").write_text(index)
+def make(kind: str, state: dict[str, Any], path: Path) -> None:
+    """Make a checkpoint of any format by the tool whose format it is."""
+    if kind == "ckpt_storage":
+        save(state, path)
+    elif kind == "dcp":
+        saved_stock(state, path)
+    elif kind == "torch_save":
+        torch.save(state, path)
+    elif kind == "dcp_safetensors":
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
+
+        path.mkdir()
+        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:  # "safetensors", or "unindexed" ones
+        path.mkdir(parents=True)
+        files = {name: f"{at % 2}.safetensors" for at, name in enumerate(sorted(state))}
+        for file in {*files.values()}:
+            held = {name: state[name].clone() for name in state if files[name] == file}
+            save_file(held, path / file)
+        if kind == "safetensors":
+            index = {"metadata": {}, "weight_map": files}
+            (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -63,7 +63,6 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """All files."""
         return sorted(path for path in self.root.rglob("*") if path.is_file())
 
     def spans(self) -> list[Span]:
@@ -87,7 +86,6 @@ class Checkpoint:
         ]
 
     def name(self, path: Path) -> str:
-        """Return the path of a file as documents have it."""
         return path.relative_to(self.root).as_posix()
 
     def reseal(self, path: Path, body: Any) -> None:
@@ -122,12 +120,10 @@ class Spy(dcp.DefaultLoadPlanner):
         self.given: list[str] = []
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Note a tensor."""
         self.given.append(read_item.dest_index.fqn)
         super().commit_tensor(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Note a blob."""
         self.given.append(read_item.dest_index.fqn)
         super().load_bytes(read_item, value)
 
@@ -194,7 +190,6 @@ class Saver:
         self._folder = folder
 
     def copy(self, target: Path, *, large: bool = True) -> Checkpoint:
-        """Return a checkpoint that may be damaged."""
         source = self._folder / f"{large}"
         if not source.exists():
             self._ranks.run(partial(save_on_two, large=large), source, world_size=2)

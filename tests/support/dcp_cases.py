@@ -44,6 +44,16 @@ def freed(count: int) -> torch.Tensor:
     return tensor
 
 
+class Call:
+    """Pickles as a call, with a state if one is given: what would run on unpickling."""
+
+    def __init__(self, function: Callable[..., object], args: tuple[Any, ...], *state: Any) -> None:
+        self.parts = (function, args, *state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.parts
+
+
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor, here of a DTensor's, in C order as bytes, by numpy."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -151,7 +151,6 @@ class _Held:
         self._where = where
 
     def _inner(self, where: Where) -> Any:
-        """Return the planner itself, once the driver says so."""
         if self._where == where:
             self._line.ask(where)
         return super()

@@ -14,7 +14,7 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Settings
 from ckpt_storage.store.registry import backend_of
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Call, FaultBackend, Rule
+from ckpt_storage.testing.faults import Call, FaultBackend, Rule, Script
 
 ONCE = RetryPolicy(attempt_count=1)
 
@@ -30,7 +30,6 @@ class Opener:
         self._opened: list[Store] = []
 
     def __call__(self, location: Location, **options: Any) -> Store:
-        """Return a store; nothing waits for a disk."""
         del options
         settings = Settings(request_timeout_s=20.0, sync_files=False)
         backend = self._wrap(location, backend_of(location, settings))
@@ -39,10 +38,22 @@ class Opener:
         return store
 
     def close(self) -> None:
-        """End the threads of all stores."""
         for store in self._opened:
             store.close()
         self._opened.clear()
+
+
+class Scripted(Opener):
+    """Stands in for `open_store`; all its stores play one script, as one process does."""
+
+    def __init__(self, *rules: Rule) -> None:
+        super().__init__(self._scripted)
+        self.script = Script(rules)
+
+    def _scripted(self, _: Location, backend: Backend) -> Backend:
+        found = FaultBackend(backend)
+        found.script = self.script
+        return found
 
 
 class Faulty(Opener):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_storage.errors import StorageError
-from ckpt_storage.options import RetryPolicy
+from ckpt_storage import RetryPolicy, StorageError
 from ckpt_storage.store.backend import Backend, Settings
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix

@@ -16,12 +16,10 @@ from unittest import mock
 
 import torch
 
-from ckpt_storage.background.handle import SaveHandle
-from ckpt_storage.errors import CheckpointError
+import ckpt_storage
+from ckpt_storage import CheckpointError, CheckpointManager, KeepLatest, PruneReport, SaveHandle
 from ckpt_storage.inspect import verify
-from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.resume import Check, Restored
-from ckpt_storage.manager.retention import KeepLatest, PruneReport
 from ckpt_storage.options import Timeouts
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -49,6 +47,16 @@ def step_in(state: dict[str, Any]) -> int:
     assert torch.equal(state["w"], torch.full((16,), float(step)))
     assert bytes(state["mark"].numpy()) == MARK
     return step
+
+
+def seen_in(root: Path) -> dict[int, int]:
+    """Return what each committed step holds; fails for a mixture."""
+    found = {}
+    for info in ckpt_storage.list_checkpoints(root):
+        state = blank()
+        ckpt_storage.load(state, info.url)
+        found[int(info.name.removeprefix("step-"))] = step_in(state)
+    return found
 
 
 def damage(folder: Path) -> None:

@@ -1,35 +1,35 @@
-"""A root with many checkpoints on one dict, pruned through it; an oracle of what may be lost."""
+"""A root with many checkpoints on one dict, pruned and raced; an oracle of what may be lost."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from commit_tools import (
-    DAY_S,
-    QUICK,
-    DictStore,
-    Disk,
-    attempted,
-    begun,
-    body_of,
-    committed,
-    fenced,
-    files_of,
-    published,
-    sealed,
-    seen,
-    written,
-)
+import commit_tools as tools
+import pytest
+from commit_model import Actor, Chooser, Job, Preempting, Wandering, play
 
 from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import slotlog
+from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CommitConflictError,
+    IntegrityError,
+)
 from ckpt_storage.format.exports import Holder, Names
+from ckpt_storage.manager import prune as pruning_module
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import Keep, PruneReport, StepNames
+from ckpt_storage.manager.retention import Keep, KeepEvery, KeepLatest, PruneReport, StepNames
 from ckpt_storage.manager.root import Root
-from ckpt_storage.store import Location
+from ckpt_storage.source import model as source
+from ckpt_storage.store import Location, probe
 from ckpt_storage.store.backend import Capabilities, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -61,7 +61,6 @@ class Below:
         self.url = f"{inner.url}/{folder}/"
 
     def bounded(self, deadline: Deadline) -> Below:
-        """Return this store, ending by a deadline."""
         return Below(self._inner.bounded(deadline), self._prefix.rstrip("/"))
 
     def __getattr__(self, name: str) -> Any:
@@ -78,12 +77,10 @@ class Below:
         return call
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
-        """Return the objects below a folder."""
         found = self._inner.list((self._prefix + prefix).rstrip("/"), recursive=recursive)
         return [replace(entry, path=entry.path.removeprefix(self._prefix)) for entry in found]
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
-        """Abort open uploads."""
         is_meant = only and (lambda path: only(path.removeprefix(self._prefix)))
         return self._inner.abort_uploads(self._prefix + prefix, only=is_meant)
 
@@ -93,11 +90,10 @@ class DiskRoot(Root):
 
     def __init__(self, store: Store, names: str = "step-{step:08d}") -> None:
         place = Location.of("memory://r")
-        super().__init__(place, StepNames(names), retry=QUICK)
+        super().__init__(place, StepNames(names), retry=tools.QUICK)
         self._store = store
 
     def open(self, deadline: Deadline, name: str | None = None) -> Any:
-        """Return the store at the root, or at one checkpoint."""
         del deadline
         return Below(self._store, name) if name else self._store
 
@@ -115,42 +111,44 @@ def at(store: Store, step: int) -> Any:
 def save(store: Store, step: int, *, loss: float | None = None) -> str:
     """Save a step completely; return the save id."""
     here = at(store, step)
-    attempt = attempted(here)
+    attempt = tools.attempted(here)
     user = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
     documents: dict[str, Any] = {"manifest": attempt.manifest, "stock": attempt.stock}
     record = commit.commit(here, attempt.grant, **documents, user=user)
-    published(here, attempt, record)
+    tools.published(here, attempt, record)
     return attempt.save_id
 
 
-def scene(capabilities: Capabilities) -> Disk:
+def scene(capabilities: Capabilities) -> tools.Disk:
     """Return a root on which everything is that a prune may meet.
 
     Steps 1 to 6 are committed, 2 twice and 3 with an export; 7 is being saved, 8 died long ago.
     9 is a deletion that was cut after its record. And what others put there.
     """
     disk = race_scene(capabilities, range(1, 7), 9)
-    store = DictStore(disk, capabilities)
-    fenced(at(store, 9), heads(disk.files)[9])
+    store = tools.DictStore(disk, capabilities)
+    tools.fenced(at(store, 9), heads(disk.files)[9])
     record = disk.files[f"{name_of(9)}/commits/00000002.json"]
-    as_deleted = sealed({**body_of(record), "type": "deleted", "head": None})
+    as_deleted = tools.sealed({**tools.body_of(record), "type": "deleted", "head": None})
     disk.put(f"{name_of(9)}/commits/00000002.json", as_deleted)
-    written(at(store, 7), begun(at(store, 7)))
+    tools.written(at(store, 7), tools.begun(at(store, 7)))
     return disk
 
 
-def race_scene(capabilities: Capabilities, steps: Iterable[int] = (2, 3, 5, 6), *more: int) -> Disk:
+def race_scene(
+    capabilities: Capabilities, steps: Iterable[int] = (2, 3, 5, 6), *more: int
+) -> tools.Disk:
     """Return a smaller root: 2 is committed twice, 3 with an export, 5 and 6; 8 died long ago."""
-    disk = Disk()
-    store = DictStore(disk, capabilities)
+    disk = tools.Disk()
+    store = tools.DictStore(disk, capabilities)
     for step in (*steps, *more):
         save(store, step, loss=abs(step - 4.0))
     again = at(store, 2)
-    committed(again, attempted(again))
+    tools.committed(again, tools.attempted(again))
     for path, data in EXPORT.items():
         disk.put(f"{name_of(3)}/{path}", data)
-    attempted(at(store, 8))
-    disk.clock_s += 2 * DAY_S
+    tools.attempted(at(store, 8))
+    disk.clock_s += 2 * tools.DAY_S
     for path, data in OTHERS.items():
         disk.put(path, data)
     return disk
@@ -158,7 +156,7 @@ def race_scene(capabilities: Capabilities, steps: Iterable[int] = (2, 3, 5, 6), 
 
 @functools.lru_cache(maxsize=10_000)
 def _head_of(slots: tuple[tuple[str, bytes], ...]) -> str | None:
-    return seen(dict(slots)).head
+    return tools.seen(dict(slots)).head
 
 
 def heads(files: Mapping[str, bytes]) -> dict[int, str]:
@@ -172,13 +170,13 @@ def heads(files: Mapping[str, bytes]) -> dict[int, str]:
     for name, records in slots.items():
         head = _head_of(tuple(sorted(records)))
         if head is not None:
-            missing = [path for path in files_of(head) if f"{name}/{path}" not in files]
+            missing = [path for path in tools.files_of(head) if f"{name}/{path}" not in files]
             assert not missing, f"{name} is committed, and {missing} are gone"
             found[int(name.removeprefix("step-"))] = head
     return found
 
 
-def pruner(store: Store, keep: Keep, disk: Disk, **options: Any) -> Pruner:
+def pruner(store: Store, keep: Keep, disk: tools.Disk, **options: Any) -> Pruner:
     """Return a pruner that trusts what is there."""
     root = DiskRoot(store)
     for step, save_id in heads(disk.files).items():
@@ -186,6 +184,157 @@ def pruner(store: Store, keep: Keep, disk: Disk, **options: Any) -> Pruner:
     return Pruner(root, keep, **options)
 
 
-def prune(store: Store, keep: Keep, disk: Disk, **options: Any) -> PruneReport:
+def prune(store: Store, keep: Keep, disk: tools.Disk, **options: Any) -> PruneReport:
     """Prune once, as a new process."""
     return pruner(store, keep, disk, **options).prune(Deadline("commit", 600))
+
+
+def unreadable(*_args: object, **_options: object) -> None:
+    """Say of a checkpoint that cannot be read what a check says: its manifest is none here."""
+    raise IntegrityError("No manifest.", path="manifest.json", offset=0, next_step="Save again.")
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each prune find out anew what its storage can do, and say nothing of failures.
+
+    Schedules have one request of an actor at a time. What is not known to be sound is damaged.
+    """
+    tools.take_in_turn(monkeypatch, tools.IN_TURN[0])
+    monkeypatch.setattr(pruning_module, "check_part", unreadable)
+    monkeypatch.setattr(probe, "_RESULTS", {})
+    monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
+
+
+Coming = tuple[str, Job]
+"""Who comes, and what it does as a process of its own would."""
+
+
+def reading(step: int) -> Coming:
+    """Return who loads a step as the reader does: whole and right, or told why not."""
+
+    def job(store: tools.DictStore) -> str:
+        here = at(store, step)
+        head = slotlog.read_log(here).head
+        if head is None or head.save_id is None or head.manifest is None:
+            return "nothing is there"
+        try:
+            manifest = source.read_document(here, head.manifest, save_id=head.save_id)
+            shard = here.get(f"saves/{head.save_id}/__0_0.distcp").data
+        except CheckpointGoneError:
+            return "gone"
+        except CheckpointError as error:
+            if source.gone(here, head.save_id, "the shard") is None:
+                pytest.fail(f"a checkpoint that was not deleted is broken: {error}")
+            return "gone"
+        assert manifest == f"manifest of {head.save_id}".encode()
+        assert shard == f"shard of {head.save_id}".encode()
+        return "read"
+
+    return "read", job
+
+
+def pruning(keep: Any) -> Coming:
+    """Return who prunes."""
+    return "prune", lambda store: prune(store, keep, store.disk)
+
+
+def saving(step: int) -> Coming:
+    """Return who saves a step."""
+    return "save", lambda store: save(store, step)
+
+
+def deleting(step: int) -> Coming:
+    """Return who deletes a step by hand."""
+    return "delete", lambda store: delete(at(store, step))
+
+
+class RaceWatch:
+    """After each operation: all that is committed is whole, and some sound step is the newest."""
+
+    def __init__(self, disk: tools.Disk, kept: set[int], *, by_hand: bool) -> None:
+        self._kept = kept
+        self._by_hand = by_hand
+        self._others = {path: data for path, data in disk.files.items() if path in OTHERS}
+        self._newest = max(heads(disk.files), default=0)
+        self._after: set[int] | None = None
+        self._changes = disk.changes
+        self.steps = 0
+
+    def __call__(self, disk: tools.Disk) -> None:
+        self.steps += 1
+        if disk.changes == self._changes:
+            return
+        self._changes = disk.changes
+        files = disk.files
+        found = heads(files)
+        if not self._by_hand:
+            assert max(found, default=0) >= self._newest, "the newest was lost"
+            assert set(found) >= self._kept
+            self._newest = max(found)
+        elif self._newest not in found:
+            # What was decided a moment before may still be done, and nothing after it.
+            self._after = set(found) if self._after is None else self._after
+            newest, vanished = max(self._after, default=0), self._after - set(found)
+            assert newest in found or vanished <= {newest}
+        assert {path: data for path, data in files.items() if path in OTHERS} == self._others
+
+
+ONE, TWO = KeepLatest(1), KeepLatest(2)
+
+RACES: Mapping[str, tuple[list[Coming], set[int], int]] = {
+    "two pruners": ([pruning(TWO)] * 2, {5, 6}, 1),
+    "two pruners of other minds": ([pruning(ONE), pruning(KeepEvery(3))], {6}, 1),
+    "a pruner and a saver of the next step": ([pruning(ONE), saving(10)], {6}, 1),
+    "a pruner and a saver of what is pruned": ([pruning(TWO), saving(2)], {5, 6}, 1),
+    "a pruner and a reader": ([pruning(TWO), reading(2)], {5, 6}, 1),
+    "two pruners, a saver and two readers": (
+        [pruning(ONE), pruning(TWO), saving(10), reading(3), reading(6)],
+        set(),
+        0,
+    ),
+    "a pruner and one who deletes the newest by hand": ([pruning(ONE), deleting(6)], set(), 1),
+}
+"""Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
+
+
+def check_actors(actors: list[Actor], disk: tools.Disk) -> list[str]:
+    """Check what the actors were told; return it in a word each."""
+    said = []
+    for actor in actors:
+        if not actor.done:
+            continue
+        if actor.name == "read":
+            assert actor.error is None, actor.error
+            said.append(str(actor.result))
+        elif actor.name == "save":
+            assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
+            said.append("saved" if actor.error is None else "conflict")
+            if actor.error is None:
+                everything = b"".join(
+                    data for path, data in disk.files.items() if "/commits/" in path
+                )
+                assert str(actor.result).encode() in everything
+        else:
+            assert actor.error is None, actor.error
+    return said
+
+
+def check_race(capabilities: Capabilities, name: str, seeds: range, *, systematic: bool) -> str:
+    """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
+    jobs, kept, bound = RACES[name]
+    origin = race_scene(capabilities)
+    in_order = Preempting(bound).schedules() if systematic else ()
+    at_random: Iterable[Chooser] = (Wandering(seed) for seed in seeds)
+    count = steps = 0
+    outcomes: Counter[str] = Counter()
+    for choose in itertools.chain(in_order, at_random):
+        probe._RESULTS.clear()  # noqa: SLF001  # as in new processes
+        disk = origin.copy()
+        by_hand = any(kind == "delete" for kind, _ in jobs)
+        watch = RaceWatch(disk, kept, by_hand=by_hand)
+        actors = play(disk, capabilities, jobs, choose, watch)
+        outcomes.update(check_actors(actors, disk))
+        count += 1
+        steps += watch.steps
+    assert count >= len(seeds)
+    return f"{name}: {count} schedules, {steps} operations checked, {dict(outcomes)}"

@@ -10,14 +10,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from memory_keys import MemoryKeys
+import torch.distributed as dist
 
+from ckpt_storage import CheckpointError, InvalidInputError, Timeouts
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import KeyValues
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.options import Timeouts
+
+
+class MemoryKeys(KeyValues):
+    """A store for the threads of one process."""
+
+    def __init__(self) -> None:
+        super().__init__(_none, "")
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes, timeout_s: float) -> None:  # noqa: ARG002  # as there
+        with self._lock:
+            self._values[key] = bytes(value)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:  # noqa: ARG002  # as there
+        with self._lock:
+            return self._values.get(key)
+
+    def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:  # noqa: ARG002  # as there
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def set_first(self, key: str, value: bytes, timeout_s: float) -> None:  # noqa: ARG002  # as there
+        with self._lock:
+            self._values.setdefault(key, bytes(value))
+
+    def delete(self, key: str, timeout_s: float) -> None:  # noqa: ARG002  # as there
+        with self._lock:
+            self._values.pop(key, None)
+
+    @property
+    def keys(self) -> list[str]:
+        with self._lock:
+            return sorted(self._values)
+
+
+def _none() -> dist.Store:
+    raise InvalidInputError("Nobody connects here.")
+
 
 LOOK_S = 0.002
 END_S = 60.0

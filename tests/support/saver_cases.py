@@ -92,6 +92,30 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+_SHARED = "/dev/shm/"  # noqa: S108  # what is looked for
+_GONE = " (deleted)"
+
+
+def named_memory(pid: int) -> set[str]:
+    """Return the files in `/dev/shm` that a process has mapped or open, but for unlinked ones.
+
+    By process: other tests and programs come and go there meanwhile.
+    """
+    process = Path(f"/proc/{pid}")
+    found = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+    for one in (process / "fd").iterdir():
+        try:
+            found.add(str(one.readlink()))
+        except FileNotFoundError:  # closed meanwhile; also the one that lists this folder
+            continue
+    return {path for path in found if path.startswith(_SHARED) and not path.endswith(_GONE)}
+
+
+def left_of(paths: set[str]) -> set[str]:
+    """Return those of some files that are still there."""
+    return {path for path in paths if os.path.lexists(path)}
+
+
 class Hold:
     """One step of one rank's save, held until the folder has the word `go`."""
 
@@ -105,7 +129,6 @@ class Hold:
         return Path(self.folder) / f"at-{self.where.replace(' ', '-')}-{self.rank}"
 
     def here(self) -> None:
-        """Leave the mark, and stay."""
         temporary = self._mark.with_suffix(".tmp")
         temporary.write_text(str(os.getpid()), encoding="ascii")
         temporary.rename(self._mark)
@@ -117,7 +140,6 @@ class Hold:
         return int(self._mark.read_text(encoding="ascii"))
 
     def go(self) -> None:
-        """Let it go on."""
         (Path(self.folder) / f"go-{self.rank}").touch()
 
 
@@ -197,7 +219,6 @@ class HeldPlanner(DefaultSavePlanner):
             hold_here(self._hold)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan for all, held or not."""
         _pass("global plan")
         return super().create_global_plan(all_plans)
 
@@ -212,7 +233,6 @@ class BrokenPlanner(DefaultSavePlanner):
     """A planner that fails once the ranks have planned."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # torch's
-        """Fail."""
         raise ZeroDivisionError("the planner divides by zero")
 
 
@@ -220,7 +240,6 @@ class ExitingPlanner(DefaultSavePlanner):
     """A planner that wants to end the process that plans."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # torch's
-        """Exit."""
         sys.exit(3)
 
 

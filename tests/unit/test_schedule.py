@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manager_cases import manager_of
-from memory_keys import MemoryKeys
+from rank_threads import MemoryKeys
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError

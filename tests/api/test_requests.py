@@ -1,13 +1,13 @@
-"""What loads, opening, listing and slicing ask of S3: how many requests, and which bytes."""
+"""What saves, loads, opening, listing and slicing ask of S3: requests, bytes, and memory."""
 
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dcp_cases
 import fsspec
@@ -15,16 +15,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commit_tools import IN_TURN, take_in_turn
 from dcp_cases import same, seeded, zeros_like
+from remote_tools import ops, options_of
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
-from ckpt_storage import CheckpointGoneError
+from ckpt_storage import CheckpointGoneError, CheckpointStorageWriter, RetryPolicy, verify
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
+from ckpt_storage.transfer.pacing import Pacer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
+)
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -44,12 +50,12 @@ URL = "s3://bucket/run/step-7"
 class Watched:
     """An open checkpoint, and what has been asked of its server since it was opened."""
 
-    def __init__(self, server: S3Server, url: str, options: dict[str, Any] | None = None) -> None:
-        self.server = server
+    def __init__(self, filled: S3Server, url: str, options: dict[str, Any] | None = None) -> None:
+        self.server = filled
         # What a process knows of a place, it knows by its options.
         agent = {"config_kwargs": {"user_agent_extra": uuid.uuid4().hex}}
-        self.options = options or {**server.storage_options, **agent}
-        server.reset_counters()
+        self.options = options or {**filled.storage_options, **agent}
+        filled.reset_counters()
         self.checkpoint = open_checkpoint(url, storage_options=self.options)
         self.opening = self.asked()
 
@@ -67,7 +73,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def filled() -> Iterator[S3Server]:
     """A server with the state."""
     with S3Server() as running:
         running.create_bucket("bucket")
@@ -76,9 +82,9 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def watched(server: S3Server) -> Watched:
+def watched(filled: S3Server) -> Watched:
     """The checkpoint, just opened."""
-    return Watched(server, URL)
+    return Watched(filled, URL)
 
 
 def test_opening_and_listing_take_five_requests(watched: Watched) -> None:
@@ -154,76 +160,170 @@ def test_many_small_tensors_share_requests(watched: Watched) -> None:
     assert len(watched.asked()) <= 5
 
 
-def test_a_stock_checkpoint_is_read_and_its_replacement_noticed(server: S3Server) -> None:
+def test_a_stock_checkpoint_is_read_and_its_replacement_noticed(filled: S3Server) -> None:
     """What stock `FsspecWriter` saved is sliced; saved over by it, an open checkpoint says so."""
     url = "s3://bucket/stock/step-3"
-    options = server.storage_options
+    options = filled.storage_options
     for rows in (300, 301):
         state = {"a": seeded(rows, rows, 500)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(state, storage_writer=FsspecWriter(url, **options), no_dist=True)
+        dcp.save(state, storage_writer=FsspecWriter(url, **options), no_dist=True)
         if rows == 300:
             opened = open_checkpoint(url, storage_options=options)
-            server.reset_counters()
+            filled.reset_counters()
             assert np.array_equal(opened["a"][7:9, ::3], state["a"].numpy()[7:9, ::3])
-            sent_bytes = sum(request.bytes_out for request in server.requests)
+            sent_bytes = sum(request.bytes_out for request in filled.requests)
             assert sent_bytes < 8 * KIB
             # The item's head, the rows, and whether the file and its description are as they were.
-            assert Counter(request.op for request in server.requests) == {"get": 2, "head": 2}
+            assert Counter(request.op for request in filled.requests) == {"get": 2, "head": 2}
     with pytest.raises(CheckpointGoneError, match="written again"):
         opened["a"][:]
     fresh = open_checkpoint(url, storage_options=options)
     assert np.array_equal(fresh["a"].numpy(), state["a"].numpy())
 
 
-def test_thousands_of_small_tensors_take_few_requests(server: S3Server) -> None:
+def test_thousands_of_small_tensors_take_few_requests(filled: S3Server) -> None:
     """2,000 tensors of 1 KiB and a large one: two dozen requests, each value right."""
     state: dict[str, Any] = {f"t{i}": seeded(i, 256) for i in range(2000)}
     state["large"] = seeded(7, 3 << 20)
-    options = server.storage_options
+    options = filled.storage_options
     dcp_cases.save(state, "s3://bucket/many", storage_options=options)
-    server.reset_counters()
+    filled.reset_counters()
     target = zeros_like(state)
     dcp_cases.load(target, "s3://bucket/many", storage_options=options)
     assert same(target, state)
-    keys = [request.key for request in server.requests]
+    keys = [request.key for request in filled.requests]
     assert sum(key.endswith(".distcp") for key in keys) <= 24
     # Two slots, the manifest and that of the rank.
     assert sum(not key.endswith((".distcp", ".metadata")) for key in keys) == 4
 
 
-def opened_copy(server: S3Server, folder: Path) -> ckpt_storage.Checkpoint:
+def opened_copy(filled: S3Server, folder: Path) -> ckpt_storage.Checkpoint:
     """Copy the files of a folder to the server, and open the copy."""
-    files = fsspec.filesystem("s3", **server.storage_options)
+    files = fsspec.filesystem("s3", **filled.storage_options)
     for path in folder.iterdir():
         files.pipe_file(f"s3://bucket/{folder.name}/{path.name}", path.read_bytes())
-    server.reset_counters()
+    filled.reset_counters()
     return ckpt_storage.open_checkpoint(
-        f"s3://bucket/{folder.name}", storage_options=server.storage_options
+        f"s3://bucket/{folder.name}", storage_options=filled.storage_options
     )
 
 
 def test_stock_metadata_is_read_once_and_the_folder_listed_once(
-    server: S3Server, tmp_path: Path
+    filled: S3Server, tmp_path: Path
 ) -> None:
     """An open checkpoint of stock DCP reads `.metadata` once and lists for no row it reads."""
     state = {"w": seeded(1, 64, 64)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    with opened_copy(server, tmp_path) as opened:
+    with opened_copy(filled, tmp_path) as opened:
         for row in range(10):
             assert opened["w"][row].tolist() == state["w"][row].tolist()
-    asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
+    asked = [(request.op, request.key.rpartition("/")[2]) for request in filled.requests]
     assert [op for op, _ in asked].count("list") == 2, "`commits/` once, too"
     assert asked.count(("get", ".metadata")) == 1
 
 
-def test_the_header_of_a_weight_file_costs_one_request(server: S3Server, tmp_path: Path) -> None:
+def test_the_header_of_a_weight_file_costs_one_request(filled: S3Server, tmp_path: Path) -> None:
     """Forty weight files cost one read each, and no question for their length."""
     for number in range(40):
         save_file({f"w{number}": seeded(number, 8)}, tmp_path / f"model-{number:02}.safetensors")
-    with opened_copy(server, tmp_path) as opened:
+    with opened_copy(filled, tmp_path) as opened:
         assert len(opened) == 40
-    of_files = [r for r in server.requests if r.key.endswith(".safetensors")]
+    of_files = [r for r in filled.requests if r.key.endswith(".safetensors")]
     assert [r.op for r in of_files] == ["get"] * 40
     assert len({r.key for r in of_files}) == 40
+
+
+PART_BYTES = 5 * MIB
+
+
+def counted_save(
+    server: S3Server, state: dict[str, Any], name: str = "run", **options: Any
+) -> Counter[str]:
+    """Save in this process alone; return how often each operation was asked for."""
+    server.reset_counters()
+    saving = CheckpointStorageWriter(
+        f"s3://bkt/{name}",
+        storage_options=options_of(server),
+        part_bytes=PART_BYTES,
+        **{"retry": RetryPolicy(first_delay_s=0.0, max_delay_s=0.01), **options},
+    )
+    dcp.save(state, storage_writer=saving, no_dist=True)
+    return Counter(request.op for request in server.requests)
+
+
+def is_sound(server: S3Server, name: str = "run") -> bool:
+    """Return whether every byte of a checkpoint is as it was saved."""
+    return verify(f"s3://bkt/{name}", storage_options=options_of(server)).ok
+
+
+def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(server: S3Server) -> None:
+    """Neither more tensors nor more bytes cost anything but parts."""
+    counted_save(server, {"t": torch.ones(3)}, "before")  # finds out what the storage can do
+    few = counted_save(server, {f"t{i}": torch.ones(3) for i in range(10)}, "few")
+    many = counted_save(server, {f"t{i}": torch.ones(3) for i in range(2000)}, "many")
+    large = counted_save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, "large")
+    of_files = [request.op for request in server.requests if "distcp" in request.key]
+    assert Counter(of_files) == {"create_upload": 1, "part": 5, "complete": 1}
+    assert few == many
+    assert large - Counter(of_files) == many - Counter(["put"])
+    assert few.keys() <= {"put", "get", "head", "list"}
+    assert few["list"] == 1
+    assert few.total() <= 16
+    assert all(is_sound(server, name) for name in ("few", "many", "large"))
+
+
+def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(server: S3Server) -> None:
+    """The pacer hears of each SlowDown, and the save succeeds."""
+    server.faults([FaultRule(op="part", action="status", times=3)])
+    state = {"w": torch.ones(10 * PART_BYTES, dtype=torch.uint8)}
+    limits: list[int] = []
+
+    def slowed_down(pacer: Pacer) -> None:
+        limits.append(pacer.limit())
+        slower(pacer)
+        limits.append(pacer.limit())
+
+    slower = Pacer.slowed_down
+    with mock.patch.object(Pacer, "slowed_down", slowed_down):
+        counted_save(server, state, thread_count=8, memory_limit_bytes=256 * MIB)
+    assert len(limits) == 6
+    assert min(limits) <= max(limits) // 2
+    assert ops(server)["part"] == 11 + 3
+    assert is_sound(server)
+
+
+def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:
+    """The save fails with the storage's own error, and neither a file nor an upload is left."""
+    counted_save(server, {"t": torch.ones(3)}, "before")
+    before = server.dump("bkt")
+    server.faults([FaultRule(op="put", key="begun", action="status", status=403, times=0)])
+    with pytest.raises(CheckpointException, match=r"begun\.json"):
+        counted_save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
+    assert server.dump("bkt") == before
+    assert server.open_upload_count == 0
+
+
+def test_documents_of_the_commit_and_what_follows_go_side_by_side(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group can be made in either order, and so no request of it waits for another."""
+    groups = {}
+    for order in IN_TURN:
+        with monkeypatch.context() as patch:
+            take_in_turn(patch, order)
+            counted_save(server, {"t": torch.ones(3)}, order.replace(" ", "-"))
+        groups[order] = [
+            request.key.rpartition("/")[2]
+            for request in server.requests
+            if "probe" not in request.key
+        ]
+    slots, shown = ["00000001.json", ""], [".metadata"]
+    look = [*slots, *shown]
+    files = ["__0_0.distcp", "rank-00000.json"]
+    documents = ["stock.metadata", "manifest.json"]
+    slot, shown = ["00000001.json"], [".metadata", ".metadata"]
+    after = ["00000002.json"]
+    begun = ["begun.json"]
+    assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
+    turned = [shown[:1], slots, begun, files, documents[::-1], slot, shown, after]
+    assert groups[IN_TURN[1]] == [name for group in turned for name in group]
