@@ -22,7 +22,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import IntegrityError, InvalidInputError
-from ckpt_storage.loads.load import load
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import Keep
@@ -63,10 +62,8 @@ class CheckpointStorageCallback(TrainerCallback):
         timeout: float | timedelta | Timeouts | None = None,
         mode: Mode = "thread",
     ) -> None:
-        self._timeouts = Timeouts.of(timeout)
-        self._storage_options = storage_options
         self._manager = CheckpointManager(
-            url, keep=keep, storage_options=storage_options, timeout=self._timeouts, mode=mode
+            url, keep=keep, storage_options=storage_options, timeout=timeout, mode=mode
         )
         self._saved_step = -1
         self._resumed_step: int | None = None
@@ -141,7 +138,7 @@ class CheckpointStorageCallback(TrainerCallback):
     ) -> None:
         """Load model, optimizer and scheduler where `resume_folder` said so.
 
-        Raises as `ckpt_storage.load`, and as `on_init_end`.
+        Raises as `CheckpointManager.restore`, and as `on_init_end`.
         """
         logging.getLogger("transformers.trainer").removeFilter(_model_comes_later)
         # A callback that was added to a Trainer later has not seen it made.
@@ -150,12 +147,7 @@ class CheckpointStorageCallback(TrainerCallback):
             return
         target = _state_of(kwargs)
         try:
-            load(
-                target,
-                self._manager.target_of(self._resumed_step),
-                storage_options=self._storage_options,
-                timeout=self._timeouts,
-            )
+            self._manager.restore(target, step=self._resumed_step)
         except IntegrityError as error:
             error.add_note(
                 "The Trainer has chosen its place in the data already. Start again with "

@@ -164,12 +164,12 @@ def test_the_second_load_goes_where_the_first_went(monkeypatch: pytest.MonkeyPat
     """A user in the root's URL is the user of every load, and in no message."""
     asked: list[str] = []
 
-    def load(state: object, url: str, **options: object) -> None:
-        del state, options
-        asked.append(url)
+    def restore(manager: ckpt_storage.CheckpointManager, state: object, *, step: int) -> None:
+        del state
+        asked.append(manager.target_of(step))
         raise ckpt_storage.IntegrityError("stop")
 
-    monkeypatch.setattr("ckpt_storage.integrations.transformers.load", load)
+    monkeypatch.setattr(ckpt_storage.CheckpointManager, "restore", restore)
     callback = callback_at("sftp://me:secret@host/run")
     callback._resumed_step = 5  # noqa: SLF001  # a restore would need the host
     with pytest.raises(ckpt_storage.IntegrityError, match="stop"):
