@@ -157,31 +157,22 @@ class CheckpointStorageManager(TitanManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        if step != -1:
-            self._load_step(step)
-            return True
-        return self._resume() or self._load_initial()
-
-    def _load_step(self, step: int) -> None:
-        # As torchtitan has it, step 0 is the seed, the model alone.
-        states = self._states_to_load(step == 0)
-        self.dcp_load(states, self._manager.target_of(step), from_hf=False, from_quantized=False)
-        self._resumed_step = step
-
-    def _resume(self) -> bool:
-        """Load the newest that is whole; all ranks load the same one. False if there is none."""
-        if self._newest_step() == 0:
-            self._load_step(0)
-            return True
-        states = self._states_to_load(model_only=False)
+        if step != -1 or self._newest_step() == 0:
+            return self._restore(max(step, 0))
         try:
-            restored = self._manager.restore(states)
+            found = self._restore(None)
         except CheckpointError:
             # Having passed over what is damaged, it may have come to the seed.
             if self._newest_step() != 0:
                 raise
-            self._load_step(0)
-            return True
+            found = self._restore(0)
+        return found or self._load_initial()
+
+    def _restore(self, step: int | None) -> bool:
+        """Load a step, or the newest that is whole, on all ranks the same. False if none is."""
+        # As torchtitan has it, step 0 is the seed, the model alone.
+        states = self._states_to_load(step == 0)
+        restored = self._manager.restore(states, step=step)
         if restored is None:
             return False
         self._resumed_step = restored.step
