@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
+from ckpt_storage.commit.slotlog import if_there
+from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.names import COMMITS, STOCK_METADATA
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
@@ -47,13 +48,8 @@ def check_root(
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
     location = Location.of(root, storage_options)
-    try:
-        store = open_store(location, timeouts=Timeouts.of(timeout))
-        found = {entry.path for entry in store.list("", recursive=False)}
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        found = set()
+    store = open_store(location, timeouts=Timeouts.of(timeout))
+    found = {one.path for one in if_there(lambda: store.list("", recursive=False)) or ()}
     # An object storage has no empty folders.
     if not (Path(location.target).is_dir() if location.is_local else found):
         raise CheckpointNotFoundError(
