@@ -16,12 +16,11 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ckpt_storage.export.folder import PlainFolder
-from ckpt_storage.export.layout import Fixed, Layout, OutFile, elements_of
-from ckpt_storage.export.output import Made, Output, Setting
-from ckpt_storage.export.plan import Plan
-from ckpt_storage.export.run import Task, run_together
+from ckpt_storage.export.output import Made, Setting
+from ckpt_storage.export.plan import Fixed, OutFile, elements_of
+from ckpt_storage.export.run import run_together
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store import Location
 
 if TYPE_CHECKING:
@@ -37,37 +36,25 @@ def header(info: TensorInfo) -> bytes:
     return stream.getvalue()
 
 
-class NpyExport(Task[list[str]]):
-    """One export on one rank; returns the names of the files."""
+class NpyExport(PlainFolder[list[str]]):
+    """One export on one rank; one that was cut is gone on with."""
 
-    source: Source
-
-    def lay_out(self) -> Layout:
+    def lay_out(self) -> list[OutFile]:
         """Return one file a tensor: its header, then all its elements."""
         tensors = [one for one in self.source.tensors.values() if DTYPES[one.dtype].numpy]
-        return Layout(
-            files=tuple(
-                OutFile(
-                    number=number,
-                    name=f"{info.fqn}.npy",
-                    segments=[Fixed(header(info)), elements_of(info)],
-                )
-                for number, info in enumerate(tensors, 1)
-            )
-        )
+        return [
+            OutFile(name=f"{info.fqn}.npy", segments=[Fixed(header(info)), elements_of(info)])
+            for info in tensors
+        ]
 
     def content(self) -> object:
         """Return what stands for the bytes of the files; a re-run trusts files of equal content."""
         return ["npy/1", self.save_id or self.found.state]
 
-    def output(self, plan: Plan) -> Output:
-        """Return the folder; an export that was cut is gone on with."""
-        return PlainFolder(self, plan, overwrite=False)
-
-    def report(self, output: Output, made: Made, seconds: float) -> list[str]:
+    def report(self, made: Made, seconds: float) -> list[str]:
         """Return the names of the files."""
         del made, seconds
-        return [file.name for file in output.plan.files]
+        return [file.name for file in self.plan.files]
 
 
 def export_npy(
@@ -76,10 +63,8 @@ def export_npy(
     """Write each tensor of the checkpoint at `source` to a file in the folder `target`."""
     setting = Setting(source=Location.of(source), target=Location.of(target))
 
-    def job() -> tuple[Setting, dict[str, str], type[NpyExport]]:
-        return setting, setting.terms(), NpyExport
-
-    return run_together(process_group, "npy", f"export of {source}", setting.timeouts, job)
+    what = f"export of {source}"
+    return run_together(process_group, "npy", what, setting.timeouts, lambda: setting, NpyExport)
 
 
 if __name__ == "__main__":

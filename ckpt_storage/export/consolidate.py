@@ -9,36 +9,29 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt_storage.commit.slotlog import read_slot
 from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    InvalidInputError,
-)
+from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.model import CommittedSource, SourceFormat
+from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .folder import ExportFolder
-from .layout import Layout, Skipped
-from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
-from .output import Made, Output, Setting
+from .layout import Files, lay_out_model
+from .options import DEFAULT_MAX_FILE_BYTES, WANTED, ConsolidateOptions, Selection, digest
+from .output import Found, Made, Setting, Taken
 from .places import location_beside
-from .plan import Plan
-from .run import Found, Task, meeting, run
-from .select import check_ties
-from .weights import lay_out_model
+from .run import meeting, run
+from .select import Skipped, check_ties
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -187,18 +180,16 @@ def consolidate(  # the public surface, all keyword-only
 
     what = f"the consolidation of {place_of(url)}"
     with meeting(group, "consolidate", what, timeouts, job) as (operation, chosen):
-        operation.meet(chosen.terms())
         return run_consolidate(operation, chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateJob:
+class ConsolidateJob(Setting):
     """What is consolidated, to where and how; the same on all ranks.
 
     `slot` is that of the commit that a save goes on with; None: the head.
     """
 
-    setting: Setting
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
     slot: int | None = None
 
@@ -222,23 +213,21 @@ class ConsolidateJob:
                 f"The output {target.url} is where the checkpoint's own files lie.",
                 next_step=f"Give a folder of its own, such as {source.url}/hf.",
             )
-        setting = Setting(
+        return cls(
+            options=options,
             source=source,
             target=target,
             timeouts=timeouts,
-            retry=retry or RetryPolicy(),
+            retry=retry,
             page_cache=options.page_cache or "keep",
             memory_limit_bytes=options.memory_limit_bytes,
             progress=progress,
         )
-        return cls(setting=setting, options=options)
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        own = {"memory_limit_bytes", "page_cache", "output", "output_storage_options"}
-        names = {one.name for one in fields(self.options)} - own
-        options = {name: digest(getattr(self.options, name)) for name in sorted(names)}
-        return {**self.setting.terms(), "the commit": str(self.slot), **options}
+        options = {name: digest(getattr(self.options, name)) for name in WANTED}
+        return {**Setting.terms(self), "the commit": str(self.slot), **options}
 
 
 def run_consolidate(
@@ -253,18 +242,17 @@ def run_consolidate(
     def begin(phase: Phase, total_bytes: int) -> Deadline:
         return operation.phase("consolidate" if as_one_phase else phase, total_bytes=total_bytes)
 
-    return run(operation, begin, job.setting, partial(_Consolidation, job=job))
+    return run(operation, begin, job, _Consolidation)
 
 
-@dataclass(kw_only=True)
-class _Consolidation(Task[ConsolidationReport]):
+class _Consolidation(ExportFolder[ConsolidationReport]):
     """One consolidation on one rank."""
 
-    job: ConsolidateJob
-    phase: Phase = field(init=False, default="consolidate")
+    phase: ClassVar[Phase] = "consolidate"
+    setting: ConsolidateJob
 
     def find(self) -> Found:
-        slot, url = self.job.slot, self.site.setting.source.url
+        slot, url = self.setting.slot, self.setting.source.url
         if slot is None:
             return super().find()
         # It may be the head or not any more.
@@ -276,25 +264,24 @@ class _Consolidation(Task[ConsolidationReport]):
                 phase="plan",
                 next_step="Consolidate what is there now.",
             )
-        self.open(Found(record=record))
-        return self.found
+        found = Found(record=record)
+        self.open(found)
+        return found
 
     def content(self) -> object:
         return [self.source.format, self.save_id, self.found.state]
 
-    def lay_out(self) -> Layout:
-        ties = self.source.ties if isinstance(self.source, CommittedSource) else {}
-        return lay_out_model(self.source, self.job.options, ties)
+    def lay_out(self) -> Files:
+        files, self.skipped = lay_out_model(self.source, self.setting.options)
+        self.ties = {one.fqn: one.target for one in self.skipped if one.target is not None}
+        return files
 
-    def check_layout(self, layout: Layout) -> None:
-        check_ties(self.source, layout.ties)
+    def take(self) -> Taken:
+        check_ties(self.source, self.ties)
+        return super().take()
 
-    def output(self, plan: Plan) -> ExportFolder:
-        return ExportFolder(self, plan)
-
-    def report(self, output: Output, made: Made, seconds: float) -> ConsolidationReport:
-        assert isinstance(output, ExportFolder)  # noqa: S101  # as `output` returns
-        setting, plan = self.site.setting, output.plan
+    def report(self, made: Made, seconds: float) -> ConsolidationReport:
+        setting, plan = self.setting, self.plan
         writers: dict[int, set[int]] = {}
         for rank, one in enumerate(made.results):
             for at in one.spans:
@@ -320,8 +307,8 @@ class _Consolidation(Task[ConsolidationReport]):
             total_bytes=sum(file.size_bytes for file in files),
             **made.moved,
             rank_bytes=tuple(one.sent_bytes + one.copied_bytes for one in made.results),
-            skipped=plan.layout.skipped,
-            ties=dict(plan.layout.ties),
-            removed=tuple(output.removed),
+            skipped=self.skipped,
+            ties=self.ties,
+            removed=tuple(self.removed),
             seconds=seconds,
         )

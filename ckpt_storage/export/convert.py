@@ -7,45 +7,61 @@ the target looks like no checkpoint, or like the one that is being replaced wher
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from ckpt_storage.commit import attempt
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.cleaning import delete_attempt
+from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, shard_name
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    InvalidInputError,
+    NotPublishedError,
+)
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.names import (
+    INDEX_NAME,
+    STOCK_METADATA,
+    new_write_id,
+    rank_manifest_path,
+    shard_path,
+)
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
-from ckpt_storage.source.model import Source, value_keys
+from ckpt_storage.source.model import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 
-from .attempt import NewCheckpoint
 from .folder import PlainFolder
-from .layout import Fixed, Layout, Segment, Stored
-from .options import (
-    DEFAULT_MAX_FILE_BYTES,
-    Selection,
-    check_memory_limit,
-    digest,
-    parse_bytes,
+from .layout import (
+    Files,
+    Shards,
+    index_document,
+    lay_out_sharded,
+    lay_out_shards,
+    lay_out_whole,
+    metadata_of,
+    rank_manifest,
+    stock_pickle,
 )
-from .output import Made, Output, Setting, Site
+from .options import DEFAULT_MAX_FILE_BYTES, Selection, check_memory_limit, digest, parse_bytes
+from .output import Found, Made, Setting, Site, Taken, Task
 from .places import is_within, location_beside, place_within, split_file
-from .plan import Plan
-from .run import Found, Task, run_together
-from .select import Selected, payload_bytes, select
-from .shards import Shards, lay_out_shards, metadata_of, stock_pickle
-from .weights import index_document, lay_out_sharded, lay_out_whole
+from .plan import Fixed, Segment, Stored, elements_of
+from .run import run_together
+from .select import Selected, select
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.checkpoint.metadata import Metadata
 
 TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 """ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
@@ -155,7 +171,7 @@ def convert(  # the public surface, all keyword-only
     """
     what, timeouts = f"the conversion of {place_of(src)}", Timeouts.of(timeout)
 
-    def job() -> tuple[Setting, Mapping[str, str], Callable[[Site], _Conversion]]:
+    def job() -> _Job:
         if to not in FORMATS:
             raise InvalidInputError(
                 f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
@@ -165,85 +181,101 @@ def convert(  # the public surface, all keyword-only
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) and is_within(target, source):
-            raise _onto_itself(source)
-        setting = Setting(
-            source=source,
-            target=split_file(target)[0] if to == "torch_save" else target,
+            raise _onto_itself(source.url)
+        target_folder, target_file = split_file(target) if to == "torch_save" else (target, "")
+        source_folder, source_file = split_file(source)
+        is_file = source_file.endswith(_TORCH_SUFFIXES)
+        if is_file:
+            with closing(open_store(source_folder, timeouts=timeouts, retry=retry)) as store:
+                is_file = is_there(store.bounded(Deadline("plan", timeouts.plan)), source_file)
+        return _Job(
+            source=source_folder if is_file else source,
+            source_file=source_file if is_file else "",
+            source_url=source.url,
+            target=target_folder,
+            target_file=target_file,
+            target_url=target.url,
+            to=to,
+            include=include,
+            exclude=exclude,
+            drops=unsupported == "drop",
+            overwrite=overwrite,
+            max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
+            unsafe_pickle=unsafe_pickle,
             timeouts=timeouts,
-            retry=retry or RetryPolicy(),
+            retry=retry,
             page_cache=page_cache,
             memory_limit_bytes=memory_limit_bytes,
             progress=progress,
         )
-        folder, name = split_file(source)
-        is_file = name.endswith(_TORCH_SUFFIXES) and _is_there(folder, name, setting)
-        if is_file:
-            setting = replace(setting, source=folder)
-        most_bytes = parse_bytes(max_file_bytes, option="max_file_bytes")
-        task = partial(
-            _Conversion,
-            origin=source,
-            file=name if is_file else "",
-            target=target,
-            to=to,
-            choose=partial(
-                select, include=include, exclude=exclude, to=to, drops=unsupported == "drop"
-            ),
-            overwrite=overwrite,
-            max_file_bytes=most_bytes,
-            unsafe_pickle=unsafe_pickle,
-        )
-        terms = {
-            "the file": target.url,
-            "to": to,
-            "max_file_bytes": str(most_bytes),
-            "include": digest(include),
-            "exclude": digest(exclude),
-        }
-        return setting, setting.terms() | terms, task
 
-    return run_together(process_group, "convert", what, timeouts, job)
+    return run_together(process_group, "convert", what, timeouts, job, _conversion)
 
 
-def _is_there(folder: Location, name: str, setting: Setting) -> bool:
-    with closing(open_store(folder, timeouts=setting.timeouts, retry=setting.retry)) as store:
-        return is_there(store.bounded(Deadline("plan", setting.timeouts.plan)), name)
-
-
-def _onto_itself(source: Location) -> InvalidInputError:
+def _onto_itself(url: str) -> InvalidInputError:
     return InvalidInputError(
-        f"{source.url} would be converted onto itself, or into its own files.",
+        f"{url} would be converted onto itself, or into its own files.",
         next_step="Give another place for the result.",
     )
 
 
-@dataclass(kw_only=True)
-class _Conversion(Task[ConvertReport]):
-    """One conversion on one rank; `file` is the name of a source that is a file of `torch.save`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job(Setting):
+    """What is converted; both URLs are those that were given, which may be of files."""
 
-    origin: Location
-    file: str
-    target: Location
+    source_file: str
+    source_url: str
+    target_file: str
+    target_url: str
     to: TargetFormat
-    choose: Callable[[Source], Selected]
-    overwrite: bool
+    include: Selection | None
+    exclude: Selection | None
+    drops: bool
     max_file_bytes: int
     unsafe_pickle: bool
-    shards: Shards = field(init=False)
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        return Setting.terms(self) | {
+            "the file": self.target_url,
+            "to": self.to,
+            "max_file_bytes": str(self.max_file_bytes),
+            "include": digest(self.include),
+            "exclude": digest(self.exclude),
+        }
+
+
+def _conversion(site: Site, found: Found | None) -> _Conversion:
+    """Return the task that writes the wanted format."""
+    assert isinstance(site.setting, _Job)  # noqa: S101  # as `convert` made it
+    if site.setting.to == "torch_save":
+        from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
+
+        return TorchFile(site, found)
+    return (_ToOurs if site.setting.to == "ckpt_storage" else _ToFolder)(site, found)
+
+
+class _Conversion(Task[ConvertReport]):
+    """One conversion on one rank; each target adds where the files go."""
+
+    setting: _Job
+    shards: Shards
+    new_id: str | None = None
 
     def find(self) -> Found:
         """Open a checkpoint, or a file; nothing may be missing of it."""
-        site = self.site
-        if self.file:
-            self.watch = watch_file(lambda: self.site.source, self.file)
-            at = site.source.stat(self.file)
+        site, setting, file = self.site, self.setting, self.setting.source_file
+        if file:
+            self.watch = watch_file(lambda: site.source, file)
+            at = site.source.stat(file)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            self.open(Found(state=state or new_write_id()))
+            found = Found(state=state or new_write_id())
+            self.open(found)
         else:
-            super().find()
-        if self.source.format == self.to:
+            found = super().find()
+        if self.source.format == setting.to:
             raise InvalidInputError(
-                f"{self.origin.url} is of the format {self.to} already.",
+                f"{setting.source_url} is of the format {setting.to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
         chosen = self.chosen
@@ -253,23 +285,24 @@ class _Conversion(Task[ConvertReport]):
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.places(part)
-        return self.found
+        return found
 
     def open(self, found: Found) -> None:
-        if not self.file:
+        setting = self.setting
+        if not setting.source_file:
             super().open(found)
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
-        self.found = found
-        self.source = open_torch_file(self.site.source, self.file, unsafe_pickle=self.unsafe_pickle)
+        self.source = open_torch_file(
+            self.site.source, setting.source_file, unsafe_pickle=setting.unsafe_pickle
+        )
 
     def _check_elsewhere(self) -> None:
         """Refuse a target that would replace files of the source; the storages are asked."""
-        site = self.site
-        name = split_file(self.target)[1] if self.to == "torch_save" else ""
+        site, name = self.site, self.setting.target_file
         # A file of torch is none that a folder of another format gets.
-        if self.file or (name and not is_there(site.target, name)):
+        if self.setting.source_file or (name and not is_there(site.target, name)):
             return
         within = place_within(site.source, site.target)
         if within is None:
@@ -278,78 +311,123 @@ class _Conversion(Task[ConvertReport]):
         own = {STOCK_METADATA, INDEX_NAME, *(place.path for place in places)}
         path = f"{within}/{name}".strip("/")
         if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
-            raise _onto_itself(self.origin)
+            raise _onto_itself(self.setting.source_url)
 
     @cached_property
     def chosen(self) -> Selected:
         """The values that go over."""
-        return self.choose(self.source)
+        one = self.setting
+        return select(
+            self.source, include=one.include, exclude=one.exclude, to=one.to, drops=one.drops
+        )
 
     def content(self) -> object:
-        state = self.found.state if self.save_id is None else self.save_id
-        return [_LAYOUT, self.origin.url, state, self.to, self.max_file_bytes]
+        one, state = self.setting, self.found.state if self.save_id is None else self.save_id
+        return [_LAYOUT, one.source_url, state, one.to, one.max_file_bytes]
 
-    def lay_out(self) -> Layout:
-        tensors = self.chosen.tensors.values()
-        if self.to == "torch_save":
-            return Layout(files=())
-        if self.to == "safetensors":
-            return lay_out_whole(tensors, self.max_file_bytes)
-        if self.to == "dcp_safetensors":
-            return lay_out_sharded(tensors, self.max_file_bytes)
-        self.shards = lay_out_shards(
-            tensors,
-            self._blob_segments(),
-            max_file_bytes=self.max_file_bytes,
-            path_of=partial(shard_name, 0),
-            block_bytes=TransferOptions().block_bytes if self.to == "ckpt_storage" else None,
-        )
-        return self.shards.layout
+    def shards_of(self, block_bytes: int | None = None) -> Files:
+        """Return DCP's files with all values; objects are in them as `torch.save` has them."""
+        fqns, source = self.chosen.blobs, self.source
+        blobs: dict[str, Segment]
+        if self.setting.source_file:
+            blobs = {fqn: Fixed(cast("Any", source).pickled(fqn)) for fqn in fqns}
+        else:
+            places = source.places([(fqn, None) for fqn in fqns])
+            blobs = {one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places}
+        tensors, most_bytes = self.chosen.tensors.values(), self.setting.max_file_bytes
+        files, self.shards = lay_out_shards(tensors, blobs, most_bytes, block_bytes)
+        return files
 
-    def _blob_segments(self) -> dict[str, Segment]:
-        """Return each value that is no tensor as DCP stores it: by `torch.save`."""
-        blobs = self.chosen.blobs
-        if self.file:
-            source: Any = self.source
-            return {fqn: Fixed(source.pickled(fqn)) for fqn in blobs}
-        places = self.source.places([(fqn, None) for fqn in blobs])
-        return {one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places}
-
-    def metadata(self) -> Metadata:
-        """Return what DCP's global plan would have said of the values."""
-        chosen, paths = self.chosen, self.source.planner_data or {}
-        return metadata_of(chosen.tensors.values(), chosen.blobs, paths)
-
-    def output(self, plan: Plan) -> Output:
-        if self.to == "ckpt_storage":
-            return NewCheckpoint(self, plan)
-        if self.to == "torch_save":
-            from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
-
-            return TorchFile(self, plan, name=split_file(self.target)[1])
-        folder = partial(PlainFolder, self, plan, overwrite=self.overwrite)
-        if self.to == "safetensors":
-            return folder(last=INDEX_NAME, document=partial(index_document, plan.layout))
-        if self.to == "dcp_safetensors":
-            return folder()
-        return folder(last=STOCK_METADATA, document=self._stock)
-
-    def _stock(self) -> bytes:
-        return stock_pickle(self.metadata(), self.shards, self.target.url)
-
-    def report(self, output: Output, made: Made, seconds: float) -> ConvertReport:
-        grant = output.grant if isinstance(output, NewCheckpoint) else None
+    def report(self, made: Made, seconds: float) -> ConvertReport:
+        setting, chosen = self.setting, self.chosen
         return ConvertReport(
-            source_url=self.origin.url,
+            source_url=setting.source_url,
             source_format=self.source.format,
-            url=self.target.url,
-            format=self.to,
-            save_id=grant.save_id if grant else None,
+            url=setting.target_url,
+            format=setting.to,
+            save_id=self.new_id,
             kept_count=len(made.kept),
-            tensor_count=len(self.chosen.tensors),
-            blob_count=len(self.chosen.blobs),
-            total_bytes=sum(map(payload_bytes, self.chosen.tensors.values())),
-            dropped=tuple(sorted(self.chosen.dropped)),
-            excluded=tuple(sorted(self.chosen.excluded)),
+            tensor_count=len(chosen.tensors),
+            blob_count=len(chosen.blobs),
+            total_bytes=sum(elements_of(one).size_bytes for one in chosen.tensors.values()),
+            dropped=tuple(sorted(chosen.dropped)),
+            excluded=tuple(sorted(chosen.excluded)),
             seconds=seconds,
         )
+
+
+class _ToFolder(_Conversion, PlainFolder[ConvertReport]):
+    """Files of another format, with an index or `.metadata` if it has one."""
+
+    @property
+    def last(self) -> str:
+        return {"safetensors": INDEX_NAME, "dcp": STOCK_METADATA}.get(self.setting.to, "")
+
+    def lay_out(self) -> Files:
+        if self.setting.to == "dcp":
+            return self.shards_of()
+        lay_out = lay_out_whole if self.setting.to == "safetensors" else lay_out_sharded
+        return lay_out(self.chosen.tensors.values(), self.setting.max_file_bytes)
+
+    def document(self) -> bytes:
+        if self.setting.to == "safetensors":
+            return index_document(self.plan.files)
+        metadata = metadata_of(self.source, self.chosen)
+        return stock_pickle(metadata, self.plan.files, self.shards, self.setting.target_url)
+
+
+class _ToOurs(_Conversion):
+    """One save of one rank, committed as any save is committed."""
+
+    _grant: Grant | None = None
+    _may_be_committed = False
+
+    def lay_out(self) -> Files:
+        return self.shards_of(DEFAULT_BLOCK_BYTES)
+
+    def take(self) -> Taken:
+        """Begin a save; the name is its id."""
+        self._grant = attempt.begin(self.site.target, overwrite=self.setting.overwrite)
+        return Taken(name=self._grant.save_id)
+
+    def rename(self, name: str) -> None:
+        """Put the files below the save of that id."""
+        self.new_id = name
+        files = (replace(f, name=shard_path(name, 0, at)) for at, f in enumerate(self.plan.files))
+        self.plan = replace(self.plan, files=tuple(files))
+
+    def publish(self, made: Made) -> None:
+        """Put down what describes the files, and commit."""
+        from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415  # imports torch
+
+        from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # as above
+
+        grant, store, ties = self._grant, self.site.target, self.chosen.ties
+        assert grant is not None  # noqa: S101  # `take` was called
+        manifest = rank_manifest(self.plan.files, self.shards, made, grant.save_id, ties)
+        path, data = rank_manifest_path(grant.save_id, 0), seal(manifest.to_body())
+        store.put(path, data)
+        reference, metadata = FileRef.of(path, data), metadata_of(self.source, self.chosen)
+        self._may_be_committed = True
+        try:
+            commit_save(
+                store.bounded(Deadline("commit", self.setting.timeouts.commit)),
+                grant,
+                world_size=1,
+                metadata=metadata,
+                reports=[RankReport.of(manifest, reference, with_places=True, ties=ties)],
+                storage_meta=StorageMeta(checkpoint_id=self.setting.target.url),
+                user={},
+            )
+        except CheckpointError as error:
+            self._may_be_committed = isinstance(error, CommitUnknownError | NotPublishedError)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """Delete the attempt, unless it may be committed: nobody could go on with it."""
+        if self._grant is None or self._may_be_committed:
+            return
+        try:
+            delete_attempt(self.site.target, self._grant.save_id)
+        except CheckpointError as failure:
+            error.add_note(f"Removing what was written failed too: {failure}")

@@ -1,23 +1,21 @@
 """Output folders: who works there, what of it is sealed, and the write that shows it.
 
-The invariants are I14, I15 and I17. Who works in a folder says so in `.ckpt-storage/job.json`; the
-later one counts, and the earlier one finds out before it publishes. Each sealed file has a record
-of its own below the identity of its content. Files get their names together where the storage has
-uploads that outlive their process.
+Who works in a folder says so in `.ckpt-storage/job.json`; the later one counts, and the earlier one
+finds out before it publishes. Each sealed file has a record below the identity of its content. The
+invariants are I14, I15 and I17.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TypeVar
 
 from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp, stat_if_there
+from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
 from ckpt_storage.errors import (
     CheckpointExistsError,
     ConsolidationError,
@@ -34,9 +32,8 @@ from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.store import Store
 
-from .layout import Layout
-from .output import Made, Output, Taken
-from .weights import index_document, with_suffix
+from .layout import index_document, with_suffix
+from .output import Found, Made, R, Site, Taken, Task
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,21 +46,22 @@ _SUFFIX_DIGITS = 8
 _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 
 
-@dataclass
-class FolderOutput(Output):
+class Folder(Task[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
-    _run_id: str = field(init=False, default_factory=names.new_write_id)
+    def __init__(self, site: Site, found: Found | None = None) -> None:
+        super().__init__(site, found)
+        self._run_id = names.new_write_id()
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
         record = replace(sealed, fingerprint=identity).encode()
-        self.store.replace(exports.weight_file_path(identity, number), record)
+        self.site.target.replace(exports.weight_file_path(identity, number), record)
 
     def hold(self, earlier: exports.Holder | None) -> Taken:
         """Become the holder; end what uploads an earlier one left open, but of what it sealed."""
-        store, identity = self.store, self.plan.identity
+        store, identity = self.site.target, self.plan.identity
         store.make_folders([DOCUMENTS, exports.records_folder(identity)])
         taken = self._found()
         holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
@@ -77,27 +75,22 @@ class FolderOutput(Output):
         """Return whether an open upload to a path can only be one that an earlier run left."""
         return exports.is_output_file(path)
 
-    def lost_how(self) -> str | None:
-        """Return how this run lost the folder, None while it holds it."""
-        holder = _holder_of(self.store)
-        if holder is None:
-            return "it was removed"
-        if holder.run_id == self._run_id:
-            return None
-        host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
-        return f"it was taken over by process {pid} on {host}"
-
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        if how := self.lost_how():
-            raise self.overtaken(how)
+        holder = _holder_of(self.site.target)
+        if holder is None:
+            raise self.overtaken("it was removed")
+        if holder.run_id != self._run_id:
+            host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
+            raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
     def overtaken(self, how: str) -> ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
+        url = self.setting.target.url
         return ConsolidationError(
-            f"Another consolidation worked in {self.store.url} at the same time: {how}. This one "
-            "published nothing.",
-            path=self.store.url,
+            f"Another consolidation worked in {url} at the same time: {how}. This one published "
+            "nothing.",
+            path=url,
             phase=self.site.deadline.phase,
             next_step="Let one at a time write to a folder; run this one again if its output is "
             "the one that should count.",
@@ -105,11 +98,11 @@ class FolderOutput(Output):
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        store, identity = self.store, self.plan.identity
+        store, identity = self.site.target, self.plan.identity
 
         def decode(data: bytes, path: str) -> Sealed:
             found = Sealed.decode(data, path)
-            deque(map(Part.from_json, found.parts), maxlen=0)
+            _ = [*map(Part.from_json, found.parts)]
             return found
 
         paths = [one.path for one in listed(store, exports.records_folder(identity))]
@@ -121,7 +114,7 @@ class FolderOutput(Output):
 
     def _found(self) -> Taken:
         """Return what is sealed: of records, those with their file or an upload still open."""
-        store = self.store
+        store = self.site.target
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
@@ -134,45 +127,47 @@ class FolderOutput(Output):
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        looks = [partial(stat_if_there, store, one.file.path) for one in recorded.values()]
-        done: dict[int, FileRef] = {}
-        sealed: dict[int, Sealed] = {}
-        for at, there in zip(recorded, self.site.at_once("look for files", looks), strict=True):
-            one = recorded[at]
-            if there is not None and there.size_bytes == one.file.size_bytes:
-                done[at] = one.file
-            elif (one.file.path, one.token) in open_uploads:
-                sealed[at] = one
+        done = self.site.there({at: one.file for at, one in recorded.items()})
+        sealed = {
+            at: one
+            for at, one in recorded.items()
+            if at not in done and (one.file.path, one.token) in open_uploads
+        }
         return Taken(done=done, sealed=sealed)
 
 
-@dataclass(kw_only=True)
-class PlainFolder(FolderOutput):
+class PlainFolder(Folder[R]):
     """A folder in which files of another format are being put, so that a part looks like no whole.
 
-    What makes the files a checkpoint goes last: `last`, which is `.metadata` or the index of weight
-    files, with the bytes of `document`. While a folder of safetensors is being filled, a blocker
-    index lies in it (`BLOCKER`). At the end nothing of ours stays.
+    What makes the files a checkpoint goes last. While a folder of safetensors is being filled, a
+    blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
     """
 
-    last: str = ""
-    document: Callable[[], bytes] = bytes
-    overwrite: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._left: set[str] = set()
-        self._names = frozenset({*(file.name for file in self.plan.files), self.last} - {""})
+    def __init__(self, site: Site, found: Found | None = None) -> None:
+        super().__init__(site, found)
         self.is_together = self.last != STOCK_METADATA
+        self._left: set[str] = set()
+
+    @property
+    def last(self) -> str:
+        """The file that goes last: `.metadata`, the index of weight files, or "" for none."""
+        return ""
+
+    def document(self) -> bytes:
+        """Return the bytes of the last file."""
+        return b""
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {*(file.name for file in self.plan.files), self.last} - {""}
 
     def take(self) -> Taken:
         """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
 
-        Raises `CheckpointExistsError` if a checkpoint, or a file of one of the names, is there and
-        is not to be overwritten, and `InvalidInputError` for the folder of a checkpoint of ours.
-        What another run left that died may always be replaced; a complete checkpoint may not.
+        What another run left that died may always be replaced; a complete checkpoint, or a file of
+        one of the names, only if that is to be overwritten.
         """
-        store, is_indexed = self.store, self.last != STOCK_METADATA
+        store, is_indexed = self.site.target, self.last != STOCK_METADATA
         if read_log(store).last is not None:
             raise InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -185,7 +180,11 @@ class PlainFolder(FolderOutput):
         here = set(_below(store, ""))
         index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
         is_hidden = index is not None and index.data == BLOCKER
-        in_the_way = {path for path in here if path in self._names or self._mixes(path)}
+        # An index says which files count; without one all of them do.
+        mixes = exports.is_weight_file if self.last else _is_weight
+        in_the_way = here & self._names
+        if is_indexed:
+            in_the_way |= {path for path in here if path == INDEX_NAME or mixes(path)}
         # Readers take what would be replaced here for a checkpoint.
         is_whole = STOCK_METADATA in here or (
             is_indexed and not is_hidden and (index is not None or any(map(_is_weight, here)))
@@ -194,7 +193,7 @@ class PlainFolder(FolderOutput):
         # A blocker alone: cut between hiding the folder and writing the note.
         free = {INDEX_NAME} if is_hidden else set()
         blocking = sorted((in_the_way | here & {STOCK_METADATA}) - free)
-        if blocking and not (is_resumed or is_remains or self.overwrite):
+        if blocking and not (is_resumed or is_remains or self.setting.overwrite):
             raise CheckpointExistsError(
                 f"{store.url} holds {blocking[0]}.",
                 path=store.url,
@@ -217,8 +216,13 @@ class PlainFolder(FolderOutput):
                 self._left |= {left.file.path} if left else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
-        store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
+        self.make_folders()
         return self.hold(earlier)
+
+    def make_folders(self) -> None:
+        """Make the folders that the files lie in."""
+        paths = {name.rpartition("/")[0] for name in self._names} - {""}
+        self.site.target.make_folders(sorted(paths))
 
     def may_end(self, path: str) -> bool:
         """Return also whether it is of a file that this run, or an earlier one, writes."""
@@ -230,37 +234,30 @@ class PlainFolder(FolderOutput):
         del made
         self.check_held()
         if self.last:
-            self.store.replace(self.last, self.document())
+            self.site.target.replace(self.last, self.document())
         else:
-            self.store.delete([INDEX_NAME])
+            self.site.target.delete([INDEX_NAME])
         # Whatever lies here now is a checkpoint like any other.
-        self.store.delete_folder(exports.records_folder(self.plan.identity))
-        self.store.delete([HOLDER_PATH])
-        if not listed(self.store, DOCUMENTS):
-            self.store.delete_folder(DOCUMENTS)
-
-    def _mixes(self, path: str) -> bool:
-        """Return whether a file would mix with those to come; an index says which count."""
-        if self.last == STOCK_METADATA:
-            return False
-        is_old = exports.is_weight_file if self.last else _is_weight
-        return path == INDEX_NAME or is_old(path)
+        self.site.target.delete_folder(exports.records_folder(self.plan.identity))
+        self.site.target.delete([HOLDER_PATH])
+        if not listed(self.site.target, DOCUMENTS):
+            self.site.target.delete_folder(DOCUMENTS)
 
 
-@dataclass(kw_only=True)
-class ExportFolder(FolderOutput):
+class ExportFolder(Folder[R]):
     """The folder of an export of ours: an earlier one stays readable until the index is put.
 
     Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
     """
 
-    is_together: bool = field(init=False, default=True)
+    is_together = True
+    ties: Mapping[str, str]
     removed: Sequence[str] = ()
     _index: Content | None = None
 
     def take(self) -> Taken:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
-        store, identity = self.store, self.plan.identity
+        store, identity = self.site.target, self.plan.identity
         self._index = read_if_there(store, INDEX_NAME)
         if not is_there(store, NAMES_PATH):
             self._claim_names()
@@ -276,13 +273,13 @@ class ExportFolder(FolderOutput):
             self._index = read_if_there(store, INDEX_NAME)
         return replace(taken, name=suffix)
 
-    def named(self, layout: Layout, name: str) -> Layout:
-        """Return the files with a suffix."""
-        return with_suffix(layout, name)
+    def rename(self, name: str) -> None:
+        """Give the files a suffix."""
+        self.plan = replace(self.plan, files=with_suffix(self.plan.files, name))
 
     def _claim_names(self) -> None:
         """Give names without a suffix to this content, unless another one is faster."""
-        store = self.store
+        store = self.site.target
         here = [entry.path for entry in listed(store, "")]
         foreign = sorted(
             name for name in here if exports.is_weight_file(name) or name == INDEX_NAME
@@ -307,23 +304,24 @@ class ExportFolder(FolderOutput):
     def recorded(self) -> list[Sealed]:
         """Return also the files of a complete export of this content."""
         identity = self.plan.identity
-        record = _trusted(self.store, exports.export_path(identity), exports.ExportRecord.decode)
+        path = exports.export_path(identity)
+        record = _trusted(self.site.target, path, exports.ExportRecord.decode)
         files = record.files if record and record.fingerprint == identity else ()
         return [*(Sealed(file=file) for file in files), *super().recorded()]
 
     def publish(self, made: Made) -> None:
         """Record the export and put the index; then delete what that superseded."""
-        plan, store, task = self.plan, self.store, self.task
+        plan, store = self.plan, self.site.target
         self.check_held()
-        index = index_document(plan.layout, save_id=task.save_id, fingerprint=plan.identity)
+        index = index_document(plan.files, save_id=self.save_id, fingerprint=plan.identity)
         record = exports.ExportRecord(
             fingerprint=plan.identity,
-            save_id=task.save_id,
-            source_format=task.source.format,
-            source=self.site.setting.source.url,
+            save_id=self.save_id,
+            source_format=self.source.format,
+            source=self.setting.source.url,
             files=[made.files[at] for at in range(len(plan.files))],
             index=FileRef.of(INDEX_NAME, index),
-            ties=plan.layout.ties,
+            ties=self.ties,
             stamp={**stamp(), "world_size": plan.world_size},
         )
         store.replace(exports.export_path(plan.identity), record.encode())
@@ -338,10 +336,10 @@ class ExportFolder(FolderOutput):
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         try:
-            self.store.replace_seen(INDEX_NAME, index, self._index)
+            self.site.target.replace_seen(INDEX_NAME, index, self._index)
         except StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(self.store, INDEX_NAME)
+            now = read_if_there(self.site.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
@@ -349,17 +347,18 @@ class ExportFolder(FolderOutput):
             raise
 
     def collect(self) -> None:
-        """Delete what the index that was just published superseded.
+        """Delete what the new index superseded; the next consolidation goes on with that.
 
-        Cut at any point, the next consolidation goes on. Deletes nothing once another one has taken
-        the folder over: what is old to this one may be what counts by now.
+        But nothing once another one has taken the folder: what is old to this one may count by now.
         """
-        store, mine = self.store, exports.records_folder(self.plan.identity)
+        store, mine = self.site.target, exports.records_folder(self.plan.identity)
         kept = {file.name for file in self.plan.files}
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
-        if self.lost_how():
+        try:
+            self.check_held()
+        except ConsolidationError:
             log.info("%s: clearing up is left to the consolidation that runs there", store.url)
             return
         old = sorted(name for name in here if exports.is_weight_file(name) and name not in kept)
@@ -399,10 +398,9 @@ def _is_shard(path: str) -> bool:
 def remove_exports(store: Store) -> list[str]:
     """Remove all exports directly below the root of `store`; return what else lies in them.
 
-    The caller has made sure that what they were made of is gone. Works as a consolidation that
-    makes nothing: it becomes the holder, so one under way publishes nothing, and it stops where
+    It becomes the holder, so a consolidation under way publishes nothing, and it stops where
     another becomes it. The index goes first and the names last, so a removal that was cut is gone
-    on with. Files and uploads of others stay. Idempotent. Raises `StorageError`.
+    on with. Files and uploads of others stay. Idempotent.
     """
     paths = [entry.path for entry in listed(store) if entry.path.endswith("/")]
     own = {f"{names.COMMITS}/", f"{names.SAVES}/"}

@@ -1,154 +1,153 @@
-"""What output files are made of: a list of segments each, without holes.
+"""Which files each format has: pure functions from the values of a checkpoint to output files.
 
-Pure values. A layout says nothing of ranks, of storages, or of which file a stored byte lies in.
+Imports torch for `.metadata` and DCP's plans alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import pickle
+import socket
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, Literal, TypeVar
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.names import shard_name
+from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
+from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
+from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
+from ckpt_storage.source.model import Source, TensorInfo
+
+from .options import ConsolidateOptions
+from .output import Made, Span, joined
+from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
+from .select import Selected, Skipped, choose_model
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 T = TypeVar("T")
 
-Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+Files = tuple[OutFile, ...]
+
+DATA_ALIGN_BYTES = 64
+"""The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A value of the checkpoint that is in no weight file.
+def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, tuple[Skipped, ...]]:
+    """Return the weight files of a consolidation, as in an empty folder, and what is in none."""
+    tensors, skipped = choose_model(source, options)
+    if options.fqn_to_index_mapping is None:
+        groups = split_by_size(tensors, options.file_limit_bytes)
+    else:
+        groups = _split_by_index(tensors, options.fqn_to_index_mapping)
+    return _weight_files(groups), skipped
 
-    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
-    `size_bytes` is None for a blob.
+
+def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Files:
+    """Return weight files of all `tensors` under their FQNs, in order."""
+    groups = split_by_size(map(elements_of, tensors), max_file_bytes)
+    return _weight_files(groups or [[]])
+
+
+def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Files:
+    """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
+
+    A file of that layout holds one part of a tensor at the most, so part n of each tensor goes
+    into shard n, or a later one where that is full.
     """
-
-    fqn: str
-    reason: Reason
-    because: str
-    size_bytes: int | None = None
-    target: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Bytes that are known before anything is read: headers, frames, padding, documents."""
-
-    data: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in the file."""
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
-    """A box of a tensor, its elements in C order, each cast to `dtype` if that is another.
-
-    `name` is what the file calls it, `fqn` what the checkpoint does.
-    """
-
-    name: str
-    fqn: str
-    box: Box
-    source_dtype: str
-    dtype: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in the file."""
-        return self.box.volume * self.item_bytes
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element as written."""
-        return DTYPES[self.dtype].item_bytes
-
-    @property
-    def source_item_bytes(self) -> int:
-        """Bytes of one element as stored."""
-        return DTYPES[self.source_dtype].item_bytes
+    groups: list[list[Elements]] = []
+    sizes: list[int] = []
+    for info in tensors:
+        at = 0
+        for one in (elements_of(info, box) for box in boxes_of(info)):
+            while at < len(groups) and sizes[at] and sizes[at] + one.size_bytes > max_file_bytes:
+                at += 1
+            if at == len(groups):
+                groups.append([])
+                sizes.append(0)
+            groups[at].append(one)
+            sizes[at] += one.size_bytes
+            at += 1
+    files: list[OutFile] = []
+    for number, group in enumerate(groups, 1):
+        # Torch writes it as text too; its version is a number there, and its reader wants none.
+        offsets = {one.name: {"saved_offsets": list(one.box.offsets)} for one in group}
+        metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        files.append(_weight_file(name, group, metadata))
+    return tuple(files)
 
 
-def elements_of(
-    info: TensorInfo, box: Box | None = None, *, name: str = "", dtype: str = ""
-) -> Elements:
-    """Return a box of a tensor, by default the whole under its FQN, as it is stored."""
-    return Elements(
-        name=name or info.fqn,
-        fqn=info.fqn,
-        box=box or Box((0,) * len(info.shape), info.shape),
-        source_dtype=info.dtype,
-        dtype=dtype or info.dtype,
+def with_suffix(files: Sequence[OutFile], suffix: str) -> Files:
+    """Return weight files as Hugging Face names them; those of a re-export have a suffix."""
+    count, tail = len(files), f"-{suffix}" if suffix else ""
+    names = [
+        f"model-{number:05d}-of-{count:05d}{tail}.safetensors" for number in range(1, count + 1)
+    ]
+    if count == 1 and not suffix:
+        names = ["model.safetensors"]
+    return tuple(replace(file, name=name) for file, name in zip(files, names, strict=True))
+
+
+def index_document(
+    files: Files, *, save_id: str | None = None, fingerprint: str | None = None
+) -> bytes:
+    """Return `model.safetensors.index.json`, which may tell what export of ours it is of."""
+    # As Hugging Face's own, it counts tensors alone.
+    total_bytes = sum(one.size_bytes for file in files for one in file.elements)
+    metadata: dict[str, object] = {"total_size": total_bytes}
+    if fingerprint is not None:
+        metadata |= {"save_id": save_id, "fingerprint": fingerprint}
+    body = {
+        "metadata": metadata,
+        "weight_map": {one.name: file.name for file in files for one in file.elements},
+    }
+    return (json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> list[list[Elements]]:
+    """Return the tensors per file, given its number by name or FQN; gaps are closed."""
+    groups: dict[int, list[Elements]] = {}
+    for tensor in tensors:
+        number = index.get(tensor.name, index.get(tensor.fqn))
+        if number is None:
+            raise InvalidInputError(
+                f"fqn_to_index_mapping does not say which file {tensor.name} goes into.",
+                next_step="Add it to the mapping, or leave it out with exclude=.",
+            )
+        groups.setdefault(number, []).append(tensor)
+    return [groups[number] for number in sorted(groups)]
+
+
+def _weight_files(groups: Sequence[Sequence[Elements]]) -> Files:
+    return with_suffix([_weight_file("", group, {}) for group in groups], "")
+
+
+def _weight_file(name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]) -> OutFile:
+    # Larger elements first, so that each tensor begins at a multiple of its element.
+    ordered = sorted(tensors, key=lambda one: -one.item_bytes)
+    ends = itertools.accumulate((one.size_bytes for one in ordered), initial=0)
+    entries = [
+        SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=start, end=end)
+        for one, (start, end) in zip(ordered, itertools.pairwise(ends), strict=True)
+    ]
+    header = encode_safetensors_header(
+        entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
     )
-
-
-def boxes_of(info: TensorInfo) -> list[Box]:
-    """Return the chunks of a tensor, each once; one for a tensor without elements."""
-    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
-    return boxes or [elements_of(info).box]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """Stored bytes as they are: a value that is no tensor (`fqn`), or a whole file (`path`)."""
-
-    size_bytes: int
-    fqn: str = ""
-    path: str = ""
-
-    dtype: ClassVar[str] = "uint8"
-    source_dtype: ClassVar[str] = "uint8"
-    item_bytes: ClassVar[int] = 1
-    source_item_bytes: ClassVar[int] = 1
-
-    @property
-    def box(self) -> Box:
-        """Its bytes as elements."""
-        return Box((0,), (self.size_bytes,))
-
-
-Segment = Fixed | Elements | Stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutFile:
-    """One output file; `number` counts from 1.
-
-    `crc32c` is that of the whole file where it is known before. With `edges`, which ascend and of
-    which the last is the end, the writer also tells the checksums of what lies between them.
-    """
-
-    number: int
-    name: str
-    segments: Sequence[Segment]
-    crc32c: int | None = None
-    edges: Sequence[int] = ()
-
-    @cached_property
-    def starts(self) -> Sequence[int]:
-        """Where each segment begins, and then where the last one ends."""
-        return list(itertools.accumulate((one.size_bytes for one in self.segments), initial=0))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all segments."""
-        return self.starts[-1]
-
-    @property
-    def elements(self) -> list[Elements]:
-        """The tensors, or parts of them, in their order."""
-        return [one for one in self.segments if isinstance(one, Elements)]
+    return OutFile(name=name, segments=[Fixed(header), *ordered])
 
 
 def split_by_size(
-    values: Iterable[T], max_file_bytes: int, size_of: Callable[[T], int]
+    values: Iterable[T], max_file_bytes: int, size_of: Callable[[T], int] = attrgetter("size_bytes")
 ) -> list[list[T]]:
     """Return the values per file, cut as Hugging Face's libraries cut.
 
@@ -173,28 +172,150 @@ def split_by_size(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """All files of an output, in the order of their numbers, and what is in none of them."""
+class Shards:
+    """The columns of the items of each shard file, whose checksums are not known yet."""
 
-    files: tuple[OutFile, ...]
-    skipped: tuple[Skipped, ...] = ()
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """The FQN of every alias that was left out, and that of the tensor that stands for it."""
-        return {skip.fqn: skip.target for skip in self.skipped if skip.target is not None}
+    tables: Sequence[Mapping[str, Sequence[int]]]
+    known: Vocabulary
 
 
-def lay_out_copies(files: Iterable[tuple[str, str, int, int | None]]) -> Layout:
-    """Return files that are those of the source: path, name here, length, CRC-32C if known."""
-    return Layout(
-        files=tuple(
-            OutFile(
-                number=number,
-                name=name,
-                segments=[Stored(path=path, size_bytes=size_bytes)],
-                crc32c=crc32c,
-            )
-            for number, (path, name, size_bytes, crc32c) in enumerate(files, 1)
-        )
+def lay_out_shards(
+    tensors: Iterable[TensorInfo],
+    blobs: Mapping[str, Segment],
+    max_file_bytes: int,
+    block_bytes: int | None = None,
+) -> tuple[Files, Shards]:
+    """Return files that hold all chunks of `tensors`, and then `blobs` as they are pickled.
+
+    With `block_bytes` the files have edges at the frames and blocks of our format.
+    """
+    known = Vocabulary()
+    files, tables = [], []
+    chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
+    values: list[tuple[str, Segment]] = [*chunks, *sorted(blobs.items())]
+    groups = split_by_size(
+        values,
+        max_file_bytes,
+        # Objects never fill a file.
+        lambda one: one[1].size_bytes if isinstance(one[1], Elements) else 0,
     )
+    for number, group in enumerate(groups):
+        segments: list[Segment] = []
+        edges: list[int] = []
+        rows: list[tuple[int, ...]] = []
+        at = 0
+        for fqn, part in group:
+            head, tail, dtype, box = b"", b"", None, None
+            if isinstance(part, Elements):
+                dtype, box = part.dtype, part.box
+                head, tail = tensor_envelope(dtype, box.sizes)
+            start = at + -at % PAYLOAD_ALIGN_BYTES
+            begin = start + len(head)
+            end = begin + part.size_bytes
+            segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
+            at = end + len(tail)
+            lies = (start, at - start, begin, end - begin)
+            rows.append((*known.numbers(fqn, dtype, box), *lies))
+            if block_bytes is not None:
+                edges += [*range(begin, end, block_bytes), end]
+        if block_bytes is not None:
+            edges.append(at)
+        files.append(OutFile(name=shard_name(0, number), segments=segments, edges=edges))
+        tables.append(dict(zip(COLUMNS, zip(*rows, strict=True), strict=True)))
+    return tuple(files), Shards(tables=tables, known=known)
+
+
+def rank_manifest(
+    files: Files, shards: Shards, made: Made, save_id: str, ties: Mapping[str, str]
+) -> RankManifest:
+    """Return what describes files of ours that were made, as of one rank."""
+    described = []
+    for number, (file, columns) in enumerate(zip(files, shards.tables, strict=True)):
+        crcs = sorted(span for one in made.results for span in one.spans.get(number, ()))
+        parts: dict[int, list[Span]] = {}
+        for span in crcs:
+            parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
+        # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
+        found = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
+        block_crcs, frame_crcs = array("I"), array("I")
+        for length in columns["payload_bytes"]:
+            frame_crcs.append(next(found))
+            block_crcs.extend(islice(found, -(-length // DEFAULT_BLOCK_BYTES)))
+        frame_crcs.append(next(found))
+        described.append(
+            ShardFile(
+                path=file.name,
+                size_bytes=file.size_bytes,
+                crc32c=joined(crcs)[2],
+                block_bytes=DEFAULT_BLOCK_BYTES,
+                **columns,
+                block_crcs=block_crcs,
+                frame_crcs=frame_crcs,
+            )
+        )
+    return RankManifest(
+        save_id=save_id,
+        rank=0,
+        world_size=1,
+        fqns=list(shards.known.fqns),
+        dtypes=list(shards.known.dtypes),
+        boxes=list(shards.known.boxes),
+        files=described,
+        ties=dict(ties),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+def metadata_of(source: Source, chosen: Selected) -> Metadata:
+    """Return what DCP's global plan would have said of the values; without places."""
+    import torch  # noqa: PLC0415  # only for DCP's formats
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # as above
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        info.fqn: TensorStorageMetadata(
+            properties=TensorProperties(dtype=getattr(torch, info.dtype)),
+            size=torch.Size(info.shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+                for box in boxes_of(info)
+            ],
+        )
+        for info in chosen.tensors.values()
+    }
+    state |= {fqn: BytesStorageMetadata() for fqn in chosen.blobs}
+    paths = source.planner_data or {}
+    return Metadata(
+        state_dict_metadata=state, planner_data={fqn: paths.get(fqn, (fqn,)) for fqn in state}
+    )
+
+
+def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> bytes:
+    """Return the `.metadata` of stock torch for these files."""
+    import torch  # noqa: PLC0415  # only for DCP's formats
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415  # as above
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # as above
+        MetadataIndex,
+        StorageMeta,
+    )
+
+    from ckpt_storage.commit.assembly import STOCK_VERSION  # noqa: PLC0415  # as above
+
+    fqns = list(shards.known.fqns)
+    # -1, which is a blob's, is the last.
+    offsets = [*(torch.Size(box.offsets) for box in shards.known.boxes), None]
+    keys = ("fqn", "box", "item_start", "item_bytes")
+    metadata.storage_data = {
+        MetadataIndex(fqns[fqn], offsets[box]): _StorageInfo(file.name, start, length)
+        for file, table in zip(files, shards.tables, strict=True)
+        for fqn, box, start, length in zip(*(table[key] for key in keys), strict=True)
+    }
+    metadata.storage_meta = StorageMeta(checkpoint_id=url)
+    metadata.version = STOCK_VERSION
+    return pickle.dumps(metadata)

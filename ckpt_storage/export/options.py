@@ -25,7 +25,7 @@ _MIN_FILE_BYTES = 1000
 CASTABLE = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that `dtype=` casts, from and to. 8-bit floats mean nothing without their scales."""
 
-_WANTED = {
+WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
     "dtype": f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
@@ -34,6 +34,7 @@ _WANTED = {
     "exclude": "FQNs, glob patterns, or a function of each",
     "tied": '"drop", "keep", or a mapping from alias to target',
 }
+"""What each option has to be that says what comes out."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _DIGEST_CHARS = 80
@@ -94,7 +95,7 @@ class ConsolidateOptions:
             "exclude": _is_selection(self.exclude),
             "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),
         }
-        for option, wanted in _WANTED.items():
+        for option, wanted in WANTED.items():
             if not is_good[option]:
                 raise _wrong(option, getattr(self, option), wanted)
         if index is not None and self.max_file_bytes != DEFAULT_MAX_FILE_BYTES:

@@ -1,50 +1,72 @@
-"""Where an output is made and how, and what a place does with its files: the `Output` protocol."""
+"""Where an output is made and how, what of it is there, and the `Task`: what a front door makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
+from ckpt_storage.commit.slotlog import stat_if_there
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.crc import combine_many
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
-from ckpt_storage.options import REMOTE_THREADS, PageCache, Progress, RetryPolicy, Timeouts
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
+from ckpt_storage.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    DEFAULT_PART_BYTES,
+    MIB,
+    REMOTE_THREADS,
+    PageCache,
+    Phase,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+    default_memory_limit_bytes,
+)
+from ckpt_storage.source.filemarks import open_newest, open_source
+from ckpt_storage.source.foreign import ForeignSource, StockSource
+from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store import Location, endpoint_of, open_store
+from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import some_at_once
 
-from .layout import Layout
-from .plan import Plan
-from .write import Copies, Result, transfer_options
+from .plan import OutFile, Plan
 
-if TYPE_CHECKING:
-    from .run import Task
-
+R = TypeVar("R")
 T = TypeVar("T")
+
+Copies = Literal["auto", "never"]
+"""Which parts the storage copies: those that it can, none."""
+
+Span = tuple[int, int, int]
+"""Where bytes of a file begin, how many there are, and their CRC-32C."""
+
+_LEAST_THREADS = 2
+"""One part is written while another is being read."""
 
 _THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """From where to where an output is made, and how; the same on all ranks.
-
-    Pickles if `progress` does.
-    """
+    """From where to where an output is made, and how; the same on all ranks."""
 
     source: Location
     target: Location
     timeouts: Timeouts = field(default_factory=Timeouts)
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    retry: RetryPolicy | None = None
     page_cache: PageCache = "keep"
     memory_limit_bytes: int | None = None
     copies: Copies = "auto"
     thread_count: int | None = None
+    overwrite: bool = False
     progress: Progress = None
 
     def terms(self) -> dict[str, str]:
@@ -63,20 +85,30 @@ class Site:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._stores = stores = ExitStack()
         opened = partial(open_store, timeouts=setting.timeouts, retry=setting.retry)
-        self._plain_source = stores.enter_context(closing(opened(setting.source)))
-        target = opened(setting.target, page_cache=setting.page_cache)
-        self._plain_target = stores.enter_context(closing(target))
-        self.options = transfer_options(
-            self._plain_source,
-            self._plain_target,
-            memory_limit_bytes=setting.memory_limit_bytes,
-            thread_count=setting.thread_count,
-        )
+        self._plain_source = opened(setting.source)
+        self._plain_target = opened(setting.target, page_cache=setting.page_cache)
+        self.options = self._transfer_options()
         # They learn how many requests the storages bear.
         self.source_pace = Pacer(self.options.thread_count)
         self.target_pace = Pacer(self.options.thread_count, start=REMOTE_THREADS)
+
+    def _transfer_options(self) -> TransferOptions:
+        """Return threads and sizes that suit both storages within the memory limit."""
+        limit_bytes = self.setting.memory_limit_bytes
+        stores = (self._plain_source, self._plain_target)
+        is_remote = any(store.capabilities.is_remote for store in stores)
+        threads = self.setting.thread_count or (REMOTE_THREADS if is_remote else _LEAST_THREADS)
+        threads = _LEAST_THREADS if threads == 1 else threads
+        # A part in flight takes up to three times its bytes: read, put together, joined by a
+        # client. All ranks plan alike, on nodes with more of them and with fewer.
+        share_bytes = (limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES) // (3 * threads)
+        share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
+        return TransferOptions(
+            thread_count=threads,
+            part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
+            memory_limit_bytes=limit_bytes or default_memory_limit_bytes(),
+        )
 
     def begin(self, deadline: Deadline) -> None:
         """Bound both storages by a phase."""
@@ -88,17 +120,34 @@ class Site:
         """Return what some small jobs return, done several at a time; raise the first failure."""
         return some_at_once(jobs, _THREADS, name=name, deadline=self.deadline)
 
+    def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
+        """Return those files that are at the target in their length."""
+        looks = [partial(stat_if_there, self.target, one.path) for one in files.values()]
+        found = zip(files.items(), self.at_once("look for files", looks), strict=True)
+        return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
+
     def close(self) -> None:
         """Close all stores."""
-        self._stores.close()
+        self._plain_source.close()
+        self._plain_target.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the coordinator opened: by its record if it is of ours.
+
+    Else `state` (JSON) stands for the content; of files without a time it is another one each time.
+    """
+
+    record: SlotRecord | None = None
+    state: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What the coordinator found in a place that it took.
+    """What the coordinator found in a place that it took; `name` is what the files are named by.
 
-    `name` is what the files are named by. By position: `done` are files that bear their names,
-    `sealed` those that only lack them.
+    By position: `done` are files that bear their names, `sealed` those that only lack them.
     """
 
     name: str = ""
@@ -106,12 +155,28 @@ class Taken:
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Result:
+    """What one rank did. All mappings are by position of the file.
+
+    Spans are those of whole regions, or, of a file with edges, of what lies between them.
+    `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` the storage copied.
+    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
+    """
+
+    spans: dict[int, list[Span]] = field(default_factory=dict)
+    read_bytes: int = 0
+    sent_bytes: int = 0
+    copied_bytes: int = 0
+    receipts: dict[int, list[Part]] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What came of a plan; only the coordinator has all of it.
+    """What came of a plan, by position and by rank; only the coordinator has all of it.
 
-    `results` are of the ranks in their order. `kept` are the positions of files that an earlier run
-    had completed, and that were sound.
+    `kept` are the files that an earlier run had completed, and that were sound.
     """
 
     files: Mapping[int, FileRef]
@@ -125,49 +190,88 @@ class Made:
         return {name: sum(getattr(one, name) for one in self.results) for name in names}
 
 
-@dataclass
-class Output:
-    """A place in which files become an output; of itself, one that needs no protocol.
+def joined(spans: Iterable[Span]) -> Span:
+    """Return spans that lie side by side, in any order, as one."""
+    starts, lengths, crcs = zip(*sorted(spans), strict=True)
+    if len(starts) == 1:
+        return starts[0], lengths[0], crcs[0]
+    return starts[0], sum(lengths), combine_many(crcs, lengths)
 
-    Only the coordinator calls `take`, `check_held`, `publish` and `give_up`; any rank `seal`.
-    `plan` is what the ranks agreed on for the `task`, and after `follow` what is left of it.
-    `is_together`: files get their names together, at the end, where the storage can do that.
+
+class Task(abc.ABC, Generic[R]):
+    """What one front door makes on one rank: what is read, which files come of it, and where to.
+
+    Made without `found`, on the coordinator, it looks for the checkpoint; others open what that
+    found. Only the coordinator calls `check_unchanged` and what comes after `content`, but for
+    `rename` and `seal`. The work is of this `phase` and tells `on_bytes`; `publish` writes
+    `stream_bytes`. With `is_together` files get their names at the end, where that works.
     """
 
-    task: Task[Any]
+    phase: ClassVar[Phase] = "write"
+    is_together: bool = False
+    source: Source
     plan: Plan
-    is_together: bool = field(init=False, default=False)
+    on_bytes: Callable[[int], None]
+    stream_bytes = 0
 
-    def __post_init__(self) -> None:
-        self._first = self.plan.layout
+    def __init__(self, site: Site, found: Found | None = None) -> None:
+        self.site, self.setting = site, site.setting
+        self.watch: Callable[[], None] | None = None
+        if found is None:
+            self.found = self.find()
+        else:
+            self.found = found
+            self.open(found)
 
     @property
-    def site(self) -> Site:
-        """Both storages."""
-        return self.task.site
+    def save_id(self) -> str | None:
+        """The save that is read."""
+        return self.source.save_id
 
-    @property
-    def store(self) -> Store:
-        """The target, bounded by the phase."""
-        return self.site.target
+    def find(self) -> Found:
+        """Open the newest checkpoint; return what the others open it by."""
+        site, found = self.site, Found()
+        self.source, marks = open_newest(site.source, deadline=site.deadline, options=site.options)
+        if isinstance(self.source, CommittedSource):
+            found = Found(record=self.source.record)
+        elif marks is not None:
+            # An output may lie below the source, and be another one by now.
+            own = {*_files_of(self.source), STOCK_METADATA, INDEX_NAME}
+            own_marks = replace(marks, of={p: mark for p, mark in marks.of.items() if p in own})
+            is_told = all(time_s is not None for _, time_s in own_marks.of.values())
+            found = Found(state=sorted(own_marks.of.items()) if is_told else new_write_id())
+            self.watch = lambda: own_marks.check(site.source)
+        self.check_unchanged()
+        return found
+
+    def open(self, found: Found) -> None:
+        """Open what the coordinator found, even if it is not the newest any more."""
+        site, record = self.site, found.record
+        if record is None:
+            self.source = open_source(site.source, deadline=site.deadline, options=site.options)
+            return
+        manifest = read_manifest(site.source, record)
+        self.source = CommittedSource(site.source, record, manifest, site.deadline, site.options)
+
+    def check_unchanged(self) -> None:
+        """Raise if another writer touched the source since it was opened."""
+        if self.watch is not None:
+            self.watch()
+
+    @abc.abstractmethod
+    def lay_out(self) -> Iterable[OutFile]:
+        """Return the files to make; pure, alike on all ranks."""
+
+    @abc.abstractmethod
+    def content(self) -> object:
+        """Return what stands for the content of the files (JSON)."""
 
     def take(self) -> Taken:
         """Make the place this run's, and say what of the work is done; nothing is shown yet."""
         return Taken()
 
-    def named(self, layout: Layout, name: str) -> Layout:
-        """Return the files with the names that `take` chose; pure."""
-        del name
-        return layout
-
     def rename(self, name: str) -> None:
         """Give the files the names that `take` chose."""
-        self.plan = replace(self.plan, layout=self.named(self._first, name))
-
-    def follow(self, taken: Taken) -> None:
-        """Plan what is left after what the coordinator took; all ranks."""
-        self.rename(taken.name)
-        self.plan = self.plan.leaving(taken.done, taken.sealed)
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write down that file `number` (from 1) is sealed."""
@@ -180,3 +284,15 @@ class Output:
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what nobody could go on with."""
+
+    @abc.abstractmethod
+    def report(self, made: Made, seconds: float) -> R:
+        """Say what was made, once it is published."""
+
+
+def _files_of(source: Source) -> set[str]:
+    """Return the paths of the files that hold the values of another writer's checkpoint."""
+    if isinstance(source, StockSource):
+        return {item.relative_path for item in source.metadata.items.values()}
+    held = source.held if isinstance(source, ForeignSource) else {}
+    return {place.path for place in held.values()}

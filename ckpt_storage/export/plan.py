@@ -1,9 +1,9 @@
-"""Who writes which bytes of which output file, and in which parts: pure, the same on every rank.
+"""What output files are made of, and who writes which bytes of them, in which parts.
 
-A storage copies a run of stored bytes from block edge to block edge of its source, because only
-there its checksum is known without reading; what lies between two such runs is streamed. No part
-but the last of a file is shorter than the storage's least, so a short gap takes bytes from the run
-behind it.
+Pure, the same on every rank. A storage copies a run of stored bytes from block edge to block edge
+of its source, where its checksum is known without reading; what lies between two runs is streamed.
+No part but the last of a file is shorter than the storage's least, so a short gap takes bytes from
+the run behind it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import heapq
 import itertools
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB
+from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
-
-from .layout import Elements, Fixed, Layout, OutFile
 
 ELEMENTS_BYTES = 64
 """A multiple of it, from where tensors begin, is the end of an element of every dtype."""
@@ -36,11 +38,122 @@ _COPY_BYTES = 256 << 20
 """Most of one copy: a storage takes seconds for it, and several go on at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes that are known before anything is read: headers, frames, padding, documents."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """A box of a tensor, its elements in C order, each cast to `dtype` if that is another.
+
+    `name` is what the file calls it, `fqn` what the checkpoint does.
+    """
+
+    name: str
+    fqn: str
+    box: Box
+    source_dtype: str
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.box.volume * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element as written."""
+        return DTYPES[self.dtype].item_bytes
+
+    @property
+    def source_item_bytes(self) -> int:
+        """Bytes of one element as stored."""
+        return DTYPES[self.source_dtype].item_bytes
+
+
+def elements_of(
+    info: TensorInfo, box: Box | None = None, *, name: str = "", dtype: str = ""
+) -> Elements:
+    """Return a box of a tensor, by default the whole under its FQN, as it is stored."""
+    return Elements(
+        name=name or info.fqn,
+        fqn=info.fqn,
+        box=box or Box((0,) * len(info.shape), info.shape),
+        source_dtype=info.dtype,
+        dtype=dtype or info.dtype,
+    )
+
+
+def boxes_of(info: TensorInfo) -> list[Box]:
+    """Return the chunks of a tensor, each once; one for a tensor without elements."""
+    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
+    return boxes or [elements_of(info).box]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Stored bytes as they are: a value that is no tensor (`fqn`), or a whole file (`path`)."""
+
+    size_bytes: int
+    fqn: str = ""
+    path: str = ""
+
+    dtype: ClassVar[str] = "uint8"
+    source_dtype: ClassVar[str] = "uint8"
+    item_bytes: ClassVar[int] = 1
+    source_item_bytes: ClassVar[int] = 1
+
+    @property
+    def box(self) -> Box:
+        """Its bytes as elements."""
+        return Box((0,), (self.size_bytes,))
+
+
+Segment = Fixed | Elements | Stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutFile:
+    """One output file.
+
+    `crc32c` is that of the whole file where it is known before. With `edges`, which ascend and of
+    which the last is the end, the writer also tells the checksums of what lies between them.
+    """
+
+    name: str
+    segments: Sequence[Segment]
+    crc32c: int | None = None
+    edges: Sequence[int] = ()
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        """Where each segment begins, and then where the last one ends."""
+        return list(itertools.accumulate((one.size_bytes for one in self.segments), initial=0))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self.starts[-1]
+
+    @property
+    def elements(self) -> list[Elements]:
+        """The tensors, or parts of them, in their order."""
+        return [one for one in self.segments if isinstance(one, Elements)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `Layout.files`, and `file_bytes` that file's length. With `is_done` it
+    `file` is a position in `Plan.files`, and `file_bytes` that file's length. With `is_done` it
     is a complete file, which the owner reads back, and makes again if it is damaged.
     """
 
@@ -59,25 +172,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that is written, and by whom.
+    """All that is written, and by whom; files without bytes are the coordinator's.
 
     Every byte that is to be written is in one of `regions`, in order; then come the files that are
-    done. Files without bytes are the coordinator's. `identity` (sha256, hex) stands for the
-    content, not for ranks or file names. `able` is the output storage, and `part_bytes` suits it:
-    smaller parts are planned where that balances the ranks.
+    done. `identity` (sha256, hex) stands for the content, not for ranks or file names.
     """
 
-    layout: Layout
+    files: tuple[OutFile, ...]
     world_size: int
     able: Capabilities
     part_bytes: int
     identity: str
     regions: tuple[Region, ...]
-
-    @property
-    def files(self) -> tuple[OutFile, ...]:
-        """The output files, in the order of their numbers."""
-        return self.layout.files
 
     @property
     def digest(self) -> str:
@@ -90,11 +196,6 @@ class Plan:
         """Return what `rank` writes or reads back."""
         return [region for region in self.regions if region.owner == rank]
 
-    def shared(self) -> list[int]:
-        """Return the files that several ranks write."""
-        counts = Counter(region.file for region in self.regions)
-        return [file for file, count in counts.items() if count > 1]
-
     def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
         """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
@@ -105,15 +206,18 @@ class Plan:
 
 
 def plan(
-    layout: Layout, *, world_size: int, able: Capabilities, part_bytes: int, source: object
+    files: Iterable[OutFile],
+    *,
+    world_size: int,
+    able: Capabilities,
+    part_bytes: int,
+    source: object,
 ) -> Plan:
-    """Return the plan of making all files of `layout` by `world_size` ranks.
-
-    `source` (JSON) stands for the content that they are made of.
-    """
-    identity = _digest({"version": 2, "source": source, "files": list(map(_content, layout.files))})
+    """Return the plan of making all `files`; `source` (JSON) stands for what they are made of."""
+    files = tuple(files)
+    identity = _digest({"version": 2, "source": source, "files": list(map(_content, files))})
     return Plan(
-        layout=layout,
+        files=files,
         world_size=world_size,
         able=able,
         part_bytes=part_bytes,
@@ -147,9 +251,8 @@ def divide(
     """Return regions that hold every byte of files once, in order; `files` maps number to bytes.
 
     Where files can be shared, all bytes are cut into `world_size` stretches of equal length, each
-    cut moved back to the start of a part. A rank has at most one part more than the mean: at most
-    1.05 times the mean if that is 20 parts of the storage's least size. Elsewhere whole files go
-    to ranks.
+    cut moved back to the start of a part, so a rank has at most one part more than the mean.
+    Elsewhere whole files go to ranks.
     """
     files = {at: size for at, size in files.items() if size}
     if not able.tokens_travel:
@@ -180,19 +283,15 @@ def divide(
 
 
 def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
-    """Return the bytes by which part numbers count: number = start // unit.
+    """Return the bytes by which part numbers count, number = start // unit, on all ranks alike.
 
-    No part but the last of a file may be shorter, so that all members of an upload number their
-    parts without asking each other, and no number is beyond the storage's last.
+    No part but the last of a file may be shorter, and no number is beyond the storage's last.
     """
     return max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
 
 
 def _whole_files(files: Mapping[int, int], world_size: int) -> tuple[Region, ...]:
-    """Return each file as a region: the largest first, each to the rank that has least.
-
-    LPT; Graham, "Bounds on multiprocessing timing anomalies", 1969.
-    """
+    """Return each file as a region: the largest first, each to the rank that has least (LPT)."""
     owners: dict[int, int] = {}
     loads = [(0, rank) for rank in range(world_size)]
     for at in sorted(files, key=lambda at: (-files[at], at)):
@@ -255,10 +354,7 @@ def cut_region(
 
 
 def cut(run: Part, able: Capabilities, unit: int, stream_bytes: int) -> list[Part]:
-    """Return parts of about equal length, none shorter than `unit` unless the run is.
-
-    Streamed ones have at most `stream_bytes`, or twice the storage's least where that is more.
-    """
+    """Return parts of about equal length, none shorter than `unit` unless the run is."""
     length, edge = run.size_bytes, math.lcm(run.block_bytes, ELEMENTS_BYTES)
     if run.place is None:
         edge = math.lcm(edge, able.part_multiple_bytes)

@@ -1,7 +1,7 @@
 """Where the bytes of output files come from, and reading them, verified, part by part.
 
-Every block of the source is checked as it arrives; elements are placed by a handful of strided
-copies for each read, never row by row. torch is imported only to cast, and for what it alone reads.
+Elements are placed by a handful of strided copies for each read, never row by row. torch is
+imported only to cast, and for what it alone reads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, Grid, box_selection, find_grid, interval_boxes, run_of
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
-from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Key, Source, TensorInfo, explained
-from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
-from ckpt_storage.transfer.pacing import Pacer, costs_for
+from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .layout import Elements, Fixed, OutFile, Segment, Stored, boxes_of
+from .plan import Elements, Fixed, OutFile, Part, Segment, Stored, boxes_of
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
@@ -52,48 +49,13 @@ class Piece(NamedTuple):
         """The chunk, as its source knows it."""
         return self.segment.fqn, self.chunk.offsets if isinstance(self.segment, Elements) else None
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of the chunk, if it lies in its file as plain elements."""
-        return self.chunk.volume * self.segment.source_item_bytes
-
-    def run(self) -> tuple[range, int] | None:
-        """Return its bytes in the payload, and where in the file they begin.
-
-        None if they are not in a row in both, or are cast.
-        """
-        size = self.segment.item_bytes
-        if self.segment.dtype != self.segment.source_dtype:
-            return None
-        source, dest = (
-            run_of(whole.sizes, box_selection(self.part.relative_to(whole)), size)
-            for whole in (self.chunk, self.box)
-        )
-        return None if source is None or dest is None else (source, self.start + dest.start)
-
 
 class SegmentReader:
-    """Reads what output files are made of; safe in any thread.
+    """Reads what output files are made of, in reads of `part_bytes` or a block; in any thread."""
 
-    By `options`, each call has so many requests under way, and a read takes at most `part_bytes`,
-    or one block of the source. `pacer` is told of all reads.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[OutFile],
-        *,
-        source: Source,
-        store: Store,
-        options: TransferOptions,
-        deadline: Deadline,
-        pacer: Pacer,
-    ) -> None:
-        self._files = files
-        self._source = source
-        self._options = options
-        self._ranges = RangeReader(store, options, deadline, pacer=pacer)
-        self._chunks = ChunkReader(self._ranges)
+    def __init__(self, files: Sequence[OutFile], source: Source, ranges: RangeReader) -> None:
+        self._files, self._source, self._ranges = files, source, ranges
+        self._options, self._chunks = ranges.options, ChunkReader(ranges)
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, Bits] | None = None
         # Look-up tables of the last few tensors.
@@ -119,11 +81,25 @@ class SegmentReader:
                         yield Piece(segment, chunk, box, part, at)
                 at += box.volume * size
 
-    def prepare(self, file: int, start: int, stop: int) -> int:
-        """Fetch what tells where bytes [start, stop) of a file come from, in one go.
+    def runs(self, file: int, start: int, stop: int, least_bytes: int) -> Iterator[Part]:
+        """Yield what of an interval lies in a row, as it is, in both files, and is so long."""
+        for piece in self.pieces(file, start, stop):
+            segment, size = piece.segment, piece.segment.item_bytes
+            if segment.dtype != segment.source_dtype:
+                continue
+            source, dest = (
+                run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
+                for whole in (piece.chunk, piece.box)
+            )
+            if source is None or dest is None or len(source) < least_bytes:
+                continue
+            place, shift = self.place_of(piece), piece.start + dest.start - source.start
+            if place.kind == "raw" and place.size_bytes == piece.chunk.volume * size:
+                first, last = source.start + shift, source.stop + shift
+                yield Part(start=first, stop=last, place=place, shift=shift)
 
-        Return the length of the longest buffer that reading them takes.
-        """
+    def prepare(self, file: int, start: int, stop: int) -> int:
+        """Fetch what tells where an interval comes from; return the length of the longest read."""
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
         largest = max((place.block_bytes for place in places), default=1)
@@ -140,10 +116,7 @@ class SegmentReader:
         return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
-        """Put bytes [start, stop) of a file into `window`; return the bytes read.
-
-        Errors name the tensor and the rank that wrote it.
-        """
+        """Put bytes [start, stop) of a file into `window`; return the bytes read."""
         for segment, origin, first, last in self._segments(file, start, stop):
             if isinstance(segment, Fixed):
                 window[first - start : last - start] = segment.data[first - origin : last - origin]

@@ -1,8 +1,7 @@
 """Which values of a checkpoint go out, under which names, and what is left out and why.
 
-The default choice of `consolidate` follows how training scripts nest what they save: by the path of
-each value in the nested state dict. Where nothing is known of the nesting, FQNs are taken whole,
-except that their first part may name state to leave out.
+The default choice of `consolidate` follows how training scripts nest what they save. Where nothing
+is known of the nesting, only the first part of an FQN may name state to leave out.
 """
 
 from __future__ import annotations
@@ -10,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .layout import Elements, Reason, Skipped, elements_of
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
+from .plan import Elements, elements_of
+
+Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
 
 KeyPath = tuple[str | int, ...]
 
@@ -42,6 +43,21 @@ _SHOWN_COUNT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A value of the checkpoint that is in no weight file.
+
+    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
+    `size_bytes` is None for a blob.
+    """
+
+    fqn: str
+    reason: Reason
+    because: str
+    size_bytes: int | None = None
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
     """The values that a conversion takes over, and FQNs of those that it does not.
 
@@ -56,18 +72,9 @@ class Selected:
 
 
 def select(
-    source: Source,
-    *,
-    include: Selection | None,
-    exclude: Selection | None,
-    to: str,
-    drops: bool,
+    source: Source, *, include: Selection | None, exclude: Selection | None, to: str, drops: bool
 ) -> Selected:
-    """Return which values go over to a format; those of safetensors do not hold everything.
-
-    Raises `InvalidInputError` for what the format cannot hold, unless it `drops` that, for an
-    entry that matches nothing, and where nothing is left.
-    """
+    """Return which values go over to a format; it `drops` or refuses what that cannot hold."""
     values = {*source.tensors, *source.blobs}
     chosen = values if include is None else matching(include, values, "include")
     if exclude is not None:
@@ -114,7 +121,7 @@ def _no_safetensors(info: TensorInfo) -> str | None:
 
 
 def choose_model(
-    source: Source, options: ConsolidateOptions, ties: Mapping[str, str] | None = None
+    source: Source, options: ConsolidateOptions
 ) -> tuple[list[Elements], tuple[Skipped, ...]]:
     """Return what goes out, in natural order of names ("layers.2", "layers.10"), and what not.
 
@@ -125,9 +132,7 @@ def choose_model(
     Names without `rename`: where all chosen tensors lie in one container, its key is taken off,
     and so are further ones known to hold models: {"model": hf.state_dict()} gives
     "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
-
-    `ties` maps alias to target, both FQNs, as recorded by the save. An alias goes out in its own
-    right while its target does not. Raises `InvalidInputError`.
+    The alias of a tie goes out in its own right while its target does not.
     """
     tensors, values = source.tensors, source.tensors.keys() | source.blobs
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors}
@@ -151,7 +156,7 @@ def choose_model(
     tied: dict[str, str] = {}
     if options.tied != "keep":
         told = options.tied if isinstance(options.tied, Mapping) else {}
-        roots = _with_told(tensors, ties or {}, told, stripped)
+        roots = _with_told(tensors, getattr(source, "ties", {}), told, stripped)
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
         left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
     skipped = tuple(
@@ -159,18 +164,13 @@ def choose_model(
             fqn=fqn,
             reason=reason,
             because=because,
-            size_bytes=payload_bytes(tensors[fqn]) if fqn in tensors else None,
+            size_bytes=elements_of(tensors[fqn]).size_bytes if fqn in tensors else None,
             target=tied.get(fqn),
         )
         for fqn, (reason, because) in sorted(left.items())
     )
     picked = [_chosen(tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
     return sorted(picked, key=lambda one: _natural(one.name)), skipped
-
-
-def payload_bytes(info: TensorInfo) -> int:
-    """Return how many bytes the elements of a tensor have."""
-    return prod(info.shape) * DTYPES[info.dtype].item_bytes
 
 
 def _natural(name: str) -> tuple[list[str | int], str]:
@@ -182,8 +182,7 @@ def _natural(name: str) -> tuple[list[str | int], str]:
 def _container_of(paths: Sequence[KeyPath]) -> str:
     """Return the keys, with their dots, of the container that holds all `paths`; "" if none does.
 
-    The outermost one may have any name, further ones must be known to hold models: a module's own
-    nested dictionaries are no containers.
+    The outermost may have any name, further ones must be known to hold models.
     """
     found, depth = "", 0
     while True:
@@ -311,7 +310,7 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
     """Raise `InvalidInputError` if an alias is not what its target is.
 
     Goes by the checksums of chunks, which tell only where both are cut alike; else the tie is taken
-    on trust. Fetches the rank manifests of the tensors concerned, so one rank does it for all.
+    on trust. It costs rank manifests, so one rank does it for all.
     """
     for alias, target in sorted(ties.items()):
         boxes = list(source.tensors[alias].boxes)

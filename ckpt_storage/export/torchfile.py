@@ -7,7 +7,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -48,23 +48,20 @@ class _Record(NamedTuple):
 class TorchFileSource(ForeignSource):
     """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes.
 
-    `values` are no tensors; `records` hold tensors, and have checksums.
+    `values` are no tensors; `records` hold tensors.
     """
 
-    values: Mapping[str, object]
-    ties: Mapping[str, str]
-    records: Mapping[str, _Record]
+    values: dict[str, object] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    records: dict[str, _Record] = field(default_factory=dict)
     _sound: set[_Record] = field(default_factory=set)
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where tensors lie. Their records are read, each once, and checked.
-
-        Raises `IntegrityError` for one that does not have the checksum that torch wrote.
-        """
+        """Return where tensors lie; checks their records, each once, by torch's own checksums."""
         places = [self.held[key] for key in keys if key in self.held]
         for place in places:
             record = self.records.get(place.fqn)
-            if record is not None and record not in self._sound:
+            if record and record.crc32 is not None and record not in self._sound:
                 self._check(place, record)
                 self._sound.add(record)
         return places
@@ -103,49 +100,36 @@ class _NoTensors(pickle.Pickler):
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
     """Return the source that a `torch.save` file is; reads its directory, pickle and headers.
 
-    Raises `FormatError` for what is no such file, or of the format before torch 1.6, or holds what
-    cannot be named or streamed, `UnsafeContentError` for what `weights_only` refuses,
-    `IntegrityError` for a damaged pickle, `StorageError`.
+    Raises `FormatError` for what cannot be named or streamed, too, `UnsafeContentError` for what
+    `weights_only` refuses, `IntegrityError` for a damaged pickle.
     """
     file_bytes = store.stat(path).size_bytes
     shown = f"{store.url}/{path}"
     file = io.BufferedReader(_StoreFile(store, path, file_bytes), _READ_AHEAD_BYTES)
     flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
-    records: dict[str, _Record] = {}
     tensors: dict[str, TensorInfo] = {}
-    held: dict[Key, ChunkPlace] = {}
-    ties: dict[str, str] = {}
+    source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
     first: dict[tuple[object, ...], str] = {}
     for fqn, value in flat.items():
         if not isinstance(value, torch.Tensor):
+            source.values[fqn] = value
             continue
         dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
         if value.numel():
             record: _Record | None = getattr(value.untyped_storage(), "record", None)
             if record is None:
                 raise _refused(shown, f"holds no bytes of {fqn}", "Save it from where it has some.")
-            if record.crc32 is not None:
-                records[fqn] = record
+            source.records[fqn] = record
             start = record.start + int(value.storage_offset()) * value.element_size()
             target = first.setdefault((start, dtype, shape), fqn)
-            ties |= {fqn: target} if target != fqn else {}
+            source.ties |= {fqn: target} if target != fqn else {}
         whole = Box((0,) * len(shape), shape)
         tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[whole])
-        held[fqn, whole.offsets] = ChunkPlace(
+        source.held[fqn, whole.offsets] = ChunkPlace(
             path=path, fqn=fqn, start=start, size_bytes=value.nbytes, file_bytes=file_bytes
         )
-    values = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
-    return TorchFileSource(
-        store=store,
-        format="torch_save",
-        tensors=tensors,
-        blobs=frozenset(values),
-        planner_data=paths,
-        held=held,
-        values=values,
-        ties=ties,
-        records=records,
-    )
+    source.blobs = frozenset(source.values)
+    return source
 
 
 def _read_state(
@@ -223,13 +207,10 @@ class _StoreFile(io.RawIOBase):
         return count
 
 
-def _read_directory(
-    file: IO[bytes], path: str
-) -> tuple[Mapping[str, zipfile.ZipInfo], Mapping[str, bytes]]:
-    """Return the records of the zip that `torch.save` makes, and those that are no storages.
+def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
+    """Return what was saved; storages have no memory, but a `record` of where they lie.
 
-    Raises `FormatError` for a compressed record, which torch never makes and which may be a bomb,
-    `IntegrityError` for a small one that does not have its checksum, `zipfile.BadZipFile`.
+    A compressed record of the zip, which torch never makes, may be a bomb, and is refused.
     """
     infos: dict[str, zipfile.ZipInfo] = {}
     small: dict[str, bytes] = {}
@@ -250,12 +231,6 @@ def _read_directory(
             except zipfile.BadZipFile as error:
                 what = f"its record {info.filename} does"
                 raise _damaged(path, what, info.header_offset) from error
-    return infos, small
-
-
-def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return what was saved; storages have no memory, but a `record` of where they lie."""
-    infos, small = _read_directory(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
     storages: dict[str, Any] = {}

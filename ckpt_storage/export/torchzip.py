@@ -1,8 +1,4 @@
-"""Values as one file of `torch.save`, written from front to back while they are read.
-
-Lengths are known before, so every local header is exact but for the checksum, which follows the
-bytes as zip allows and stands in the directory at the end.
-"""
+"""Values as one file of `torch.save`, written from front to back while they are read."""
 
 from __future__ import annotations
 
@@ -27,21 +23,19 @@ from ckpt_storage.errors import (
     UnsafeContentError,
 )
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import Source, TensorInfo
-from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .layout import Elements, Fixed, OutFile, Stored, elements_of
-from .output import Made, Output, Site, Taken
-from .plan import ELEMENTS_BYTES
+from .convert import _Conversion
+from .layout import Files
+from .output import Made, Site, Taken
+from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
 from .reads import SegmentReader
-from .select import Selected, payload_bytes
+from .select import Selected
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from .convert import _Conversion
 
 _ALIGN_BYTES = 64
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
@@ -52,27 +46,23 @@ _MANY = 1 << 60
 _Path = tuple[str | int, ...]
 
 
-@dataclass
-class TorchFile(Output):
-    """One file that is written as a stream, visible only complete.
+class TorchFile(_Conversion):
+    """One file that is written as a stream, visible only complete; tied tensors share a storage."""
 
-    Tied tensors share their storage, as they did. `publish` raises `UnsafeContentError` for a value
-    that torch does not load with `weights_only`, unless that is allowed.
-    """
-
-    task: _Conversion
-    name: str = ""
-    _is_taken: bool = False
+    def lay_out(self) -> Files:
+        """Return nothing: checksums come last, and `publish` writes it all."""
+        self.stream_bytes = sum(elements_of(one).size_bytes for one in self.chosen.tensors.values())
+        return ()
 
     def take(self) -> Taken:
         """Refuse a name that is taken."""
-        url = f"{self.store.url}/{self.name}"
-        if not self.name:
+        name = self.setting.target_file
+        url = f"{self.setting.target.url}/{name}"
+        if not name:
             raise InvalidInputError(
                 f"{url} names no file.", next_step="Give a file, such as model.pt."
             )
-        self._is_taken = is_there(self.store, self.name)
-        if self._is_taken and not self.task.overwrite:
+        if not self.setting.overwrite and is_there(self.site.target, name):
             raise CheckpointExistsError(
                 f"{url} is there.",
                 path=url,
@@ -84,7 +74,8 @@ class TorchFile(Output):
     def publish(self, made: Made) -> None:
         """Write the file; only where nothing can be replaced in one step, delete the old before."""
         del made
-        site, store, source, chosen = self.site, self.store, self.task.source, self.task.chosen
+        site, store, source, chosen = self.site, self.site.target, self.source, self.chosen
+        name = self.setting.target_file
         main = io.BytesIO()
         pickler = _Pickler(main, chosen)
         pickler.dump(_nested({**self._objects(), **chosen.tensors}, source.planner_data or {}))
@@ -92,60 +83,53 @@ class TorchFile(Output):
         streamed = [elements_of(data) for _, data in stored if isinstance(data, TensorInfo)]
         read = _reading(site, source, streamed)
         store.make_folders([])
-        if self._is_taken and not store.capabilities.atomic_replace:
-            store.delete([self.name])
-        total_bytes = sum(map(payload_bytes, chosen.tensors.values()))
-        with reporting(
-            site.setting.progress,
-            phase="write",
-            rank=0,
-            total_bytes=total_bytes,
-            save_id=source.save_id,
-            with_bar=True,
-        ) as on_bytes:
-            writer = ObjectWriter(
-                store,
-                self.name,
-                options=site.options,
-                planned_bytes=total_bytes + main.tell(),
-                deadline=site.deadline,
-                on_bytes=on_bytes,
-            )
+        if not store.capabilities.atomic_replace:
+            store.delete([name])
+        writer = ObjectWriter(
+            store,
+            name,
+            options=site.options,
+            planned_bytes=self.stream_bytes + main.tell(),
+            deadline=site.deadline,
+            on_bytes=self.on_bytes,
+        )
 
-            def write(data: Buffer) -> int:
-                view = memoryview(data)
-                writer.write(view)
-                return view.nbytes
+        def write(data: Buffer) -> int:
+            view = memoryview(data)
+            writer.write(view)
+            return view.nbytes
 
-            # It goes forward only, so checksums follow the bytes.
-            archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
+        # It goes forward only, so checksums follow the bytes.
+        archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
+        try:
+            _append(archive, "data.pkl", [main.getvalue()])
+            # No ".format_version": it would let torch compute where records lie, as its own zip
+            # writer places them. Without it torch looks each one up.
+            _append(archive, "byteorder", [b"little"])
+            for number, data in stored:
+                if isinstance(data, TensorInfo):
+                    views: Iterable[Buffer] = read(data.fqn)
+                else:
+                    views = [torch.empty(0, dtype=torch.uint8).set_(data).numpy().data]
+                _append(archive, f"data/{number}", views)
+                site.deadline.check(f"Writing {name}")
+            _append(archive, "version", [b"3\n"])
+            _append(archive, ".data/serialization_id", [b"0" * 40])
+            self.check_unchanged()
+            archive.close()
+            writer.complete()
+        except BaseException as error:
+            # Else it writes its end when it is forgotten.
+            archive.fp = None
             try:
-                _append(archive, "data.pkl", [main.getvalue()])
-                # No ".format_version": it would let torch compute where records lie, as its own zip
-                # writer places them. Without it torch looks each one up.
-                _append(archive, "byteorder", [b"little"])
-                for number, data in stored:
-                    is_streamed = isinstance(data, TensorInfo)
-                    views = read(data.fqn) if is_streamed else [_bytes_of(data)]
-                    _append(archive, f"data/{number}", views)
-                    site.deadline.check(f"Writing {self.name}")
-                _append(archive, "version", [b"3\n"])
-                _append(archive, ".data/serialization_id", [b"0" * 40])
-                self.task.check_unchanged()
-                archive.close()
-                writer.complete()
-            except BaseException as error:
-                # Else it writes its end when it is forgotten.
-                archive.fp = None
-                try:
-                    writer.abort()
-                except StorageError as failure:
-                    error.add_note(f"Discarding the upload failed too: {failure}")
-                raise
+                writer.abort()
+            except StorageError as failure:
+                error.add_note(f"Discarding the upload failed too: {failure}")
+            raise
 
     def _objects(self) -> dict[str, object]:
         """Return the values that are no tensors."""
-        source, blobs = self.task.source, self.task.chosen.blobs
+        source, blobs = self.source, self.chosen.blobs
         places = source.places([(fqn, None) for fqn in blobs])
         stored = [Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places]
         read = _reading(self.site, source, stored)
@@ -153,7 +137,7 @@ class TorchFile(Output):
         for fqn in blobs:
             file = io.BytesIO(b"".join(read(fqn)))
             try:
-                is_safe = not self.task.unsafe_pickle
+                is_safe = not self.setting.unsafe_pickle
                 objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
             except Exception as error:
                 raise UnsafeContentError(
@@ -167,24 +151,15 @@ class TorchFile(Output):
 def _reading(
     site: Site, source: Source, segments: Sequence[Elements | Stored]
 ) -> Callable[[str], Iterator[memoryview]]:
-    """Return what yields the bytes of the segment of an FQN, in views that stay as they are.
-
-    Segments are asked for in their order, and read in bounded windows, small ones together.
-    """
+    """Return what yields an FQN's bytes; they are asked for in order, and read in windows."""
     # Each begins where an element of any dtype may, so that no window cuts one.
     gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
     parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
-    file = OutFile(number=1, name="", segments=parts)
+    file = OutFile(name="", segments=parts)
     places = {one.fqn: (at, one) for at, one in zip(file.starts[::2], segments, strict=False)}
     options = site.options
-    reader = SegmentReader(
-        [file],
-        source=source,
-        store=site.source,
-        options=options,
-        deadline=site.deadline,
-        pacer=Pacer(options.thread_count),
-    )
+    ranges = RangeReader(site.source, options, site.deadline)
+    reader = SegmentReader([file], source, ranges)
     step = options.part_bytes - options.part_bytes % ELEMENTS_BYTES
     begin, window = 0, memoryview(b"")
 
@@ -221,11 +196,6 @@ def _append(
             file.write(view)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Buffer:
-    data: Buffer = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
-    return data
-
-
 @dataclass(frozen=True, slots=True)
 class _Storage:
     """The storage of a tensor that is still in the source."""
@@ -236,8 +206,7 @@ class _Storage:
 class _Pickler(pickle.Pickler):
     """Pickles a state dict with a `TensorInfo` for each tensor, as torch pickles the tensor.
 
-    `stored` has the number of each storage and what it holds, in the order in which the pickle
-    names them, as in torch's own files.
+    `stored` has the number of each storage and what it holds, in the order of the pickle.
     """
 
     def __init__(self, file: io.BytesIO, chosen: Selected) -> None:
@@ -265,7 +234,7 @@ class _Pickler(pickle.Pickler):
         data, name = obj, None
         if isinstance(obj, _Storage):
             data, kind = obj.info, DTYPES[obj.info.dtype]
-            key, name, count = data.fqn, kind.storage_class, payload_bytes(data)
+            key, name, count = data.fqn, kind.storage_class, elements_of(data).size_bytes
             count //= kind.item_bytes if name else 1
         elif isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
             typed: Any = obj
@@ -282,8 +251,7 @@ class _Pickler(pickle.Pickler):
 def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
     """Return the nested state dict; lists of which a part was dropped would shift, so refuse.
 
-    A list is made as long as its highest index, so one number could take all memory. Planners may
-    leave out some values, but not nearly all.
+    A list is made as long as its highest index, so one number could take all memory.
     """
     paths = {fqn: known.get(fqn, (fqn,)) for fqn in flat}
     longest: dict[_Path, int] = {}

@@ -1,112 +1,48 @@
-"""Writing regions of output files: many parts at a time, within the memory, streamed or copied.
+"""Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends, so that one part is being
-written while the next is being read. Long runs of stored bytes the storage copies by itself, where
-it can; they are checked by the checksum that it tells, or else by reading the source.
+A thread does one part at a time: it reads, checks, places and sends. Long runs of stored bytes the
+storage copies by itself, where it can; they are checked by the checksum that it tells, or else by
+reading the source.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
-from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.format.crc import combine_blocks, crc32c_of
+from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
-from ckpt_storage.options import (
-    DEFAULT_MEMORY_LIMIT_BYTES,
-    DEFAULT_PART_BYTES,
-    MIB,
-    REMOTE_THREADS,
-    TransferOptions,
-    default_memory_limit_bytes,
-)
-from ckpt_storage.source.model import Source
+from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
-from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
+from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
-from .layout import OutFile
-from .plan import MIN_COPY_BYTES, Part, Plan, Region, cut, cut_region, number_unit_bytes
+from .output import Made, Result, Span, Taken, Task, joined
+from .plan import MIN_COPY_BYTES, OutFile, Part, Region, cut, cut_region, number_unit_bytes
 from .reads import SegmentReader
 
-if TYPE_CHECKING:
-    from .output import Site
-
-Copies = Literal["auto", "never"]
-"""Which parts the storage copies: those that it can, none."""
-
-_LEAST_THREADS = 2
-"""One part is written while another is being read."""
+log = logging.getLogger("ckpt_storage")
 
 _COPY_REFUSALS = frozenset({"permission", "unsupported"})
 """Kinds of refusals of a copy after which its bytes are streamed."""
 
-
-def transfer_options(
-    source: Store, target: Store, *, memory_limit_bytes: int | None, thread_count: int | None = None
-) -> TransferOptions:
-    """Return threads and sizes that suit both storages within the memory limit."""
-    is_remote = source.capabilities.is_remote or target.capabilities.is_remote
-    threads = thread_count or (REMOTE_THREADS if is_remote else _LEAST_THREADS)
-    threads = _LEAST_THREADS if threads == 1 else threads
-    # A part in flight takes up to three times its bytes: read, put together, joined by a client.
-    # All ranks plan alike, on nodes with more of them and with fewer.
-    share_bytes = (memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES) // (3 * threads)
-    share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
-    return TransferOptions(
-        thread_count=threads,
-        part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
-        memory_limit_bytes=memory_limit_bytes or default_memory_limit_bytes(),
-    )
-
-
-UNKNOWN_CRC = -1
-"""Stands where neither the storage nor the source tells a checksum of what was copied."""
-
-Span = tuple[int, int, int]
-"""Where bytes of a file begin, how many there are, and their CRC-32C."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What one rank did. All mappings are by position of the file.
-
-    Spans are those of whole regions, or, of a file with edges, of what lies between them.
-    `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` the storage copied.
-    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
-    """
-
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-    read_bytes: int = 0
-    sent_bytes: int = 0
-    copied_bytes: int = 0
-    receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
-    sealed: dict[int, Sealed] = field(default_factory=dict)
-
-
-def spans_of(results: Iterable[Result], file: int) -> list[Span]:
-    """Return what all ranks wrote of the file at a position, in any order."""
-    return [span for one in results for span in one.spans.get(file, ())]
-
-
-def joined(spans: Iterable[Span]) -> Span:
-    """Return spans that lie side by side, in any order, as one."""
-    starts, lengths, crcs = zip(*sorted(spans), strict=True)
-    if len(starts) == 1:
-        return starts[0], lengths[0], crcs[0]
-    crc32c = UNKNOWN_CRC if UNKNOWN_CRC in crcs else combine_many(crcs, lengths)
-    return starts[0], sum(lengths), crc32c
+_WORD_S = 3.0
+"""How long the reason may take to arrive for which a shared upload was discarded."""
 
 
 @dataclass
@@ -121,49 +57,109 @@ class _Job:
     spans: list[Span] = field(default_factory=list)
 
 
-class RegionWriter:
-    """Writes regions of a plan on one rank, within the memory limit, paced by both storages.
+class Work:
+    """One rank at work on the files of `task.plan`, of which `taken` are done or sealed.
 
-    `begin` gives the upload of a region. In some thread `end` gets it with the region's CRC-32C
-    once all is written and noted in `result`, and `on_bytes` the bytes that are done. After a
-    failure a thread that hangs may still fill a buffer: the writer must not be used again.
+    Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
+    others, the coordinator completes when all have reported, and the task is unchanged. After a
+    failure a thread that hangs may still fill a buffer.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        plan: Plan,
-        source: Source,
-        result: Result,
-        *,
-        begin: Callable[[Region], Upload],
-        end: Callable[[Region, Upload, int], None],
-        on_bytes: Callable[[int], None],
-    ) -> None:
-        able = site.target.capabilities
-        self._site, self._plan, self._able, self._result = site, plan, able, result
-        self._begin, self._end, self._on_bytes = begin, end, on_bytes
+    def __init__(self, operation: Operation, task: Task[Any], taken: Taken) -> None:
+        site, able = task.site, task.site.target.capabilities
+        self._operation, self._task, self._taken = operation, task, taken
+        self._site, self._plan, self._able = site, task.plan, able
+        self._is_together = task.is_together and able.tokens_travel and able.lists_uploads
+        self._copies = False
+        # Those under way, by file; and the tokens of those that several ranks share.
+        self._uploads: dict[int, Upload] = {}
+        self._tokens: Mapping[int, str] = {}
+        self._result = Result()
         self._has_failed = False
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
-        self._reader = SegmentReader(
-            plan.files,
-            source=source,
-            store=site.source,
-            # Parallelism is ours: each thread reads for its own part.
-            options=replace(site.options, thread_count=1),
-            deadline=site.deadline,
-            pacer=site.source_pace,
-        )
-        may_copy = site.setting.copies == "auto" and able.tokens_travel
-        self._copies = may_copy and site.target.can_copy_from(site.source)
+        # Parallelism is ours: each thread reads for its own part.
+        alone = replace(site.options, thread_count=1)
+        ranges = RangeReader(site.source, alone, site.deadline, pacer=site.source_pace)
+        self._reader = SegmentReader(task.plan.files, task.source, ranges)
 
-    def write(self, regions: Iterable[Region]) -> None:
-        """Write all parts side by side; in order where the storage wants that of a file.
+    def make(self) -> Made:
+        """Make all files; after an error no upload stays open but those of sealed files."""
+        files: Mapping[int, FileRef] = {}
+        try:
+            self._fill()
+            results = self._operation.gather(self._result)
+            if self._operation.is_coordinator:
+                files = self._finish(results)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        written = {at for one in results for at in one.spans}
+        kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
+        return Made(files=files, results=results, kept=kept)
 
-        Raises what the stores raise, naming tensor and rank.
-        """
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, CheckpointError):
+            # Others must hear why their parts are refused.
+            self._site.deadline.watch.failed(error)
+        for upload in list(self._uploads.values()):
+            try:
+                upload.abort()
+            except Exception as failure:  # noqa: BLE001  # the first failure is the one to raise
+                error.add_note(f"Discarding an upload failed too: {failure}")
+
+    def _fill(self) -> None:
+        """Check and write what is this rank's."""
+        plan, site, taken = self._plan, self._site, self._taken
+        is_first = self._operation.is_coordinator
+        counts = Counter(region.file for region in plan.regions)
+        if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
+            tokens: list[str] = []
+            if is_first:
+                self._uploads = {at: site.target.upload(n, copies=True) for at, n in names.items()}
+                begin = [upload.token for upload in self._uploads.values()]
+                tokens = site.at_once("begin uploads", begin)
+            self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
+        own = plan.regions_of(self._operation.rank)
+        regions = [r for r in own if not r.is_done]
+        checks = [partial(self._check, r, taken.done[r.file], regions) for r in own if r.is_done]
+        site.at_once("check files", checks)
+        if is_first:
+            for at, file in enumerate(plan.files):
+                if not file.size_bytes and at not in taken.done:
+                    site.target.put(file.name, b"")
+                    self._seal(at, Sealed(file=self._reference(at, 0)))
+            for at, sealed in taken.sealed.items():
+                self._task.on_bytes(sealed.file.size_bytes)
+                log.info("%s was sealed by an earlier run", plan.files[at].name)
+        try:
+            if regions:
+                self._write(regions)
+        except StorageError as error:
+            if error.kind == "not-found" and self._tokens:
+                # The coordinator discarded the upload: it is about to say why.
+                site.deadline.sleep(_WORD_S)
+            raise
+
+    def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
+        """Read a complete file back; add it to the damaged ones unless it is sound."""
+        if not self._is_sound(file):
+            log.warning("%s is damaged, and made again.", file.path)
+            damaged.append(whole)
+            return
+        self._result.sealed[whole.file] = Sealed(file=file)
+        self._task.on_bytes(file.size_bytes)
+
+    def _is_sound(self, file: FileRef) -> bool:
         site = self._site
+        ranges = RangeReader(site.target, site.options, site.deadline, pacer=site.target_pace)
+        return has_checksum(ranges, file)
+
+    def _write(self, regions: Iterable[Region]) -> None:
+        """Write all parts side by side; in order where the storage wants that of a file."""
+        site = self._site
+        may_copy = site.setting.copies == "auto" and self._able.tokens_travel
+        self._copies = may_copy and site.target.can_copy_from(site.source)
         with Workers(
             site.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
@@ -184,9 +180,12 @@ class RegionWriter:
         """Hand the parts of a region over, as fast as there are threads and memory."""
         site, limit_bytes = self._site, self._site.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
-        parts = cut_region(
-            region, self._runs(region), self._able, stream_bytes=site.options.part_bytes
-        )
+        file = self._plan.files[region.file]
+        runs: Iterable[Part] = ()
+        if self._copies and not file.edges:
+            least = max(self._able.copy_min_bytes or 0, MIN_COPY_BYTES)
+            runs = self._reader.runs(region.file, region.start, region.stop, least)
+        parts = cut_region(region, runs, self._able, stream_bytes=site.options.part_bytes)
         unit = number_unit_bytes(self._able, region.file_bytes)
         window_bytes = max(one.size_bytes for p in parts for one in self._streams(p, unit))
         # A store may join the views of a part, so a part counts twice.
@@ -197,27 +196,12 @@ class RegionWriter:
                 f"memory_limit_bytes is {limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        file, upload = self._plan.files[region.file], self._begin(region)
-        job = _Job(region, file, upload, unit, region.size_bytes)
+        job = _Job(region, file, self._begin(region.file), unit, region.size_bytes)
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # First a place: a failure is heard there, and our own parts leave memory.
             workers.wait_for_place()
             BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=site.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
-
-    def _runs(self, region: Region) -> Iterator[Part]:
-        """Yield the runs of a region that the storage can copy."""
-        if not self._copies or self._plan.files[region.file].edges:
-            return
-        for piece in self._reader.pieces(region.file, region.start, region.stop):
-            found = piece.run()
-            least = max(self._able.copy_min_bytes or 0, MIN_COPY_BYTES)
-            if found is None or len(found[0]) < least:
-                continue
-            place, (run, start) = self._reader.place_of(piece), found
-            if place.kind == "raw" and place.size_bytes == piece.chunk_bytes:
-                shift = start - run.start
-                yield Part(start=start, stop=run.stop + shift, place=place, shift=shift)
 
     def _streams(self, part: Part, unit: int) -> list[Part]:
         """Return the parts that a part is streamed as."""
@@ -231,13 +215,13 @@ class RegionWriter:
             if self._has_failed:
                 return
             try:
-                self._write(job, part)
+                self._do_part(job, part)
             except BaseException:
                 # Before the memory of others is waited for.
                 self._has_failed = True
                 raise
 
-    def _write(self, job: _Job, part: Part) -> None:
+    def _do_part(self, job: _Job, part: Part) -> None:
         """Do a part, and what follows the last of its region."""
         region, deadline = job.region, self._site.deadline
         deadline.check(f"Writing {job.file.name}")
@@ -245,7 +229,7 @@ class RegionWriter:
             for one in self._streams(part, job.unit):
                 self._streamed(job, one)
         deadline.watch.advanced(part.size_bytes)
-        self._on_bytes(part.size_bytes)
+        self._task.on_bytes(part.size_bytes)
         with self._lock:
             job.left_bytes -= part.size_bytes
             if job.left_bytes:
@@ -253,7 +237,7 @@ class RegionWriter:
             whole = joined(job.spans)
             spans = job.spans if job.file.edges else [whole]
             self._result.spans.setdefault(region.file, []).extend(spans)
-        self._end(region, job.upload, whole[2])
+        self._end(job, whole[2])
 
     def _streamed(self, job: _Job, part: Part) -> None:
         """Read and write a part."""
@@ -310,7 +294,7 @@ class RegionWriter:
             block = place.block_bytes
             crcs = place.crcs[first // block : -(-(first + length) // block)]
             expected = combine_blocks(crcs, block, length)
-        if told is None and (place.fqn or job.file.crc32c is not None):
+        if told is None:
             told, read_bytes = reader.verify(place, first, first + length), length
         if expected not in {None, told}:
             # Raises if it is the source that is damaged.
@@ -325,7 +309,85 @@ class RegionWriter:
                 next_step="Try again; if it happens again, tell who runs the storage.",
             )
         with self._lock:
-            job.spans.append((part.start, length, UNKNOWN_CRC if told is None else told))
+            job.spans.append((part.start, length, told))
             self._result.read_bytes += read_bytes
             self._result.copied_bytes += length
         return True
+
+    def _begin(self, at: int) -> Upload:
+        if at not in self._uploads:
+            target, path, token = self._site.target, self._plan.files[at].name, self._tokens.get(at)
+            upload = target.join(path, token) if token else target.upload(path, copies=True)
+            self._uploads[at] = upload
+            if self._is_together and not token:
+                # Begun at once: a small file is not held in memory until the end.
+                upload.token()
+        return self._uploads[at]
+
+    def _end(self, job: _Job, crc32c: int) -> None:
+        """Take over a region that was written; seal its file if nobody else writes it."""
+        at, upload = job.region.file, job.upload
+        if at not in self._tokens:
+            file = self._reference(at, crc32c)
+            if self._is_together:
+                parts = [part.to_json() for part in upload.receipts()]
+                token, write_id = upload.token(), upload.write_id
+                self._seal(at, Sealed(file=file, token=token, write_id=write_id, parts=parts))
+            else:
+                upload.complete(file.size_bytes)
+                self._seal(at, Sealed(file=file))
+        elif self._operation.is_coordinator:
+            return
+        else:
+            self._result.receipts[at] = upload.receipts()
+        del self._uploads[at]
+
+    def _finish(self, results: Sequence[Result]) -> dict[int, FileRef]:
+        """Give names to all files that have none, side by side; return all; coordinator only."""
+        sealed = dict(self._taken.sealed)
+        for one in results:
+            sealed |= one.sealed
+        for at in self._tokens:
+            parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
+            crc32c = joined(span for one in results for span in one.spans.get(at, ()))[2]
+            sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
+        self._task.check_unchanged()
+        self._task.check_held()
+
+        def name(at: int, one: Sealed) -> None:
+            file, own = one.file, self._uploads.get(at)
+            upload = own or self._site.target.join(file.path, one.token, write_id=one.write_id)
+            upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, one.parts)])
+            if own:
+                self._seal(at, Sealed(file=file))
+            elif at in self._taken.sealed and not self._is_sound(file):
+                raise IntegrityError(
+                    f"{file.path}, which an earlier run had written, is damaged.",
+                    path=file.path,
+                    offset=0,
+                    next_step="Call it again: the file is made anew then.",
+                )
+
+        nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
+        jobs = [partial(name, *one) for one in nameless.items()]
+        self._site.at_once("complete files", jobs)
+        return {at: one.file for at, one in sealed.items()}
+
+    def _reference(self, at: int, crc32c: int) -> FileRef:
+        """Return what a file is; raise if it has to have another checksum."""
+        file = self._plan.files[at]
+        if file.crc32c not in {None, crc32c}:
+            raise IntegrityError(
+                f"{file.name} has other bytes than the checkpoint says: the source is damaged, or "
+                "was copied wrongly.",
+                path=file.name,
+                offset=0,
+                next_step="Run ckpt_storage.verify on the source; if it is sound, copy again with "
+                "copies='never'. Else restore the file from another copy.",
+            )
+        return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
+
+    def _seal(self, at: int, sealed: Sealed) -> None:
+        self._task.seal(at + 1, sealed)
+        self._result.sealed[at] = sealed
+        self._site.deadline.watch.ended_file()

@@ -21,7 +21,6 @@ import ckpt_storage.export.output
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
-from ckpt_storage.export.output import Setting
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend
@@ -234,8 +233,7 @@ def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
     first = ckpt_storage.save(model(1), tmp_path / "run")
     ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
     source = Location.of(tmp_path / "run")
-    setting = Setting(source=source, target=source.child("hf"))
-    job = ConsolidateJob(setting=setting, slot=first.slot)
+    job = ConsolidateJob(source=source, target=source.child("hf"), slot=first.slot)
     with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
         operation.meet(job.terms())
         assert run_consolidate(operation, job).save_id == first.save_id

@@ -19,7 +19,7 @@ from dcp_cases import same, seeded
 from fault_tools import Faulty
 from safetensors.torch import load_file
 
-import ckpt_storage.export.write
+import ckpt_storage.export.output
 from ckpt_storage import errors
 from ckpt_storage.export.convert import ConvertReport, TargetFormat, convert
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
@@ -155,7 +155,7 @@ def state_of(seed: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def cut(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     """Stores of the target `dst`, to which one file goes after the other."""
-    monkeypatch.setattr(ckpt_storage.export.write, "_LEAST_THREADS", 1)
+    monkeypatch.setattr(ckpt_storage.export.output, "_LEAST_THREADS", 1)
     return faulty
 
 

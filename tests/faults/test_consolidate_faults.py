@@ -109,12 +109,10 @@ class Folder:
         self._wrap = wrap or (lambda _, backend: backend)
         board = MemoryKeys()
         job = ConsolidateJob(
-            setting=run_module.Setting(
-                source=Location.of(self.root / f"v{version}"),
-                target=Location.of(self.root / output),
-                timeouts=Timeouts.of(30),
-                thread_count=1,
-            ),
+            source=Location.of(self.root / f"v{version}"),
+            target=Location.of(self.root / output),
+            timeouts=Timeouts.of(30),
+            thread_count=1,
             options=ConsolidateOptions(max_file_bytes=480_000 // file_count),
         )
         ended: dict[int, Ended] = {}
@@ -123,7 +121,7 @@ class Folder:
             self._rank.value = rank
             coordinator = RankGroup(board, rank=rank, world_size=world_size, look_s=0.002)
             try:
-                with coordinator.operation("the test", timeouts=job.setting.timeouts) as operation:
+                with coordinator.operation("the test", timeouts=job.timeouts) as operation:
                     operation.meet(job.terms())
                     ended[rank] = run_consolidate(operation, job)
             except BaseException as error:  # noqa: BLE001  # the death of a process, too

@@ -233,7 +233,7 @@ def test_who_was_overtaken_after_publishing_deletes_nothing(
     name = {"collect": "collect", "index": "_put_index"}[step]
     inner: Callable[..., Any] = getattr(ExportFolder, name)
 
-    def overtaken(folder: ExportFolder, *arguments: Any) -> Any:
+    def overtaken(folder: ExportFolder[object], *arguments: Any) -> Any:
         monkeypatch.setattr(ExportFolder, name, inner)
         answer = inner(folder, *arguments) if step == "index" else None
         export(3, theirs)

@@ -11,10 +11,10 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt_storage.export.layout import lay_out_model
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.plan import Plan, plan
 from ckpt_storage.export.reads import SegmentReader
-from ckpt_storage.export.weights import lay_out_model
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import DEFAULT_PART_BYTES, TransferOptions
 from ckpt_storage.source.model import Source, SourceFormat, TensorInfo
@@ -23,7 +23,7 @@ from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader
 
 BLOCK_BYTES = 1024
 SHARED = Capabilities(kind="s3", tokens_travel=True, parallel_parts=True)
@@ -37,6 +37,7 @@ class MemorySource:
     tensors: Mapping[str, TensorInfo]
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
     payloads: dict[tuple[str, tuple[int, ...]], bytes] = field(default_factory=dict)
     format: SourceFormat = "ckpt_storage"
     save_id: str | None = "20260101T000000Z-0123456789abcdef"
@@ -137,12 +138,11 @@ def plan_export(
     world_size: int,
     able: Capabilities = SHARED,
     part_bytes: int = DEFAULT_PART_BYTES,
-    ties: Mapping[str, str] | None = None,
     source_id: str | None = None,
 ) -> Plan:
     """Return the plan that a consolidation makes."""
     return plan(
-        lay_out_model(source, options, ties),
+        lay_out_model(source, options)[0],
         world_size=world_size,
         able=able,
         part_bytes=part_bytes,
@@ -156,14 +156,8 @@ def reading(plan: Plan, source: MemorySource) -> Iterator[SegmentReader]:
     with contextlib.closing(open_store(f"memory://{uuid.uuid4().hex}")) as store:
         for key, data in source.payloads.items():
             store.put(source.place(*key).path, data)
-        yield SegmentReader(
-            plan.files,
-            source=source,
-            store=store,
-            options=TransferOptions(),
-            deadline=Deadline("load", 60.0),
-            pacer=Pacer(1),
-        )
+        ranges = RangeReader(store, TransferOptions(), Deadline("load", 60.0))
+        yield SegmentReader(plan.files, source, ranges)
 
 
 def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]:

@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load as load_numpy
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.layout import Elements, Skipped
+from ckpt_storage.export.layout import index_document, lay_out_model
 from ckpt_storage.export.options import ConsolidateOptions, parse_bytes
-from ckpt_storage.export.plan import Part, Region, cut_region, divide, number_unit_bytes
-from ckpt_storage.export.select import check_ties, choose_model
-from ckpt_storage.export.weights import index_document, lay_out_model
+from ckpt_storage.export.plan import Elements, Part, Region, cut_region, divide, number_unit_bytes
+from ckpt_storage.export.select import Skipped, check_ties, choose_model
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import DEFAULT_PART_BYTES, default_memory_limit_bytes
 from ckpt_storage.source.model import TensorInfo
@@ -169,9 +168,10 @@ def test_an_index_mapping_decides_the_files() -> None:
     options = ConsolidateOptions(
         fqn_to_index_mapping={"a": 5, "model.b": 2, "head": 3, "absent": 4, "ema.embed": 1}
     )
-    plan = plan_export(source, options=options, world_size=1, ties={"model.head": "model.a"})
+    source.ties = {"model.head": "model.a"}
+    plan = plan_export(source, options=options, world_size=1)
     assert [[t.name for t in file.elements] for file in plan.files] == [["b"], ["a"]]
-    document = json.loads(index_document(plan.layout, save_id=source.save_id, fingerprint="f"))
+    document = json.loads(index_document(plan.files, save_id=source.save_id, fingerprint="f"))
     assert document["weight_map"] == {
         "b": "model-00001-of-00002.safetensors",
         "a": "model-00002-of-00002.safetensors",
@@ -465,21 +465,24 @@ def tied_state() -> MemorySource:
 
 def test_recorded_ties_are_dropped_or_kept() -> None:
     """An alias is left out, unless it is to be kept or its target does not go out."""
-    source, ties = tied_state(), {"head": "embed"}
-    dropped = choose_model(source, ConsolidateOptions(), ties)
+    source = tied_state()
+    source.ties = {"head": "embed"}
+    dropped = choose_model(source, ConsolidateOptions())
     assert "head" not in out(dropped)
     (skip,) = dropped[1]
     assert (skip.fqn, skip.reason, skip.target) == ("head", "tied", "embed")
     for options in (ConsolidateOptions(tied="keep"), ConsolidateOptions(exclude="embed")):
-        assert out(choose_model(source, options, ties))["head"] == "head"
+        assert out(choose_model(source, options))["head"] == "head"
 
 
 def test_a_caller_may_confirm_ties_by_either_name() -> None:
     """Names of weight files and FQNs are understood; recorded ties are dropped too."""
     source = nested_source({"model": {"embed": W, "head": W, "tail": W}})
+    source.ties = {"model.tail": "model.embed"}
     for pair in ({"head": "embed"}, {"model.head": "model.embed"}, {"head": "model.embed"}):
-        choice = choose_model(source, ConsolidateOptions(tied=pair), {"model.tail": "model.embed"})
+        choice = choose_model(source, ConsolidateOptions(tied=pair))
         assert out(choice) == {"embed": "model.embed"}
+    source.ties = {}
     absent = choose_model(source, ConsolidateOptions(tied={"lm_head.weight": "embed"}))
     assert not left(absent)
 
@@ -538,14 +541,20 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
     assert caught.value.next_step
 
 
+def ties_of(source: MemorySource, told: dict[str, str]) -> dict[str, str]:
+    """Return the aliases that are left out when a caller tells of ties, and their targets."""
+    _, skipped = lay_out_model(source, ConsolidateOptions(tied=told))
+    return {one.fqn: one.target for one in skipped if one.target}
+
+
 def test_a_tie_that_checksums_deny_is_refused() -> None:
     """A caller cannot drop a tensor that differs from its target."""
     source = tied_state()
-    refused = lay_out_model(source, ConsolidateOptions(tied={"other": "embed"})).ties
+    refused = ties_of(source, {"other": "embed"})
     with pytest.raises(InvalidInputError, match="other is said to be tied to embed; their check"):
         check_ties(source, refused)
     told = {"whole": "embed", "head": "embed", "absent": "embed"}
-    good = lay_out_model(source, ConsolidateOptions(tied=told)).ties
+    good = ties_of(source, told)
     assert set(good) == {"whole", "head"}
     check_ties(source, good)
 
