@@ -25,7 +25,6 @@ _LEAST_ALIKE = 3
 _MOST_LEVELS = 40
 """Names may be nested deeper than the stack takes."""
 _MOST_ROWS = 400
-_MOST_DTYPES = 2
 _MOST_CHUNKS = 256
 _MORE = "… (more names than are shown; narrow it with depth=)"
 _GOLDEN_ANGLE = 137.508
@@ -188,11 +187,10 @@ class Row:
         elif self.entry and not self.below:
             what = shape_text(self.entry.shape) if self.entry.dtype else "object"
         dtypes = sorted({entry.dtype for entry in self.entries if entry.dtype is not None})
-        more = f" +{len(dtypes) - _MOST_DTYPES}" if len(dtypes) > _MOST_DTYPES else ""
         size = human_bytes(sum(entry.size_bytes for entry in self.entries)) if dtypes else ""
         if size and copies > 1:
             size = f"{copies}{TIMES}{size}"
-        return what, ", ".join(dtypes[:_MOST_DTYPES]) + more, size
+        return what, ", ".join(dtypes), size
 
 
 _Named = tuple[Sequence[str], Entry]
