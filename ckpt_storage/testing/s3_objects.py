@@ -1,7 +1,4 @@
-"""What the S3 server keeps, and S3's rules for it; what it does not know it refuses with 501.
-
-Bodies are lists of views, which are never copied and, once stored, never changed.
-"""
+"""What the S3 server keeps, and S3's rules for it; what it does not know it refuses with 501."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ import time
 # Only test clients on this machine reach the server, and expat expands no external entities.
 import xml.etree.ElementTree as ET
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from typing import NamedTuple
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
@@ -51,7 +47,6 @@ _KNOWN = {
 _CRCS = {f"{_CHECKSUM}crc32": zlib.crc32, f"{_CHECKSUM}crc32c": crc32c}
 _SETTINGS = {_CHECKSUM + name for name in ("algorithm", "mode", "type")}
 
-Body = list[memoryview]
 _Home = dict[str, "_Stored"]
 _Parts = dict[int, "_Stored"]
 
@@ -61,7 +56,7 @@ class Answer(NamedTuple):
 
     status: int
     headers: Mapping[str, str]
-    body: Sequence[memoryview] = ()
+    body: bytes | memoryview = b""
 
 
 @dataclass
@@ -86,7 +81,7 @@ class Request:
     key: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    body: Body = field(default_factory=list)
+    body: bytes = b""
 
     @property
     def op(self) -> str:
@@ -101,7 +96,7 @@ class Request:
         found = [item for item in self.headers.items() if item[0].startswith(_CHECKSUM)]
         return {name: text for name, text in found if name not in _SETTINGS}
 
-    def checksum_of(self, body: Body) -> dict[str, str]:
+    def checksum_of(self, body: bytes) -> dict[str, str]:
         """Return the checksum of parts, or of their object, that this beginning asked for."""
         name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         return {name: _digest(name, body)} if name != _CHECKSUM else {}
@@ -113,14 +108,11 @@ class Request:
 
     def items(self, name: str) -> list[dict[str, str]]:
         """Return the elements of that name in the document in the body, at least one."""
-        try:
-            found = [
-                {child.tag.rpartition("}")[2]: child.text or "" for child in node}
-                for node in ET.fromstring(b"".join(self.body))  # noqa: S314 - as for the import
-                if node.tag.rpartition("}")[2] == name
-            ]
-        except ET.ParseError:
-            found = []
+        found = [
+            {child.tag.rpartition("}")[2]: child.text or "" for child in node}
+            for node in ET.fromstring(self.body)  # noqa: S314 - as for the import
+            if node.tag.rpartition("}")[2] == name
+        ]
         if not found:
             raise S3Error(400, "MalformedXML")
         return found
@@ -130,15 +122,11 @@ class Request:
 class _Stored:
     """An object or a part; `kept` and `checksum` are headers."""
 
-    body: Body
+    body: bytes
     kept: Mapping[str, str] = field(default_factory=dict)
     checksum: Mapping[str, str] = field(default_factory=dict)
     etag: str = field(default_factory=lambda: f'"{secrets.token_hex(16)}"')
     time_s: float = field(default_factory=time.time)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(map(len, self.body))
 
     def headers(self) -> dict[str, str]:
         told = {**self.checksum, f"{_CHECKSUM}type": "FULL_OBJECT"} if self.checksum else {}
@@ -146,7 +134,7 @@ class _Stored:
 
     def fields(self) -> dict[str, object]:
         time_text = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.time_s))
-        kinds = {name.removeprefix(_CHECKSUM).upper(): crc for name, crc in self.checksum.items()}
+        kinds = {name.rpartition("-")[2].upper(): crc for name, crc in self.checksum.items()}
         crcs = {f"Checksum{kind}": crc for kind, crc in kinds.items()}
         return {"ETag": self.etag, "LastModified": time_text, **crcs}
 
@@ -174,13 +162,13 @@ class S3Objects:
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """Put an object."""
         with self._lock:
-            self._buckets[bucket][key] = _Stored([memoryview(data)])
+            self._buckets[bucket][key] = _Stored(data)
 
     def dump(self, bucket: str | None = None) -> dict[str, bytes]:
-        """Return copies of all objects of a bucket (None: of the only one) by key, in order."""
+        """Return all objects of a bucket (None: of the only one) by key, in order."""
         with self._lock:
             [found] = self._buckets.values() if bucket is None else [self._buckets[bucket]]
-            return {key: b"".join(stored.body) for key, stored in sorted(found.items())}
+            return {key: stored.body for key, stored in sorted(found.items())}
 
     @property
     def open_upload_count(self) -> int:
@@ -198,7 +186,7 @@ class S3Objects:
                 answer: Answer = getattr(self, f"_{request.op}")(request, home)
         except S3Error as error:
             return error.answer()
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, ET.ParseError) as error:
             return S3Error(400, "InvalidArgument", repr(error)).answer()
         return answer
 
@@ -222,9 +210,6 @@ class S3Objects:
         if found is not None and (absent or (match or "").strip('"') != found.etag.strip('"')):
             raise S3Error(412, "PreconditionFailed", "The condition does not hold")
 
-    def _head_bucket(self, _request: Request, _home: _Home) -> Answer:
-        return Answer(200, {})
-
     def _list(self, request: Request, home: _Home) -> Answer:
         prefix, delimiter = (request.query.get(name, "") for name in ("prefix", "delimiter"))
         after = bytes.fromhex(request.query.get("continuation-token", "")).decode()
@@ -235,21 +220,22 @@ class S3Objects:
             # Rolled up names come in the order of their keys, so a page may end at any of them.
             if name > after:
                 entries[name] = home[key] if cut < 0 else None
-        asked_count = int(request.query.get("max-keys", self.list_page_count))
-        page = list(entries.items())[: min(asked_count, self.list_page_count)]
+        page = list(entries.items())[: int(request.query.get("max-keys", 1000))]
+        page = page[: self.list_page_count]
         is_cut = 0 < len(page) < len(entries)
         fields = {
-            "Name": request.bucket,
             "Prefix": prefix,
             "KeyCount": len(page),
             "IsTruncated": is_cut,
             "NextContinuationToken": page[-1][0].encode().hex() if is_cut else None,
             "Contents": [
-                {"Key": key, "Size": one.size_bytes, **one.fields()} for key, one in page if one
+                {"Key": key, "Size": len(one.body), **one.fields()} for key, one in page if one
             ],
             "CommonPrefixes": [{"Prefix": key} for key, one in page if not one],
         }
         return _document("ListBucketResult", fields)
+
+    _head_bucket = _list
 
     def _list_uploads(self, request: Request, _home: _Home) -> Answer:
         query = request.query
@@ -272,8 +258,6 @@ class S3Objects:
         return _document("ListMultipartUploadsResult", fields)
 
     def _bulk_delete(self, request: Request, home: _Home) -> Answer:
-        if not request.checksum() and "content-md5" not in request.headers:
-            raise S3Error(400, "InvalidRequest", "Content-MD5 or a checksum is required")
         items = request.items("Object")
         if len(items) > 1000 or any(item.keys() != {"Key"} for item in items):
             raise S3Error(400, "MalformedXML")
@@ -283,14 +267,14 @@ class S3Objects:
 
     def _get(self, request: Request, home: _Home) -> Answer:
         stored = _existing(home.get(request.key))
-        modified = formatdate(stored.time_s, usegmt=True)
+        modified = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(stored.time_s))
         headers = {**stored.kept, "ETag": stored.etag, "Last-Modified": modified}
         if asked := request.headers.get("range"):
-            start, stop = _range(asked, stored.size_bytes)
+            start, stop = _range(asked, len(stored.body))
             if start >= stop:
                 raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{stored.size_bytes}"
-            return Answer(206, headers, _cut(stored.body, start, stop))
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(stored.body)}"
+            return Answer(206, headers, memoryview(stored.body)[start:stop])
         if request.headers.get(f"{_CHECKSUM}mode") == "ENABLED":
             headers |= stored.headers()
         return Answer(200, headers, stored.body)
@@ -302,7 +286,7 @@ class S3Objects:
         return Answer(200, stored.headers())
 
     def _copy(self, request: Request, home: _Home) -> Answer:
-        # Stock torch's writer over fsspec renames by it.
+        # Stock torch's writer over fsspec renames by it and a bulk deletion.
         source = self._source(request)
         home[request.key] = stored = _Stored(source.body, source.kept)
         return _document("CopyObjectResult", stored.fields())
@@ -327,14 +311,14 @@ class S3Objects:
         return answer._replace(headers={**answer.headers, **told})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
-        body, is_copy = request.body, request.op == "part_copy"
-        if is_copy:
-            source = self._source(request)
-            asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{source.size_bytes - 1}")
-            start, stop = _range(asked, source.size_bytes)
+        body = request.body
+        if is_copy := request.op == "part_copy":
+            whole = self._source(request).body
+            asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{len(whole) - 1}")
+            start, stop = _range(asked, len(whole))
             if asked != f"bytes={start}-{stop - 1}":
-                raise S3Error(400, "InvalidArgument", f"{asked} of {source.size_bytes} bytes")
-            body = _cut(source.body, start, stop)
+                raise S3Error(400, "InvalidArgument", f"{asked} of {len(whole)} bytes")
+            body = whole[start:stop]
         number = int(request.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "The part number is not within 1 and 10000")
@@ -359,13 +343,13 @@ class S3Objects:
             raise S3Error(400, "InvalidPartOrder", "The parts are not in ascending order")
         if not {*named} <= {(number, part.etag.strip('"')) for number, part in parts.items()}:
             raise S3Error(400, "InvalidPart", "A part is not there as it is named")
-        if any(parts[number].size_bytes < self.min_part_bytes for number in numbers[:-1]):
+        if any(len(parts[number].body) < self.min_part_bytes for number in numbers[:-1]):
             raise S3Error(400, "EntityTooSmall", f"A part is below {self.min_part_bytes} bytes")
-        body = [piece for number in numbers for piece in parts[number].body]
+        body = b"".join(parts[number].body for number in numbers)
         _verify(request.checksum(), body)
         etag = f'"{secrets.token_hex(16)}-{len(numbers)}"'
         home[request.key] = stored = _Stored(body, begun.kept(), begun.checksum_of(body), etag)
-        del self._uploads[request.query["uploadId"]]
+        self._abort(request, home)
         fields = {"Bucket": request.bucket, "Key": request.key, **stored.fields()}
         return _document("CompleteMultipartUploadResult", fields)
 
@@ -395,7 +379,7 @@ def _document(name: str, fields: Mapping[str, object], status: int = 200) -> Ans
     # What is None is left out.
     space = "" if name == "Error" else ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}{space}>{_xml(fields)}</{name}>'
-    return Answer(status, {"Content-Type": "application/xml"}, [memoryview(text.encode())])
+    return Answer(status, {"Content-Type": "application/xml"}, text.encode())
 
 
 def _xml(value: object) -> str:
@@ -415,24 +399,12 @@ def _range(text: str, size: int) -> tuple[int, int]:
     return start, min(size, int(last) + 1) if first and last else size
 
 
-def _cut(body: Body, start: int, stop: int) -> Body:
-    found: Body = []
-    for piece in body:
-        if inside := piece[max(0, start) : max(0, stop)]:
-            found.append(inside)
-        start, stop = start - len(piece), stop - len(piece)
-    return found
-
-
-def _verify(claims: Mapping[str, str], body: Body) -> None:
+def _verify(claims: Mapping[str, str], body: bytes) -> None:
     for name, text in claims.items():
         if text != (actual := _digest(name, body)):
             raise S3Error(400, "BadDigest", f"{name} of the body is {actual}")
 
 
-def _digest(header: str, body: Body) -> str:
+def _digest(header: str, body: bytes) -> str:
     """Return what a header with a checksum says of a body."""
-    value = 0
-    for piece in body:
-        value = _CRCS[header](piece, value)
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
+    return base64.b64encode(_CRCS[header](body).to_bytes(4, "big")).decode()

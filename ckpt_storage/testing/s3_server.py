@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import logging
 import re
 import socket
 import socketserver
@@ -29,7 +28,6 @@ from .s3_objects import Answer, Request, S3Error, S3Objects
 
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules"]
 
-_LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 _RESET = struct.pack("ii", 1, 0)
 
@@ -199,7 +197,6 @@ class _Listener(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         arguments = (request, client_address)
         thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True)
-        self.threads = {known: its for known, its in self.threads.items() if known.is_alive()}
         self.threads[thread] = request
         thread.start()
 
@@ -207,9 +204,9 @@ class _Listener(socketserver.ThreadingTCPServer):
         # No more than that, so that what shall be a reset is one.
         request.close()
 
-    def handle_error(self, *_args: object) -> None:
+    def handle_error(self, *args: Any) -> None:  # noqa: ANN401
         if not isinstance(sys.exc_info()[1], OSError):
-            _LOG.exception("a request failed")
+            super().handle_error(*args)
 
 
 class _Connection(http.server.BaseHTTPRequestHandler):
@@ -234,19 +231,18 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         )
         record, rule = owner.begin(request.op, bucket, key)
         answer = self._answer(owner, request, record, rule)
-        data = [] if self.command == "HEAD" else answer.body
+        data = b"" if self.command == "HEAD" else answer.body
         if record.fault == "truncate":
-            data = [memoryview(b"".join(data))[: sum(map(len, data)) // 2]]
+            data = data[: len(data) // 2]
         # Before it is sent, so that a client that has its answer finds it in the log.
-        owner.note(record, bytes_out=sum(map(len, data)), status=answer.status)
+        owner.note(record, bytes_out=len(data), status=answer.status)
         self.send_response(answer.status)
         for name, text in answer.headers.items():
             self.send_header(name, text)
         if answer.status != HTTPStatus.NO_CONTENT:
-            self.send_header("Content-Length", str(sum(map(len, answer.body))))
+            self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        for piece in data:
-            self.wfile.write(piece)
+        self.wfile.write(data)
         self.close_connection |= record.fault == "truncate"
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815 - as inherited
@@ -261,35 +257,34 @@ class _Connection(http.server.BaseHTTPRequestHandler):
             raise ConnectionAbortedError
         if fault == "ignore_range":
             headers.pop("range", None)
-        body = [] if fault == "reset" else self._body(headers, is_torn=fault == "torn")
-        owner.note(record, bytes_in=sum(map(len, body)))
+        body = b"" if fault == "reset" else self._body(headers, is_torn=fault == "torn")
+        owner.note(record, bytes_in=len(body))
         if fault == "status":
             return S3Error(rule.status, rule.code, "injected by a fault rule").answer()
-        answer = Answer(0, {})
         if fault not in {"reset", "torn"}:
             answer = owner.answer(replace(request, headers=headers, body=body))
-        if fault in {"lost", "reset", "torn"}:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            raise ConnectionAbortedError
-        return answer
+            if fault != "lost":
+                return answer
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        raise ConnectionAbortedError
 
-    def _body(self, headers: dict[str, str], *, is_torn: bool) -> list[memoryview]:
+    def _body(self, headers: dict[str, str], *, is_torn: bool) -> bytes:
         """Read the body; trailers are added to the headers."""
+
+        def read(count: int) -> bytes:
+            if len(data := self.rfile.read(count)) < count:
+                raise ConnectionAbortedError
+            return data
+
         size = int(headers.get("content-length", 0))
         if is_torn or "x-amz-decoded-content-length" not in headers:
-            return [self._read(size // 2 if is_torn else size)]
+            return read(size // 2 if is_torn else size)
         # The framing that clients built on the AWS CRT send.
-        body: list[memoryview] = []
+        pieces = []
         while count := int(self.rfile.readline().partition(b";")[0], 16):
-            body.append(self._read(count))
+            pieces.append(read(count))
             self.rfile.readline()
         while line := self.rfile.readline().strip().decode():
             name, _, text = line.partition(":")
             headers[name.lower()] = text.strip()
-        return body
-
-    def _read(self, size: int) -> memoryview:
-        data = self.rfile.read(size)
-        if len(data) < size:
-            raise ConnectionAbortedError
-        return memoryview(data)
+        return b"".join(pieces)
