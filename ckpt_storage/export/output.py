@@ -91,7 +91,7 @@ class Site:
         self.options = self._transfer_options()
         # They learn how many requests the storages bear.
         self.source_pace = Pacer(self.options.thread_count)
-        self.target_pace = Pacer(self.options.thread_count, start=REMOTE_THREADS)
+        self.target_pace = Pacer(self.options.thread_count)
 
     def _transfer_options(self) -> TransferOptions:
         """Return threads and sizes that suit both storages within the memory limit."""

@@ -257,7 +257,7 @@ class Work:
         ]
         begin_s, is_last = time.monotonic(), stop == job.region.file_bytes
         job.upload.write_part(start // job.unit, start, [window], last=is_last)
-        self._site.target_pace.succeeded(time.monotonic() - begin_s, part.size_bytes)
+        self._site.target_pace.succeeded(time.monotonic() - begin_s)
         with self._lock:
             self._free.append(whole)
             job.spans += spans
@@ -288,7 +288,7 @@ class Work:
                 self._copies = False
                 return False
             raise reader.explained(error, [place]) from error
-        site.target_pace.succeeded(time.monotonic() - begin_s, length)
+        site.target_pace.succeeded(time.monotonic() - begin_s)
         read_bytes, expected = 0, None
         if place.crcs is not None:
             block = place.block_bytes

@@ -216,7 +216,7 @@ class _Plan:
         self._window_bytes = min(window_bytes, costs.window_bytes)
         self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
         self._direct_min_bytes = min(costs.direct_min_bytes, part_bytes)
-        self._copies_beat_requests = costs.request_s * costs.copy_bytes_s > self._window_bytes
+        self._copies_beat_requests = costs.copy_bytes > self._window_bytes
         self._direct: dict[str, list[RangeRead]] = {}
         self._windows: dict[str, list[_Window]] = {}
         self._reads: list[ChunkRead] = []

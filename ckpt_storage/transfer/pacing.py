@@ -16,12 +16,6 @@ from ckpt_storage.store.store import Store
 REMOTE_READ_BYTES = 16 * MIB
 """One ranged read of a remote file: the wait for its first byte is an eighth of its time."""
 
-_WORTH = 1.1
-"""More requests at a time must bring a tenth more, or the measurement's noise decides."""
-
-_PROBE_ROUNDS = 8
-"""Rounds after which one request more is tried again: storages speed up while they are used."""
-
 
 class Budget:
     """Bytes of buffers in flight, counted for all transfers of the process together.
@@ -82,38 +76,31 @@ os.register_at_fork(after_in_child=READ_BUDGET.reset)
 class Pacer:
     """How many requests of one transfer may be under way at a time; safe in any thread.
 
-    The number doubles while that brings more bytes a second, is halved when the storage asks for
-    less, and then grows by one in a round (AIMD; Chiu and Jain, "Analysis of the Increase and
-    Decrease Algorithms for Congestion Avoidance in Computer Networks", 1989). A round is as many
-    answers as requests may be under way.
+    The number is halved when the storage asks for less, and then grows by one in a round (AIMD;
+    Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance in
+    Computer Networks", 1989). A round is as many answers as requests may be under way.
     """
 
-    def __init__(
-        self, most: int, *, start: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._most = max(1, most)
-        self._limit = min(self._most, max(1, most if start is None else start))
-        self._is_doubling = True
-        self._settled_rounds = 0
-        self._last_rate = 0.0
+        self._most = self._limit = max(1, most)
+        self._answer_count = 0
         self._typical_s = 0.0
         self._cut_at_s = float("-inf")
-        self._begin_round()
 
     def limit(self) -> int:
         """Return how many requests may be under way now, 1 or more."""
         return self._limit
 
-    def succeeded(self, seconds: float, byte_count: int) -> None:
-        """Note a request that moved `byte_count` bytes in `seconds`."""
+    def succeeded(self, seconds: float) -> None:
+        """Note a request that took so long."""
         with self._lock:
             self._typical_s += (seconds - self._typical_s) / 4 if self._typical_s else seconds
             self._answer_count += 1
-            self._byte_count += byte_count
             if self._answer_count >= self._limit:
-                self._end_round()
+                self._answer_count = 0
+                self._limit = min(self._most, self._limit + 1)
 
     def slowed_down(self) -> None:
         """Note that the storage asked for fewer requests (SlowDown, 429, 503).
@@ -125,55 +112,29 @@ class Pacer:
             if now_s - self._cut_at_s < self._typical_s:
                 return
             self._cut_at_s = now_s
+            self._answer_count = 0
             self._limit = max(1, self._limit // 2)
-            self._is_doubling = False
-            self._begin_round()
-
-    def _begin_round(self) -> None:
-        self._round_start_s = self._clock()
-        self._answer_count = 0
-        self._byte_count = 0
-
-    def _end_round(self) -> None:
-        rate = self._byte_count / max(1e-9, self._clock() - self._round_start_s)
-        grown = rate > self._last_rate * _WORTH
-        self._last_rate = rate
-        if self._is_doubling and grown:
-            self._limit = min(self._most, 2 * self._limit)
-        else:
-            was_cut = self._cut_at_s > float("-inf")
-            self._is_doubling = False
-            self._settled_rounds += 1
-            if grown or was_cut or self._settled_rounds % _PROBE_ROUNDS == 0:
-                self._limit = min(self._most, self._limit + 1)
-        self._begin_round()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCosts:
     """What reads are planned by: neighbours share one where their gap takes less time than another.
 
-    `copy_bytes_s` is the rate at which bytes are copied from a buffer to where they belong.
-    `part_min_bytes` and `window_bytes` bound one request: from below where a load is split over
-    several streams, from above where it goes through a buffer.
+    gap_bytes: what one reads over rather than ask anew.
+    copy_bytes: what is copied from a buffer to where it belongs in the time of a request.
+    part_min_bytes, window_bytes: bound one request, from below where a load is split over several
+        streams, from above where it goes through a buffer.
     """
 
-    request_s: float
-    stream_bytes_s: float
-    copy_bytes_s: float
+    gap_bytes: int
+    copy_bytes: int
     part_min_bytes: int
     window_bytes: int
-    gap_max_bytes: int
-
-    @property
-    def gap_bytes(self) -> int:
-        """Bytes one reads over rather than ask anew."""
-        return min(self.gap_max_bytes, int(self.request_s * self.stream_bytes_s))
 
     @property
     def direct_min_bytes(self) -> int:
         """Below this, a request of its own costs more than a copy out of a shared one."""
-        return min(self.window_bytes // 2, int(self.request_s * self.copy_bytes_s))
+        return min(self.window_bytes // 2, self.copy_bytes)
 
     def part_bytes(self, total_bytes: int, stream_count: int, most_bytes: int) -> int:
         """Return the size of a part with which `total_bytes` keep all streams busy to the end."""
@@ -181,26 +142,16 @@ class ReadCosts:
         return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
 
 
-# A call with its thread and the opening of the file; a cold NVMe drive; windows that stay in a
-# processor's last-level cache between read, check and copy.
+# A call with its thread and the opening of the file takes 50 us, and copies run at 5 GB/s; windows
+# stay in a processor's last-level cache between read, check and copy.
 LOCAL_COSTS = ReadCosts(
-    request_s=50e-6,
-    stream_bytes_s=3e9,
-    copy_bytes_s=5e9,
-    part_min_bytes=8 * MIB,
-    window_bytes=8 * MIB,
-    gap_max_bytes=128 * KIB,
+    gap_bytes=128 * KIB, copy_bytes=250_000, part_min_bytes=8 * MIB, window_bytes=8 * MIB
 )
 
-# Object stores: first byte and rate of one connection as Amazon's guide to S3 performance has them.
-# Where the network is the limit, gaps cost in full, so they may be less than the product.
+# Object stores: 30 ms to the first byte, as Amazon's guide to S3 performance has it. Where the
+# network is the limit, gaps cost in full, so they are less than what a connection carries in that.
 REMOTE_COSTS = ReadCosts(
-    request_s=0.03,
-    stream_bytes_s=90e6,
-    copy_bytes_s=5e9,
-    part_min_bytes=2 * MIB,
-    window_bytes=16 * MIB,
-    gap_max_bytes=512 * KIB,
+    gap_bytes=512 * KIB, copy_bytes=150_000_000, part_min_bytes=2 * MIB, window_bytes=16 * MIB
 )
 
 

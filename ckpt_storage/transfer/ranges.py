@@ -168,11 +168,11 @@ class _Run:
         if self.given_up.is_set():
             raise CheckpointError(f"The read of {path} was given up.")
 
-    def taken(self, seconds: float, byte_count: int) -> None:
-        """Note what was read in one go."""
+    def taken(self, seconds: float) -> None:
+        """Note how long a read took."""
         if self._is_remote or self._most > 1:
             # Of a disk that is asked for one thing at a time nothing is to be learned.
-            self._pacer.succeeded(seconds, byte_count)
+            self._pacer.succeeded(seconds)
 
     def buffer(self) -> memoryview:
         """Return a buffer for the longest read."""
@@ -238,7 +238,7 @@ class _Ranges:
             stop = min(start + step, length)
             begin_s = time.monotonic()
             yield read.start + start, view[start:stop]
-            self._run.taken(time.monotonic() - begin_s, stop - start)
+            self._run.taken(time.monotonic() - begin_s)
             self._run.check(read.path)
             judged = stop if stop == length else stop - stop % read.block_bytes
             if check is not None and checked < judged:

@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _GRACE_S = 10.0
 _REPORT_S = 1.0
-_NAME = "ckpt-storage side by side"
 
 
 class Workers:
@@ -151,29 +150,20 @@ def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
-    return _at_once(calls, len(calls))
+    return some_at_once(calls, len(calls))
 
 
 def some_at_once(
     calls: Sequence[Callable[[], T]],
     thread_count: int,
     *,
-    name: str = _NAME,
+    name: str = "ckpt-storage side by side",
     deadline: Deadline | None = None,
 ) -> list[T]:
     """Do as `side_by_side` with any storage, with so many calls under way at a time.
 
     With a `deadline`, those under way at a failure have longer to end.
     """
-    return _at_once(calls, min(thread_count, len(calls)), name, deadline)
-
-
-def _at_once(
-    calls: Sequence[Callable[[], T]],
-    thread_count: int,
-    name: str = _NAME,
-    deadline: Deadline | None = None,
-) -> list[T]:
     results: dict[int, T] = {}
 
     def run(number: int) -> None:
@@ -181,7 +171,8 @@ def _at_once(
 
     grace_s = _GRACE_S if deadline else _REPORT_S
     deadline = deadline or Deadline("commit", math.inf)
-    with Workers(thread_count, name=name, deadline=deadline, grace_s=grace_s) as workers:
+    count = min(thread_count, len(calls))
+    with Workers(count, name=name, deadline=deadline, grace_s=grace_s) as workers:
         for number in range(len(calls)):
             workers.submit(partial(run, number))
         workers.drain()

@@ -15,10 +15,6 @@ from ckpt_storage.store.store import Store
 from .pacing import BUDGET, Pacer
 from .workers import Workers
 
-_FIRST_REQUESTS = 8
-"""How many go out before anything is known of the storage: 128 MiB in parts of 16 MiB, which is
-what 4 GB/s carry in a round trip of 30 ms."""
-
 _MAX_UPLOAD_PARTS = 9_000
 """Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
 
@@ -127,7 +123,7 @@ class ObjectWriter:
         self._claimed_bytes = 0
         most = options.thread_count if capabilities.parallel_parts else 1
         most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
-        self._pacer = Pacer(most, start=_FIRST_REQUESTS if capabilities.is_remote else most)
+        self._pacer = Pacer(most)
         self._upload = store.bounded(deadline, throttled=self._pacer.slowed_down).upload(path)
         self._workers: Workers | None = None
         if capabilities.is_remote or most > 1:
@@ -161,7 +157,7 @@ class ObjectWriter:
         def send() -> None:
             begin_s = time.monotonic()
             self._upload.write_part(number, offset, views, last=last)
-            self._pacer.succeeded(time.monotonic() - begin_s, size_bytes)
+            self._pacer.succeeded(time.monotonic() - begin_s)
             self._deadline.watch.advanced(size_bytes)
             self._on_bytes(size_bytes)
 

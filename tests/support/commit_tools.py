@@ -61,7 +61,7 @@ def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
         found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
         return [found[i] for i in numbers]
 
-    monkeypatch.setattr(workers, "_at_once", in_turn)
+    monkeypatch.setattr(workers, "some_at_once", in_turn)
 
 
 def ungated(operation: str, path: str) -> None:

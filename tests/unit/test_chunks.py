@@ -30,12 +30,10 @@ BLOCK_BYTES = KIB
 ITEM_BYTES = 16
 
 TINY = ReadCosts(
-    request_s=1e-3,
-    stream_bytes_s=2e6,
-    copy_bytes_s=3e6,
+    gap_bytes=2000,
+    copy_bytes=3000,
     part_min_bytes=4 * KIB,
     window_bytes=8 * KIB,
-    gap_max_bytes=2 * KIB,
 )
 """Gaps of 2000 bytes, direct from 3000 bytes on: small files show what large ones would."""
 
@@ -179,7 +177,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, File], list[tuple[ChunkRead, Array
 @settings(max_examples=200, deadline=None)
 @given(
     case=cases(),
-    costs=st.sampled_from([TINY, replace(TINY, copy_bytes_s=1e9), LOCAL_COSTS, REMOTE_COSTS]),
+    costs=st.sampled_from([TINY, replace(TINY, copy_bytes=1_000_000), LOCAL_COSTS, REMOTE_COSTS]),
     part_bytes=st.sampled_from([KIB, 4 * KIB, 16 * KIB, MIB]),
     thread_count=st.sampled_from([1, 4]),
     gaps=st.sampled_from(["none", "cheap"]),
