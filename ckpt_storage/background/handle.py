@@ -23,7 +23,7 @@ from ckpt_storage.errors import (
     SaveCancelledError,
 )
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store.calls import halt_threads
+from ckpt_storage.store.threads import halt_threads
 
 log = logging.getLogger("ckpt_storage")
 

@@ -32,7 +32,7 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import Steps
 from ckpt_storage.saves.save import look_up_outcome
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store.calls import halted
+from ckpt_storage.store.threads import halted
 
 from .worker import Answer, Call, Job, worker_main
 

@@ -17,7 +17,7 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import Steps, rank_save
 from ckpt_storage.saves.save import run_save
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store.calls import abandoned_thread_count
+from ckpt_storage.store.threads import abandoned_thread_count
 
 from .arena import Arenas
 from .handle import SaveStatus

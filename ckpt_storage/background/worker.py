@@ -25,8 +25,8 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import Steps, rank_save
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store.calls import abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.threads import abandoned_thread_count
 
 from .arena import map_shared
 from .staging import StagedPlan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
-from ckpt_storage.store.calls import TimedPool
+from ckpt_storage.store.threads import TimedPool
 
 if TYPE_CHECKING:
     import torch.distributed as dist

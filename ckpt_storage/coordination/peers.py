@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt_storage.errors import CheckpointError, RankFailedError
-from ckpt_storage.store.calls import AbandonedError, TimedPool
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.threads import AbandonedError, TimedPool
 
 from .group import RankGroup
 from .operation import Operation

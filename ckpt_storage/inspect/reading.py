@@ -78,7 +78,7 @@ class Handle:
             opening = partial(self._open, store, deadline)
             if location.is_local:
                 # A thread that is waited for takes longer than to read a document from a disk.
-                opening = partial(store.in_one_thread, f"opening of {self.url}", opening)
+                opening = partial(store.in_one_thread, "opening", opening)
             source, self.marks = opening()
         self.source = source
         # How much to hold at a time of what may be too large to hold.

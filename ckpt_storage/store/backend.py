@@ -207,7 +207,7 @@ class Backend(abc.ABC):
         """Fill the memory of each range; return the object's size, if the storage told it.
 
         Take the next range only when the last one is filled: it is checked then. Raise
-        `ShortReadError` if the object, or the answer, ends within one.
+        `ShortReadError`, or what means HTTP's 416, if the object, or the answer, ends within one.
         """
 
     @abc.abstractmethod
@@ -223,7 +223,8 @@ class Backend(abc.ABC):
         """Put a whole object: visible only complete, durable on return, replaces what is there.
 
         if_absent: raise `FileExistsError` if something is there; one step of the storage.
-        if_match: raise `StorageError(kind="precondition")` unless that version is there.
+        if_match: raise `StorageError(kind="precondition")` unless that version is there. A refused
+        condition, such as HTTP's 412, means the one or the other.
         write_id: kept with the object, where the storage can.
         """
 

@@ -2,172 +2,46 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
-from typing import Any, NoReturn, TypeVar
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 from ckpt_storage.errors import (
-    CheckpointError,
+    IntegrityError,
     InvalidInputError,
     StorageError,
     UnsupportedByStoreError,
 )
-from ckpt_storage.options import RetryPolicy
 
-from .answers import fill, put_settled, taken, whose
 from .backend import (
     DELETE_COUNT,
     Backend,
-    Capabilities,
     Content,
     CopySource,
     ObjectInfo,
     Range,
+    ShortReadError,
 )
-from .calls import CLEAN_UP_S, Caller, Repeat, moved, system_random
-from .deadline import Deadline
-from .problems import explain, too_long
+from .calls import Calls, Repeat, nothing_was_done
+from .problems import damaged, too_long
+from .threads import moved
 from .upload import Upload
 
-log = logging.getLogger("ckpt_storage")
+_DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
+"""Answers that prove that nothing was put, and that change nothing about an earlier request."""
 
-T = TypeVar("T")
 
-
-class Store(Caller):
+class Store(Calls):
     """One root on one storage: every call ends in time, and was repeated where that is right.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
     `bounded`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
     says what it means; it holds no credentials. After kind "timeout" from a read or a part, its
     memory must not be used for anything else: a thread that was given up may still fill it.
-
-    A callable makes the backend in the first call. `url` names the root for messages, `scrub` takes
-    credentials out of them, and `scope` tells what is one storage. `clock`, `sleep` and `random`
-    stand in for time in tests. May be used by several threads and by children of fork.
     """
 
     kept: MutableMapping[Hashable, Any] | None = None
     """Where readers keep documents that never change; for who opens the store. None: nowhere."""
-
-    def __init__(
-        self,
-        backend: Backend | Callable[[], Backend],
-        *,
-        url: str,
-        scrub: Callable[[str], str] = str,
-        policy: RetryPolicy | None = None,
-        request_timeout_s: float = 300.0,
-        scope: Callable[[], Hashable] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = system_random,
-    ) -> None:
-        policy = policy or RetryPolicy()
-        super().__init__(url, policy, request_timeout_s, clock=clock, sleep=sleep, random=random)
-        self.scope = scope
-        self.deadline = Deadline("commit", math.inf)
-        self._scrub = scrub
-        self._open = backend
-        # Shared by all views; of two threads that open it at once, both go on with one.
-        self._opened: list[Backend] = [backend] if isinstance(backend, Backend) else []
-        self._is_view = False
-
-    def __repr__(self) -> str:
-        return f"Store({self.url!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("A Store is not pickled; open it again from its Location.")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the storage can do; nothing is asked of it."""
-        known = self._opened[:1] or [self.run("opening", "", lambda backend: backend)]
-        return known[0].capabilities
-
-    def shown(self, path: str) -> str:
-        """Return the URL of a path, for messages."""
-        return f"{self.url.rstrip('/')}/{path}".rstrip("/")
-
-    def bounded(
-        self,
-        deadline: Deadline,
-        cancelled: Callable[[], bool] | None = None,
-        *,
-        throttled: Callable[[], None] | None = None,
-    ) -> Store:
-        """Return this store with every call, repeats included, ending by `deadline`.
-
-        Closing it does nothing. Once `cancelled` returns True no attempt is begun any more. Once
-        what the deadline belongs to has failed, those under way are left behind, too. `throttled`
-        is called after every answer that asks for fewer requests.
-        """
-        return self._view(
-            deadline=deadline,
-            _deadlines=(*self._deadlines, deadline),
-            _cancelled=cancelled or self._cancelled,
-            _throttled=throttled or self._throttled,
-        )
-
-    def cleaning_up(self) -> Store:
-        """Return this store with a deadline of its own, near and for discarding what failed."""
-        deadline = Deadline("write", CLEAN_UP_S, self._clock)
-        return self._view(_deadlines=(deadline,), _cancelled=bool)
-
-    def _view(self, **changed: object) -> Store:
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _is_view=True, **changed)
-        return view
-
-    def run(
-        self,
-        operation: str,
-        path: str,
-        call: Callable[[Backend], T],
-        *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
-    ) -> T:
-        """Return what `call` makes of the backend; see `call`."""
-        return self.call(
-            f"{operation} of {self.shown(path)}",
-            lambda: self._bordered(operation, path, call),
-            repeat=repeat,
-            extra_s=extra_s,
-        )
-
-    def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
-        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
-        try:
-            if not self._opened and not isinstance(self._open, Backend):
-                self._opened.append(self._open())
-            return call(self._opened[0])
-        except Exception as error:  # noqa: BLE001  # backends raise any type
-            failure = [self.explain(error, operation, path)]
-        # Not raised where it was caught: the foreign one may carry credentials, and its traceback
-        # the caller's buffers. That of this one leads here, and nothing here leads back to it.
-        raise failure.pop()
-
-    def _look_up(self) -> None:
-        self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
-
-    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
-        """Return what an exception of the backend means, without credentials."""
-        known = self._opened[0] if self._opened else None
-        if known is not None and not isinstance(error, CheckpointError):
-            error = known.explain(error) or error
-        if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
-            return error
-        return explain(
-            error,
-            operation,
-            self.shown(path),
-            endpoint="" if known is None else known.endpoint,
-            timeout_s=self._request_timeout_s,
-            scrub=self._scrub,
-        )
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
@@ -196,12 +70,55 @@ class Store(Caller):
         failure = self.run(
             "read",
             path,
-            lambda backend: fill(self, backend, path, ranges, size_bytes),
+            lambda backend: self._fill(backend, path, ranges, size_bytes),
             repeat="unless-abandoned",
         )
         if failure:
             # As in `_bordered`.
             raise failure.pop()
+
+    def _fill(
+        self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
+    ) -> list[Exception]:
+        """Fill ranges of an object, once; return what their iterator raised, if it did.
+
+        Raises `IntegrityError` if the object has another length or ends early, a retryable
+        `StorageError` if only the answer does.
+        """
+        lent = _Lent(ranges)
+        try:
+            self._check_length(path, size_bytes, backend.read(path, iter(lent)))
+        except ShortReadError as error:
+            position = error.position
+        except Exception as error:
+            if lent.failures:
+                if isinstance(lent.failures[0], IntegrityError) and size_bytes is not None:
+                    # A file of another length is told as such, not by the first wrong block.
+                    self._check_length(path, size_bytes, backend.stat(path).size_bytes)
+                return lent.failures
+            if getattr(self.explain(error, "read", path), "kind", "") != "range":
+                raise
+            position = lent.start
+        else:
+            return []
+        total_bytes = backend.stat(path).size_bytes
+        self._check_length(path, size_bytes, total_bytes)
+        shown, start, stop = self.shown(path), lent.start, lent.stop
+        if total_bytes >= stop:
+            raise StorageError(
+                f"The read of {shown} ended after {position - start} of {stop - start} bytes.",
+                kind="connection",
+                retryable=True,
+                path=shown,
+                next_step="Try again; if it comes back, look for a proxy that cuts answers.",
+            )
+        asked = f"within the range [{start}, {stop}) that was asked for"
+        raise damaged(path, f"{shown} ends at byte {total_bytes}, {asked}.", total_bytes)
+
+    def _check_length(self, path: str, size_bytes: int | None, found_bytes: int | None) -> None:
+        if found_bytes is not None and size_bytes not in {None, found_bytes}:
+            text = f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}."
+            raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name, visible only complete, durable on return.
@@ -223,13 +140,13 @@ class Store(Caller):
                 "has no exclusive creation that can be relied on",
                 "Let only one job save here at a time; of a mounted bucket use its own URL.",
             )
-        put_settled(self, "exclusive creation", path, data, if_absent=True)
+        self._put_settled("exclusive creation", path, data, if_absent=True)
 
     def create_alone(self, path: str, data: bytes) -> None:
         """Do what `create` does by a look and a put: safe while nobody else writes the name."""
-        if whose(self, path, data, None) == "other":
-            raise taken(self.shown(path), "creation", "exists")
-        put_settled(self, "creation", path, data)
+        if self._whose(path, data, None) == "other":
+            raise self._taken("creation", path, "exists")
+        self._put_settled("creation", path, data)
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put a whole object in place of what may be there; durable on return.
@@ -246,7 +163,7 @@ class Store(Caller):
                 "Replace it without if_match, and read it back.",
             )
         else:
-            put_settled(self, "replace", path, data, if_match=if_match)
+            self._put_settled("replace", path, data, if_match=if_match)
 
     def replace_seen(self, path: str, data: bytes, seen: Content | None) -> None:
         """Put a whole object in place of what was read there, None for nothing.
@@ -260,6 +177,74 @@ class Store(Caller):
             self.create(path, data)
         else:
             self.replace(path, data, if_match=seen.version)
+
+    def _put_settled(
+        self,
+        operation: str,
+        path: str,
+        data: bytes,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Put an object under a condition; see `create` and `replace`."""
+        is_posix = self.capabilities.kind == "posix"
+        in_doubt, unsynced = False, False
+        for attempt in range(1, self.policy.attempt_count + 1):
+            try:
+                self.put_once(path, data, what=operation, if_absent=if_absent, if_match=if_match)
+            except StorageError as error:
+                failure = error
+            else:
+                return
+            if is_posix and failure.kind not in {"exists", "timeout"}:
+                # The name is linked first and its folder synced then. A failed fsync proves
+                # nothing, and must not be tried again.
+                unsynced = True
+                in_doubt |= failure.retryable
+            else:
+                # What was not answered may still arrive.
+                in_doubt |= not (failure.kind in _DEFINITE or nothing_was_done(failure))
+            found = self._whose(path, data, if_match)
+            if found == "other":
+                kind = "exists" if if_match is None else "precondition"
+                raise self._taken(operation, path, kind) from failure
+            if found == "ours" and not unsynced:
+                return
+            if not in_doubt and (found == "nothing" or not unsynced):
+                raise failure
+            is_last = found == "ours" or attempt == self.policy.attempt_count
+            if is_last or not self.pause(attempt):
+                break
+        shown, there = self.shown(path), "; it is there, but" if found == "ours" else ""
+        raise StorageError(
+            f"The outcome of the {operation} of {shown} is not known{there}: {failure}",
+            kind="unknown",
+            path=shown,
+            next_step="Look at the object when the storage answers again.",
+        ) from failure
+
+    def _whose(self, path: str, data: bytes, version: str | None) -> str:
+        """Return whose an object is: "ours", "other", "nothing" new, or "untold"."""
+        try:
+            found = self.get(path, max_bytes=len(data) if version is None else None)
+        except IntegrityError:
+            return "other"
+        except StorageError as error:
+            if error.kind != "not-found":
+                return "untold"
+            return "nothing" if version is None else "other"
+        if found.data == data:
+            return "ours"
+        return "nothing" if version is not None and found.version == version else "other"
+
+    def _taken(self, operation: str, path: str, kind: str) -> StorageError:
+        return StorageError(
+            f"The {operation} of {self.shown(path)} was refused: something else is there.",
+            kind=kind,
+            path=self.shown(path),
+            next_step="Read it again; somebody else wrote it.",
+        )
 
     def put_once(
         self,
@@ -411,23 +396,6 @@ class Store(Caller):
             "reading of the clock", probe_path, lambda backend: backend.server_time(probe_path)
         )
 
-    def close(self) -> None:
-        """Let go of connections and end the waiting threads; idempotent; nothing for a view.
-
-        A backend that cannot be closed, or not in time, is left as it is, with a warning.
-        """
-        if self._is_view:
-            return
-        try:
-            if self._opened and type(self._opened[0]).close is not Backend.close:
-                self.cleaning_up().run(
-                    "closing", "", lambda backend: backend.close(), repeat="unless-abandoned"
-                )
-        except CheckpointError as error:
-            log.warning("%s was not closed: %s", self.url, error)
-        finally:
-            self._pool.close()
-
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:
     """Delete objects, as many at a time as a backend takes."""
@@ -441,3 +409,32 @@ def _delete(backend: Backend, paths: Iterable[str]) -> None:
     if page:
         moved()
         backend.delete(page)
+
+
+class _Lent:
+    """Ranges as a backend gets them; each is taken back with the next, so nothing fills it late."""
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._ranges = ranges
+        self.start = self.stop = 0
+        self.failures: list[Exception] = []
+
+    def __iter__(self) -> Iterator[Range]:
+        try:
+            for start, view in self._ranges:
+                if not view.nbytes:
+                    continue
+                self.start, self.stop = start, start + view.nbytes
+                lent = memoryview(view).cast("B")
+                # Each range has the time of a request.
+                moved()
+                try:
+                    yield start, lent
+                finally:
+                    # A system call that has it now keeps it.
+                    with contextlib.suppress(BufferError):
+                        lent.release()
+                moved()
+        except Exception as error:
+            self.failures.append(error)
+            raise

@@ -7,19 +7,18 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    InvalidInputError,
-    StorageError,
-)
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 
 from .backend import Backend, Part, PartCopy
-from .calls import AbandonedError, moved
+from .threads import AbandonedError, moved
 
 if TYPE_CHECKING:
     from .store import Store
+
+_State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
+"""Closed is one whose receipts were told: no more is written."""
 
 SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
@@ -47,14 +46,10 @@ class Upload:
         joined: str | None = None,
         write_id: str = "",
     ) -> None:
-        self._store = store
-        self._path = path
-        self._shown = store.shown(path)
+        self._store, self._path, self._shown = store, path, store.shown(path)
         self._capabilities = store.capabilities
-        self._if_absent = if_absent
-        self._copies = copies
-        self._is_owner = joined is None
-        self._token = joined
+        self._if_absent, self._copies = if_absent, copies
+        self._is_owner, self._token = joined is None, joined
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
@@ -68,8 +63,7 @@ class Upload:
         self._may_be_visible = False
         self._is_flushed = False
         self._given_up_part: int | None = None
-        # Whose receipts are told is closed: no more is written.
-        self._state: Literal["open", "closed", "complete", "aborted"] = "open"
+        self._state: _State = "open"
 
     def token(self) -> str:
         """Return a text with which another process joins this upload of this path.
@@ -88,7 +82,7 @@ class Upload:
         be sent again with the same bytes, where the storage can take it twice. `last` marks the one
         that ends the object.
         """
-        self._check_open()
+        self._check("open")
         part = Part(number=number, offset=offset, size_bytes=sum(view.nbytes for view in buffers))
         # An object of one part is one request in place of three.
         is_whole = not number and not offset and self._is_owner and not self._token
@@ -120,7 +114,7 @@ class Upload:
         source has another length or the range leaves it, and `UnsupportedByStoreError` where the
         storage cannot copy.
         """
-        self._check_open()
+        self._check("open")
         what = f"copy of part {copy.number} from {copy.source.path}"
         return self._send(
             copy.number, what, lambda backend, token: backend.copy_part(self._path, token, copy)
@@ -133,7 +127,7 @@ class Upload:
         Raises `StorageError` if any of it may not be: the upload can then only be aborted.
         """
         with self._lock:
-            self._check_alive()
+            self._check()
             if self._state == "open":
                 self._state = "closed"
             parts = [self._parts[number] for number in sorted(self._parts)]
@@ -160,9 +154,7 @@ class Upload:
         with self._lock:
             if self._state == "complete":
                 return
-            self._check_alive()
-            if self._state == "aborted":
-                raise self._ended()
+            self._check("open", "closed")
             self._state = "closed"
             held = self._held
             parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
@@ -199,8 +191,7 @@ class Upload:
         """Return the token, for which the upload may have to be begun."""
         with self._begin_lock:
             if self._token is None:
-                if self._state in {"complete", "aborted"}:
-                    raise self._ended()
+                self._check("open", "closed")
                 self._token = self._store.run("start of the upload", self._path, self._begin)
             return self._token
 
@@ -238,8 +229,7 @@ class Upload:
             raise
         with self._lock:
             # Its receipts may have been handed over while it was being sent.
-            if self._state != "open":
-                raise self._ended()
+            self._check("open")
             self._parts[number] = part
         return part
 
@@ -263,32 +253,29 @@ class Upload:
         self._may_be_visible = True
         try:
             self._store.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
-        except StorageError as error:
-            failure = error
-        else:
-            return
-        if failure.kind == "precondition" and self._if_absent:
-            failure.kind = "exists"
-        if failure.kind in _REFUSALS:
-            raise failure
-        try:
-            found = self._store.stat(self._path)
-        except StorageError:
+        except StorageError as failure:
+            if failure.kind == "precondition" and self._if_absent:
+                failure.kind = "exists"
+            if failure.kind in _REFUSALS:
+                raise
+            # Some storages keep no write id; there it is ours where nobody else writes the name.
+            is_nobodys = failure.kind == "not-found" and not self._if_absent
+            ours_bytes = None
             # The error of the completion is the one to raise.
-            found = None
-        # Some storages keep no write id; there it is ours where nobody else writes the name.
-        is_nobodys = failure.kind == "not-found" and not self._if_absent
-        known = {self.write_id, None} if is_nobodys else {self.write_id}
-        ours = found if found is not None and found.write_id in known else None
-        if ours is not None and ours.size_bytes == total_bytes:
-            return
-        if failure.kind == "not-found":
-            what = "nothing" if ours is None else f"{ours.size_bytes} bytes"
-            raise self._error(
-                f"is gone, and {what} of ours lies under its name instead of {total_bytes} bytes",
-                "Save again; look for a lifecycle rule that aborts uploads early.",
-            ) from failure
-        raise failure
+            with contextlib.suppress(StorageError):
+                found = self._store.stat(self._path)
+                if found.write_id == self.write_id or (is_nobodys and found.write_id is None):
+                    ours_bytes = found.size_bytes
+            if ours_bytes == total_bytes:
+                return
+            if failure.kind == "not-found":
+                what = "nothing" if ours_bytes is None else f"{ours_bytes} bytes"
+                raise self._error(
+                    f"is gone, and {what} of ours lies under its name instead of {total_bytes} "
+                    "bytes",
+                    "Save again; look for a lifecycle rule that aborts uploads early.",
+                ) from failure
+            raise
 
     def _discard(self, backend: Backend) -> None:
         # Waits for a thread that is just beginning the upload.
@@ -327,21 +314,16 @@ class Upload:
             what = "takes no upload from several processes"
             raise self._store.unable(self._path, what, "Let one process write the whole object.")
 
-    def _check_open(self) -> None:
-        self._check_alive()
-        if self._state != "open":
-            raise self._ended()
-
-    def _check_alive(self) -> None:
+    def _check(self, *states: _State) -> None:
+        """Raise unless it can go on, and is in one of these states, if any are named."""
         if self._given_up_part is not None:
             raise self._error(
                 f"cannot go on: part {self._given_up_part} did not end in time and may still be "
                 "changing",
                 "Abort it and save again.",
             )
-
-    def _ended(self) -> StorageError:
-        return self._error("was ended before", "Start a new one.")
+        if states and self._state not in states:
+            raise self._error("was ended before", "Start a new one.")
 
     def _error(self, what: str, next_step: str) -> StorageError:
         return StorageError(

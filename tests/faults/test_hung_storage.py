@@ -43,7 +43,7 @@ import torch.distributed as dist
 import s3fs
 import ckpt_storage
 from dcp_cases import seeded
-from ckpt_storage.store.calls import abandoned_thread_count
+from ckpt_storage.store.threads import abandoned_thread_count
 
 def born():
     for line in sys.stdin:

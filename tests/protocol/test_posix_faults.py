@@ -168,35 +168,18 @@ def test_a_failure_of_any_call_leaves_old_or_new(
             way.run(local_store(str(root), posix=posix))
         except CheckpointError:
             assert content(root) in {way.before, way.after}, (n, operation)
-            if operation in {"pwritev", "fsync", "close", "fstat", "start_write_back"}:
+            if operation in {"pwritev", "fsync", "close", "fstat"}:
                 assert content(root) == way.before, (n, operation)
         else:
             assert content(root) == way.after, (n, operation)
             # Only these may fail without the operation failing, each for a reason.
-            harmless = {"open_new", "link", "rename", "unlink"}
-            if number == errno.EPERM:
-                harmless.add("start_write_back")
-            assert operation in harmless, (n, operation)
+            assert operation in {"open_new", "link", "rename", "unlink"}, (n, operation)
         assert posix.open_count == 0
         drafts = [path.name for path in (root / "saves").iterdir() if path.name != "x"]
         if operation != "unlink":
             assert drafts == [], (n, operation)
         assert all(DRAFT.fullmatch(name) for name in drafts)
         assert_clean_retry(root, way)
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_a_file_system_without_the_call_for_speed_is_written_to_without_it(
-    roots: Iterator[Path], number: int
-) -> None:
-    """It is not asked for again once it was not known."""
-    root = next(roots)
-    rule = Rule(action="error", operation="start_write_back", errno=number, hit_count=None)
-    posix = FaultPosix([rule])
-    long_upload(local_store(str(root), posix=posix))
-    assert content(root) == LONG
-    calls = [call.operation for call in posix.script.calls]
-    assert calls.count("start_write_back") == 1
 
 
 @EACH_WAY

@@ -96,7 +96,7 @@ def _denied(*ops: str) -> list[FaultRule]:
 
 def test_what_cannot_be_deleted_is_named(server: S3Server) -> None:
     """Without the right to delete, the folder that stays is named, and the right is missed."""
-    server.faults(_denied("delete", "bulk_delete"))
+    server.faults(_denied("delete"))
     found = seen(server)
     assert outcomes(found)["delete"] == "no"
     assert found.ok

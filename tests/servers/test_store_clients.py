@@ -29,7 +29,6 @@ from ckpt_storage.errors import StorageError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, Settings, open_store
 from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.store.backends.clouds import Terms
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -383,9 +382,10 @@ def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
             fs = SimpleNamespace(service_client=client)
             return asyncio.run(operation(fs, *args, **more))
 
-        async def _delete(self, fs: Any, path: str, terms: Terms) -> None:
+        async def _ask(self, fs: Any, method: str, path: str, *_: Any, **_named: Any) -> None:
+            assert method == "delete_blob"
             log.append(path)
-            del fs, terms
+            del fs
 
     assert Paged(Location.of("az://box@acct/run"), Settings()).delete_folder("f")
     assert log == ["page", "f/a", "page", "f/b", "f/d/e", "f/d", "f"]

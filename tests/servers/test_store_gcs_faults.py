@@ -23,6 +23,7 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.gcs import GcsBackend
+from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
 
 MULTIPLE = 256 * 1024
@@ -309,8 +310,9 @@ def test_a_session_refuses_a_name_that_was_taken_meanwhile(
     begin = partial(backend.begin_upload, "x", write_id="mine", if_absent=True, copies=False)
     token = begin()
     backend.put("x", [memoryview(b"another's")])
-    with pytest.raises(FileExistsError):
+    with pytest.raises(HttpFailure) as late:
         backend.put_part("x", token, 0, 0, [memoryview(b"end")], last=True)
+    assert late.value.status == 412
     with pytest.raises(FileExistsError):
         begin()
     assert state.objects["run/x"].data == b"another's"

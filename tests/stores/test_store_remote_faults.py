@@ -102,20 +102,18 @@ def test_saving_takes_few_requests(server: S3Server) -> None:
     assert ops(server) == {"create_upload": 1, "part": 3, "complete": 1, "put": 5, "get": 1}
 
 
-def test_bulk_deletion_is_left_where_it_is_refused(server: S3Server) -> None:
-    """A server without DeleteObjects is asked once, then objects go one by one."""
+def test_a_refused_deletion_is_told_when_those_beside_it_have_ended(server: S3Server) -> None:
+    """None of them may land later; a longer list goes in groups, and ends with the first error."""
     store = plain(server)
-    names = [f"saves/a/{i}" for i in range(20)]
+    names = [f"saves/a/{i:02}" for i in range(20)]
     for name in names:
         store.put(name, b"data")
-    server.reset_counters()
-    server.faults(
-        [FaultRule(op="bulk_delete", times=0, action="status", status=400, code="InvalidRequest")]
-    )
-    store.delete(names[:10])
+    denied = FaultRule(op="delete", key="03$", action="status", status=403, code="AccessDenied")
+    server.faults([denied, FaultRule(op="delete", key="04$", action="delay", delay_s=0.3)])
+    assert error_of(lambda: store.delete(names)).kind == "permission"
+    assert set(server.dump("bkt")) == {f"run/{name}" for name in (names[3], *names[16:])}
     store.delete_folder("saves")
     assert server.dump("bkt") == {}
-    assert ops(server) == {"bulk_delete": 1, "delete": 20, "list": 1}
 
 
 def test_a_server_without_checksums_is_asked_for_them_once(
@@ -158,7 +156,7 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         assert server.dump("bkt") == {}
         # Each page is deleted before the next is asked for.
         steps = [one.op for one in server.requests]
-        assert steps[:4] == ["list", "bulk_delete", "list", "bulk_delete"]
+        assert steps[:8] == 2 * ["list", "delete", "delete", "delete"]
 
 
 def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:

@@ -27,10 +27,10 @@ from ckpt_storage.store.backend import (
     Range,
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
-from ckpt_storage.store.calls import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
+from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 

@@ -32,9 +32,9 @@ from ckpt_storage.options import MIB, RetryPolicy, TransferOptions, default_memo
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.backend import Backend, Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.calls import AbandonedError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.store.threads import AbandonedError
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader

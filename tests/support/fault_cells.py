@@ -81,6 +81,7 @@ _LOAD = {
     "waiting": Hold({"load"}, _DIES | {"interrupt"}, "get", _SHARD, "other"),
 }
 
+_RECORD = r"/\.ckpt-storage/[0-9a-f]+/[0-9]{5,}\.json$"
 _NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
 _OUT, _LATE = {"consolidate"}, "broadcast 3"
 
@@ -115,7 +116,7 @@ _CONSOLIDATE = {
         member_step=_LATE,
     ),
     # The index counts by now; what it supersedes is deleted.
-    "clean": Hold(_OUT, _ALL_BUT_CTRL_C | {"oversleep"}, "bulk_delete", "^$", member_step=_LATE),
+    "clean": Hold(_OUT, _ALL_BUT_CTRL_C | {"oversleep"}, "delete", _RECORD, member_step=_LATE),
 }
 
 # What is saved in the background is planned while it is staged, before ranks meet.

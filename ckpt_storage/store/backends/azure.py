@@ -85,27 +85,23 @@ class AzureBackend(CloudBackend):
         await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
 
     async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
-        await self._ask(fs, "delete_blob", path, **terms)
+        await self._ask(fs, "delete_blob", path.rstrip("/"), **terms)
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         container = fs.service_client.get_container_client(self._place[0])
         wanted = {"name_starts_with": below, "include": ["metadata"], **self._settings}
         ask = container.list_blobs if recursive else container.walk_blobs
         pages = ask(**wanted).by_page(more)
-        objects, folders, markers = [], [], []
+        found = []
         async for page in pages:
             async for item in page:
-                if item.get("prefix") is not None:
-                    folders.append(f"{item.name.rstrip('/')}/")
-                elif _is_folder(item):
-                    markers.append(item.name)
-                else:
+                if item.get("prefix") is not None or (recursive and _is_folder(item)):
+                    found.append(self._listed(f"{item.name.rstrip('/')}/"))
+                elif not _is_folder(item):
                     changed_s = item.last_modified.timestamp()
-                    objects.append((item.name, item.size, changed_s, None))
+                    found.append(self._listed(item.name, item.size, changed_s))
             break
-        return Page(
-            objects=objects, folders=folders, markers=markers, more=pages.continuation_token
-        )
+        return found, pages.continuation_token
 
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         from azure.core import MatchConditions  # noqa: PLC0415  # comes with adlfs
@@ -139,8 +135,7 @@ class AzureBackend(CloudBackend):
 
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
         given = {"metadata": _metadata(write_id), **self._terms(if_absent=if_absent)}
-        with self.taken(path, if_absent=if_absent):
-            self._run(self._ask, "commit_block_list", path, blocks, **given)
+        self._run(self._ask, "commit_block_list", path, blocks, **given)
 
     def abort_upload(self, path: str, token: str) -> None:
         """Send nothing: blocks that are not listed cannot be removed."""

@@ -7,6 +7,7 @@ open store uses are kept. A child of fork builds its own and touches nothing tha
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import atexit
 import contextlib
@@ -16,14 +17,16 @@ import os
 import selectors
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.store.backend import Backend, Settings, ShortReadError
+from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
 from ckpt_storage.store.redaction import Scrubber
+
+from .drafts import is_draft_name
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -194,6 +197,20 @@ class ClientBackend(Backend):
             place = ""
         # With the class: another may be registered for the protocol meanwhile.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
+
+    @abc.abstractmethod
+    def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
+        """Yield what is below a folder, as it comes; what is a folder has a path ending in "/"."""
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        for page in self._pages(prefix, recursive=recursive):
+            for info in page:
+                name = info.path.rpartition("/")[2]
+                # Consoles make folders as empty objects, also the one that is listed.
+                is_child = not recursive and info.path.strip("/") != prefix
+                is_shown = not is_draft_name(name) if name else is_child
+                if is_shown:
+                    yield info
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[ForeignFs]:

@@ -21,8 +21,8 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.calls import moved
 from ckpt_storage.store.problems import explain
+from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
@@ -47,18 +47,8 @@ class Body:
     version: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """One answer to a listing, by names of objects; `more` asks for the next, if any.
-
-    objects: name, size, time, version. markers: objects that are folders, deleted after what is in
-    them.
-    """
-
-    objects: Sequence[tuple[str, int, float | None, str | None]]
-    folders: Sequence[str] = ()
-    markers: Sequence[str] = ()
-    more: Any = None
+Page: TypeAlias = tuple[Sequence[ObjectInfo], Any]
+"""One answer to a listing, and what asks for the next, if there is more."""
 
 
 class CloudBackend(ClientBackend):
@@ -86,7 +76,10 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
-        """List names that begin with `below`; not recursively, up to the next slash."""
+        """List names that begin with `below`; not recursively, up to the next slash.
+
+        What stands for a folder has a path that ends in a slash.
+        """
 
     @abc.abstractmethod
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
@@ -112,12 +105,7 @@ class CloudBackend(ClientBackend):
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         total_bytes = None
         for start, view in ranges:
-            try:
-                count, total_bytes = self._run(self._fill, path, start, view)
-            except Exception as error:
-                if self.kind_of(error) != "range":
-                    raise
-                count = 0
+            count, total_bytes = self._run(self._fill, path, start, view)
             if count < len(view):
                 raise ShortReadError(start + count)
         return total_bytes
@@ -155,22 +143,7 @@ class CloudBackend(ClientBackend):
     ) -> None:
         """Send the object in one request, of any size: some ignore a condition on parts."""
         terms = self._terms(if_absent=if_absent, if_match=if_match)
-        with self.taken(path, if_absent=if_absent):
-            self._run(self._put, path, data, write_id, terms)
-
-    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, recursive=recursive):
-            for name, size_bytes, modified_s, version in page.objects:
-                # Consoles make folders as empty objects with a slash at the end.
-                if not name.endswith("/"):
-                    yield ObjectInfo(
-                        path=self._path(name),
-                        size_bytes=size_bytes,
-                        modified_s=modified_s,
-                        version=version,
-                    )
-            for name in page.folders:
-                yield ObjectInfo(path=self._path(name), size_bytes=0)
+        self._run(self._put, path, data, write_id, terms)
 
     def delete(self, paths: Sequence[str]) -> None:
         async def delete(fs: ForeignFs, path: str) -> None:
@@ -178,7 +151,10 @@ class CloudBackend(ClientBackend):
                 await self._delete(fs, path, {})
 
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
-            await asyncio.gather(*(delete(fs, path) for path in some))
+            calls = (delete(fs, path) for path in some)
+            # A deletion that outlives the call could hit what is written anew.
+            for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
+                raise error
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -195,21 +171,20 @@ class CloudBackend(ClientBackend):
                 raise
 
     def delete_folder(self, path: str) -> bool:
-        folders: list[str] = []
+        folders: set[str] = set()
         for page in self._pages(path, recursive=True):
-            self.delete([self._path(name) for name, *_ in page.objects])
-            folders += map(self._path, page.markers)
-        for folder in sorted([*folders, path] if folders else (), key=len, reverse=True):
+            self.delete([info.path for info in page if not info.path.endswith("/")])
+            folders.update(info.path for info in page if info.path.endswith("/"))
+        for folder in sorted(folders | {f"{path}/"} if folders else (), key=len, reverse=True):
             self.delete([folder])
         return True
 
-    def _pages(self, folder: str, *, recursive: bool) -> Iterator[Page]:
-        below, more = self._name(f"{folder}/" if folder else ""), None
+    def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
+        below, more = self._name(f"{prefix}/" if prefix else ""), None
         while True:
-            page = self._run(self._page, below, more, recursive=recursive)
+            page, more = self._run(self._page, below, more, recursive=recursive)
             moved()
             yield page
-            more = page.more
             if not more:
                 return
 
@@ -227,6 +202,16 @@ class CloudBackend(ClientBackend):
         """Return the path below the root of an object name."""
         return name[len(self._place[1]) :]
 
+    def _listed(
+        self,
+        name: str,
+        size_bytes: int = 0,
+        modified_s: float | None = None,
+        version: str | None = None,
+    ) -> ObjectInfo:
+        path = self._path(name)
+        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=modified_s, version=version)
+
     @staticmethod
     def kind_of(error: Exception) -> str:
         """Return what kind of `StorageError` an error will become."""
@@ -242,16 +227,6 @@ class CloudBackend(ClientBackend):
         except Exception as error:
             if self.kind_of(error) != "not-found":
                 raise
-
-    @contextlib.contextmanager
-    def taken(self, path: str, *, if_absent: bool) -> Iterator[None]:
-        """Raise `FileExistsError` for a refusal that says so: some servers do not tell more."""
-        try:
-            yield
-        except Exception as error:
-            if not if_absent or self.kind_of(error) not in {"exists", "precondition"}:
-                raise
-            raise FileExistsError(f"{path} is there already") from None
 
 
 def total_of(content_range: object) -> int | None:

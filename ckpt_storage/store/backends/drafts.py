@@ -13,14 +13,9 @@ from typing import Literal
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Settings
 
-from .posix import NO_CALL, Posix, is_known, sync_folder
+from .posix import NO_CALL, Posix, sync_folder
 
 _DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
-
-# A block of which more will be written is not sent to the disk twice, and what is shorter than
-# this is left to the kernel: a call costs more than it brings.
-_BLOCK_BYTES = 4096
-_WRITE_BACK_BYTES = 1 << 20
 
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
 # which leaves room for the dots and the random part.
@@ -60,7 +55,7 @@ class Draft:
         """Create the temporary file, or open the one called `name` that another process made."""
         self._posix = posix
         self._target = target
-        self._sync = self._writes_back = settings.sync_files
+        self._sync = settings.sync_files
         self._drops_cache = settings.page_cache == "drop"
         self._folder, target_name = os.path.split(target)
         self.is_own = name is None
@@ -89,12 +84,6 @@ class Draft:
         """Write buffers one after the other from `offset` on; after an error the same again."""
         with self._using() as fd:
             self._posix.pwritev_all(fd, buffers, offset)
-            end = offset + sum(view.nbytes for view in buffers)
-            start, end = offset - offset % _BLOCK_BYTES, end - end % _BLOCK_BYTES
-            if self._writes_back and end - start >= _WRITE_BACK_BYTES:
-                # So that the fsync to come has less to wait for.
-                call = self._posix.start_write_back
-                self._writes_back = is_known(lambda: call(fd, start, end - start))
 
     def flush(self) -> None:
         """Make what this process wrote durable; close it until used again. A failure is final."""
@@ -215,7 +204,7 @@ class Draft:
         if self._sync:
             self._posix.fsync(fd)
             if self._drops_cache:
-                is_known(lambda: self._posix.forget(fd))
+                self._posix.forget(fd)
 
     def _check_length(self, fd: int, total_bytes: int) -> None:
         found = self._posix.fstat(fd)

@@ -30,6 +30,7 @@ _NONE: Mapping[str, Any] = {}
 _OK = 200
 _GOES_ON = 308
 _FIRST_FAILURE = 400
+_TAKEN = 412
 _CANCELLED = 499
 
 
@@ -99,7 +100,10 @@ class GcsBackend(CloudBackend):
         )
 
     async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
-        async with self._ask(fs, "DELETE", self._address(path), query=terms):
+        await self._remove(fs, self._address(path), query=terms)
+
+    async def _remove(self, fs: ForeignFs, /, address: str, **more: Any) -> None:
+        async with self._ask(fs, "DELETE", address, **more):
             pass
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
@@ -111,14 +115,12 @@ class GcsBackend(CloudBackend):
             **({"pageToken": more} if more else {}),
         }
         page = await self._document(fs, "GET", self._objects, kind="objects", query=query)
-        return Page(
-            objects=[
-                (item["name"], int(item["size"]), _seconds(item.get("updated")), None)
-                for item in page.get("items", ())
-            ],
-            folders=page.get("prefixes", ()),
-            more=page.get("nextPageToken"),
-        )
+        found = [
+            self._listed(item["name"], int(item["size"]), _seconds(item.get("updated")))
+            for item in page.get("items", ())
+        ]
+        found += map(self._listed, page.get("prefixes", ()))
+        return found, page.get("nextPageToken")
 
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         generation = "0" if if_absent else if_match
@@ -135,8 +137,12 @@ class GcsBackend(CloudBackend):
             async with self._ask(fs, "POST", at, query=query, headers=headers, data=data) as answer:
                 return str(answer.headers.get("Location", ""))
 
-        with self.taken(path, if_absent=if_absent):
+        try:
             session = self._run(begin)
+        except HttpFailure as error:
+            if error.status == _TAKEN:
+                raise FileExistsError(f"{path} is there already") from None
+            raise
         if not session:
             raise ForeignAnswer("address for the upload")
         self._sessions[session] = 0, False
@@ -150,17 +156,14 @@ class GcsBackend(CloudBackend):
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
-        # The only condition that a session has.
-        with self.taken(path, if_absent=True):
-            kept, is_over = known or self._send(token, total_bytes)
-            while kept < end or (last and not is_over):
-                if kept < offset or is_over:
-                    what = f"holds {kept} bytes, and the part at {offset} cannot follow"
-                    raise stuck(path, what)
-                start = kept
-                kept, is_over = self._send(token, total_bytes, start, body[start - offset :])
-                if kept <= start and not is_over:
-                    raise stuck(path, f"makes no progress at byte {start}", retryable=True)
+        kept, is_over = known or self._send(token, total_bytes)
+        while kept < end or (last and not is_over):
+            if kept < offset or is_over:
+                raise stuck(path, f"holds {kept} bytes, and the part at {offset} cannot follow")
+            start = kept
+            kept, is_over = self._send(token, total_bytes, start, body[start - offset :])
+            if kept <= start and not is_over:
+                raise stuck(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, is_over
         return ""
 
@@ -171,21 +174,15 @@ class GcsBackend(CloudBackend):
         total_bytes = sum(part.size_bytes for part in parts)
         kept, is_over = self._sessions.pop(token, (0, False))
         if not is_over:
-            with self.taken(path, if_absent=if_absent):
-                kept, is_over = self._send(token, total_bytes)
+            kept, is_over = self._send(token, total_bytes)
         if not is_over or kept != total_bytes:
             raise stuck(path, f"holds {kept} of {total_bytes} bytes")
 
     def abort_upload(self, path: str, token: str) -> None:
         self._sessions.pop(token, None)
-
-        async def cancel(fs: ForeignFs) -> None:
-            async with self._ask(fs, "DELETE", token, data=b""):
-                pass
-
         with self.unless_absent():
             try:
-                self._run(cancel)
+                self._run(self._remove, token, data=b"")
             except HttpFailure as error:
                 if error.status != _CANCELLED:
                     raise

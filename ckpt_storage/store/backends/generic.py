@@ -28,9 +28,9 @@ from ckpt_storage.store.backend import (
     Settings,
     ShortReadError,
 )
-from ckpt_storage.store.calls import moved
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import stuck
+from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 from .drafts import draft_name, is_draft_name
@@ -115,15 +115,6 @@ class FsspecBackend(ClientBackend):
                 self.abort_upload(path, token)
             raise
 
-    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, recursive=recursive):
-            for path, info in page:
-                if path.endswith("/"):
-                    if not recursive:
-                        yield ObjectInfo(path=path, size_bytes=0)
-                elif not _is_draft(path):
-                    yield _told(path, info)
-
     def delete(self, paths: Sequence[str]) -> None:
         with self._turn() as fs:
             for path in paths:
@@ -133,7 +124,7 @@ class FsspecBackend(ClientBackend):
     def delete_folder(self, path: str) -> bool:
         """Remove the files page by page, then the folders, unless a name is taken for a pattern."""
         for page in self._pages(path, recursive=True):
-            self.delete([below for below, _ in page if not below.endswith("/")])
+            self.delete([info.path for info in page if not info.path.endswith("/")])
         full = self._full(path)
         with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not has_magic(full):
@@ -210,7 +201,7 @@ class FsspecBackend(ClientBackend):
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
-        if not _is_draft(token):
+        if not is_draft_name(token.rpartition("/")[2]):
             raise stuck(path, "has another token")
         writing = self._writings.pop(token, None)
         # A call that hangs keeps its file system; the file is removed all the same.
@@ -256,10 +247,8 @@ class FsspecBackend(ClientBackend):
                 wanted -= len(piece)
         return b"".join(pieces)
 
-    def _pages(
-        self, prefix: str, *, recursive: bool
-    ) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
-        """Yield what lies directly in each folder; of folders the paths end in "/"."""
+    def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
+        """Yield what lies directly in each folder."""
         folders, root = [prefix], self._root.strip("/")
         cut = len(root) + 1 if root else 0
         while folders:
@@ -274,7 +263,8 @@ class FsspecBackend(ClientBackend):
                 path = str(info["name"]).strip("/")[cut:]
                 if path != folder:
                     is_folder = info["type"] == "directory"
-                    page.append((f"{path}/" if is_folder else path, info))
+                    below = ObjectInfo(path=f"{path}/", size_bytes=0)
+                    page.append(below if is_folder else _told(path, info))
                     folders += [path] if is_folder and recursive else []
             yield page
 
@@ -289,10 +279,6 @@ class FsspecBackend(ClientBackend):
             found_bytes = self._info(fs, path).size_bytes
         if found_bytes != total_bytes:
             raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
-
-
-def _is_draft(path: str) -> bool:
-    return is_draft_name(path.rpartition("/")[2])
 
 
 def _exists(fs: ForeignFs, full: str) -> bool:

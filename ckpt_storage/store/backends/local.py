@@ -33,7 +33,6 @@ from .posix import (
     NO_CALL,
     Posix,
     folder_of,
-    is_known,
     is_remains,
     make_folder,
     remove_folder,
@@ -102,7 +101,7 @@ class LocalBackend(Backend):
             for start, target in ranges:
                 if target.nbytes >= _READ_ON_BYTES and not is_told:
                     is_told = True
-                    is_known(lambda: self._posix.read_on(fd))
+                    self._posix.read_on(fd)
                 count = self._posix.preadv_all(fd, [target], start)
                 if count < target.nbytes:
                     raise ShortReadError(start + count)

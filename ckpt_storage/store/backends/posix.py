@@ -8,10 +8,10 @@ Every method raises the `OSError` it got. Below them is what takes several calls
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import os
 import re
 import stat as stat_modes
@@ -28,7 +28,6 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _WRITE_BYTES = 1 << 20
 
 _AT_FDCWD = -100
-_SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -37,36 +36,10 @@ ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 NO_CALL = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 """What a file system or kernel answers if it does not know a call."""
 
-_HINT_REFUSED = NO_CALL | {errno.EINTR, errno.ENODEV, errno.EPERM, errno.ESPIPE}
+_NO_FULL_SYNC = NO_CALL | {errno.EINTR, errno.ENODEV, errno.ENOTTY, errno.EPERM, errno.ESPIPE}
 
 # What an NFS client keeps of a removed file that a process still holds open.
 _NFS_REMAINS = re.compile(r"\.nfs[0-9a-f]{8,}")
-
-
-def is_known(call: Callable[[], None]) -> bool:
-    """Make a call that promises nothing; return whether kernel and file system carried it out."""
-    try:
-        call()
-    except OSError as error:
-        if error.errno not in _HINT_REFUSED:
-            raise
-        return False
-    return True
-
-
-@functools.cache
-def _function(name: str) -> Callable[..., int]:
-    """Return a function of Linux's C library; raise `OSError` with ENOSYS where there is none."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if found is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    return found
-
-
-def _call(name: str, *arguments: object) -> None:
-    if _function(name)(*arguments):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _sync(fd: int) -> None:
@@ -77,7 +50,7 @@ def _sync(fd: int) -> None:
         try:
             fcntl.fcntl(fd, command)
         except OSError as error:
-            if error.errno not in _HINT_REFUSED | {errno.ENOTTY}:
+            if error.errno not in _NO_FULL_SYNC:
                 raise
         else:
             return
@@ -85,7 +58,8 @@ def _sync(fd: int) -> None:
 
 
 def _advise(fd: int, advice: str) -> None:
-    if hasattr(os, "posix_fadvise"):
+    # A hint promises nothing, and some file systems take none.
+    with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(fd, 0, 0, getattr(os, advice))
 
 
@@ -152,11 +126,6 @@ class Posix:
         """Fill buffers from `offset` (bytes) on; return the bytes read, fewer only at the end."""
         return _move_all(self.preadv, fd, buffers, offset, sys.maxsize)
 
-    def start_write_back(self, fd: int, offset: int, length: int) -> None:
-        """Let the kernel begin to write a range to the disk; the next `fsync` tells of errors."""
-        flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
-        _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
-
     def forget(self, fd: int) -> None:
         """Let the kernel drop what it caches of an open file and has written; promises nothing."""
         _advise(fd, "POSIX_FADV_DONTNEED")
@@ -193,9 +162,15 @@ class Posix:
 
     def rename_new(self, source: str, target: str) -> None:
         """Give a file another name that nothing bears, in one step; else raise EEXIST."""
-        paths = [ctypes.c_char_p(os.fsencode(path)) for path in (source, target)]
-        here = ctypes.c_int(_AT_FDCWD)
-        _call("renameat2", here, paths[0], here, paths[1], ctypes.c_uint(_RENAME_NOREPLACE))
+        number = errno.ENOSYS
+        # Of Linux's C library.
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if call is not None:
+            paths = [ctypes.c_char_p(os.fsencode(path)) for path in (source, target)]
+            if not call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_NOREPLACE):
+                return
+            number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target)

@@ -27,7 +27,7 @@ from ckpt_storage.store.backend import (
     Settings,
 )
 from ckpt_storage.store.location import Location, address_of
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, check_source
+from ckpt_storage.store.problems import ForeignAnswer, check_source
 
 from .clients import ForeignFs
 from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
@@ -46,8 +46,6 @@ _PIECE_BYTES = MIB
 _UNKNOWN_HEADER = frozenset(
     {"501", "InvalidArgument", "InvalidRequest", "MethodNotAllowed", "NotImplemented"}
 )
-_NO_BULK = _UNKNOWN_HEADER | {"MalformedXML", "MissingContentMD5", "MissingRequestBodyError"}
-"""Refusals of DeleteObjects as such: OpenStack Swift wants a header that clients no longer send."""
 
 _TELLING = {
     "complete_multipart_upload": {"ETag"},
@@ -96,7 +94,6 @@ class S3Backend(CloudBackend):
             options=_client_options(location, timeout_s),
         )
         self._url = location.url
-        self._takes_bulk = True
         self._takes_checksums = True
         # By upload: ETag and length of what is copied, so that all copies are of one version.
         self._sources: dict[str, dict[str, tuple[str, int]]] = {}
@@ -168,37 +165,17 @@ class S3Backend(CloudBackend):
         asked = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
         asked |= {"ContinuationToken": more} if more else {}
         answer = await self._ask(fs, "list_objects_v2", **asked)
-        return Page(
-            objects=[
-                (item["Key"], item["Size"], item["LastModified"].timestamp(), item.get("ETag"))
-                for item in answer.get("Contents", ())
-            ],
-            folders=[item["Prefix"] for item in answer.get("CommonPrefixes", ())],
-            more=answer["IsTruncated"] and answer.get("NextContinuationToken"),
-        )
+        found = [
+            self._listed(one["Key"], one["Size"], one["LastModified"].timestamp(), one.get("ETag"))
+            for one in answer.get("Contents", ())
+        ]
+        found += [self._listed(one["Prefix"]) for one in answer.get("CommonPrefixes", ())]
+        return found, answer["IsTruncated"] and answer.get("NextContinuationToken")
 
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
         if if_absent:
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete in one request, where the server takes such requests."""
-        if len(paths) < 2 or not self._takes_bulk:  # noqa: PLR2004
-            return super().delete(paths)
-        objects = [{"Key": self._name(path)} for path in paths]
-        try:
-            answer = self._send("delete_objects", Delete={"Objects": objects, "Quiet": True})
-        except Exception as error:
-            if _code_of(error) not in _NO_BULK:
-                raise
-            self._takes_bulk = False
-            return super().delete(paths)
-        for refusal in answer.get("Errors", ()):
-            code = str(refusal.get("Code", ""))
-            if code != "NoSuchKey":
-                raise HttpFailure(status=None, code=code, message=refusal.get("Message", ""))
-        return None
 
     def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
         """CreateMultipartUpload; for copies with the wish that S3 computes checksums."""
@@ -284,13 +261,12 @@ class S3Backend(CloudBackend):
         if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
             whole = combine_many(crcs, [part.size_bytes for part in parts])
             extra |= {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
-        with self.taken(path, if_absent=if_absent):
-            self._send(
-                "complete_multipart_upload",
-                **self._upload(path, token),
-                MultipartUpload={"Parts": named},
-                **extra,
-            )
+        self._send(
+            "complete_multipart_upload",
+            **self._upload(path, token),
+            MultipartUpload={"Parts": named},
+            **extra,
+        )
         self._sources.pop(token, None)
 
     def abort_upload(self, path: str, token: str) -> None:

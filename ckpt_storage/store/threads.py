@@ -1,0 +1,234 @@
+"""Blocking calls in threads that can be left behind at a deadline.
+
+A thread that hangs in the kernel cannot be ended, so it is left behind, named after what it was
+doing and counted, and the process can still exit. Threads are used again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckpt_storage.errors import StorageError
+
+from .deadline import LOOK_S
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+
+
+class AbandonedError(StorageError):
+    """The call did not end in time or was given up; its thread may still end it later."""
+
+
+_ABANDONED: set[_Worker] = set()
+# A child of fork has none of its parent's threads.
+os.register_at_fork(after_in_child=_ABANDONED.clear)
+
+_HALT = threading.Event()
+_serving = threading.local()
+
+
+def halt_threads() -> None:
+    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+
+    For an interpreter that ends: a daemon thread that returns from C++ then takes the process down.
+    """
+    _HALT.set()
+
+
+def halted() -> None:
+    """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
+    if _HALT.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
+def abandoned_thread_count() -> int:
+    """Return how many threads of this process are stuck in calls that were given up."""
+    return len(_ABANDONED)
+
+
+def moved() -> None:
+    """Say that the call of this thread has come further: its time begins anew.
+
+    For calls of many requests, such as a listing of many pages: each has the time of one. Raises
+    `AbandonedError` if the call was given up, so that it does no more.
+    """
+    worker: _Worker | None = getattr(_serving, "worker", None)
+    if worker is not None:
+        if worker.is_abandoned:
+            raise AbandonedError("Nobody waits for this call any more.")
+        worker.moved_s = time.monotonic()
+
+
+def is_one_of_many(what: str) -> bool:
+    """Return whether this thread makes many calls, of which this is the next."""
+    worker: _Worker | None = getattr(_serving, "worker", None)
+    if worker is None or not worker.is_of_many:
+        return False
+    moved()
+    worker.what = what
+    return True
+
+
+def as_many(calls: Callable[[], T]) -> T:
+    """Return what `calls` returns; the calls that it makes itself are made in this thread."""
+    _serving.worker.is_of_many = True
+    try:
+        return calls()
+    finally:
+        _serving.worker.is_of_many = False
+
+
+class _Worker(threading.Thread):
+    """A daemon thread that makes one call at a time, until it is given None."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.is_abandoned = False
+        # A call of many has the time of each, and is named after the one that is under way.
+        self.is_of_many = False
+        self.what = ""
+        self.moved_s = 0.0
+        self._lock = threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        _serving.worker = self
+        while (call := self.calls.get()) is not None:
+            value, error = None, None
+            try:
+                value = call()
+            except BaseException as caught:  # noqa: BLE001  # raised again by the caller
+                error = caught
+            del call
+            with self._lock:
+                if self.is_abandoned:
+                    _ABANDONED.discard(self)
+                    return
+                self.answers.put((value, error))
+            # Held in no variable while waiting: both may keep much memory alive.
+            del value, error
+
+    def abandon(self) -> bool:
+        """Leave the thread to its call, unless that has just ended; return whether it was left."""
+        with self._lock:
+            if not self.answers.empty():
+                return False
+            self.is_abandoned = True
+            _ABANDONED.add(self)
+        self.name = f"ckpt-storage abandoned: {self.what}"
+        return True
+
+
+def _end_all(idle: list[_Worker]) -> None:
+    while idle:
+        idle.pop().calls.put(None)
+
+
+class TimedPool:
+    """Runs calls in threads of its own, as many as there are callers at a time; survives fork."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._numbers = itertools.count()
+        self._idle: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process_id = os.getpid()
+        weakref.finalize(self, _end_all, self._idle).atexit = False
+
+    def run(
+        self,
+        call: Callable[[], T],
+        *,
+        timeout_s: float,
+        most_s: float = math.inf,
+        what: str,
+        repeatable: bool,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
+
+        They count from the last `moved`; `most_s` is the limit of it all. Raises `AbandonedError`
+        when time is up, retryable if `repeatable`, or soon after `cancelled` returned True.
+        """
+        halted()
+        worker = self._take()
+        worker.moved_s, worker.what = time.monotonic(), what
+        last_s = worker.moved_s + most_s
+        worker.calls.put(call)
+        is_cancelled = False
+        try:
+            while True:
+                left_s = min(worker.moved_s + timeout_s, last_s) - time.monotonic()
+                wait_s = left_s if cancelled is None else min(LOOK_S, left_s)
+                try:
+                    value, error = worker.answers.get(timeout=max(0.0, wait_s))
+                    break
+                except queue.Empty:
+                    is_cancelled = cancelled is not None and cancelled()
+                    is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
+                if (is_late or is_cancelled) and worker.abandon():
+                    break
+        except BaseException:
+            # An interrupt of the main thread: the call goes on without anyone waiting.
+            if not worker.abandon():
+                worker.calls.put(None)
+            raise
+        if worker.is_abandoned and is_cancelled:
+            raise AbandonedError(
+                f"The {worker.what} was given up, because what it belongs to has failed.",
+                kind="timeout",
+                next_step="Look at the first failure.",
+            )
+        if worker.is_abandoned:
+            raise AbandonedError(
+                f"The {worker.what} did not end within {timeout_s:.3g} s and was given up.",
+                kind="timeout",
+                retryable=repeatable,
+                next_step="Check that the storage answers; if it is only slow, raise "
+                "Timeouts(request=...).",
+            )
+        with self._lock:
+            if self._closed:
+                worker.calls.put(None)
+            else:
+                self._idle.append(worker)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback leads to this frame, and the frame must not lead back.
+            del error
+        result: T = value
+        return result
+
+    def close(self) -> None:
+        """End the waiting threads and join them; idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = self._idle[:]
+            _end_all(self._idle)
+        for worker in idle:
+            worker.join(_JOIN_S)
+
+    def _take(self) -> _Worker:
+        if self._process_id != os.getpid():
+            self._lock = threading.Lock()
+            self._idle.clear()
+            self._process_id = os.getpid()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Worker(f"{self._name} {next(self._numbers)}")
