@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dcp_cases
 import pytest
@@ -18,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from copy_cases import saved_stock
 from dcp_cases import failures_of, files_below, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
 
 from ckpt_storage import (
     CheckpointError,
@@ -208,17 +208,11 @@ def test_a_folder_without_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert_says(error, CheckpointInProgressError, "no .metadata", "Wait for the save to end")
 
 
-class DyingPlanner(dcp.DefaultSavePlanner):
-    """A planner that fails when data are asked for."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        raise RuntimeError(write_item.index.fqn)
-
-
 def test_a_save_that_did_not_commit_is_in_progress(tmp_path: Path) -> None:
     """What a failed save leaves is told apart from an empty folder and from a checkpoint."""
+    dying = dcp_cases.planner(resolve_data=mock.Mock(side_effect=RuntimeError("no data")))
     with pytest.raises(CheckpointException):
-        dcp_cases.save(dict(STATE), tmp_path / "run", planner=DyingPlanner())
+        dcp_cases.save(dict(STATE), tmp_path / "run", planner=dying)
     error = load_error(tmp_path / "run")
     assert_says(error, CheckpointInProgressError, "has not committed", "Wait for the save to end")
     dcp_cases.save(dict(STATE), tmp_path / "run")

@@ -133,30 +133,20 @@ def test_readers_see_whole_checkpoints_while_it_is_overwritten(
     assert len(list((folder / "saves").iterdir())) == 2
 
 
-class Overtaken(dcp.DefaultLoadPlanner):
-    """Lets two newer saves come after the metadata was read and before the data are."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def create_local_plan(self) -> LoadPlan:
-        save(1, self._folder)
-        save(2, self._folder)
-        return super().create_local_plan()
-
-
 def test_a_load_that_was_overtaken_says_that_the_save_is_gone(folder: Path) -> None:
     """Its shards were freed meanwhile: no damage, and loading again gives what is there now."""
     save(0, folder)
     reader = CheckpointStorageReader(folder)
+
+    def overtaken(plan: Callable[[], LoadPlan]) -> LoadPlan:
+        save(1, folder)
+        save(2, folder)
+        return plan()
+
+    planner = dcp_cases.planner(dcp.DefaultLoadPlanner, create_local_plan=overtaken)
+    state = {"a": torch.zeros(5000, dtype=torch.int64)}
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(
-            {"a": torch.zeros(5000, dtype=torch.int64)},
-            storage_reader=reader,
-            planner=Overtaken(folder),
-            no_dist=True,
-        )
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     ((failure, _),) = caught.value.failures.values()
     assert isinstance(failure, CheckpointGoneError)
     assert "overwritten by save" in str(failure)

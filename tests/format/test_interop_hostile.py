@@ -139,26 +139,20 @@ def test_an_archive_that_torch_would_give_to_torchscript_is_refused(tmp_path: Pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(Script()), stream)
-    planner = BlobPlanner(stream.getvalue())
+    planner = blob_planner(stream.getvalue())
     dcp_cases.save({"x": 1}, tmp_path, planner=planner)
     refused(tmp_path, {"x": None})
 
 
-class BlobPlanner(dcp.DefaultSavePlanner):
-    """A planner that writes given bytes for every blob."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__()
-        self.data = data
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002, ARG002  # torch's names
-        return io.BytesIO(self.data)
+def blob_planner(data: bytes) -> Any:
+    """Return a planner that writes given bytes for every blob."""
+    return dcp_cases.planner(transform_object=lambda *_: io.BytesIO(data))
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps(1), b"PK\x03\x04" + b"\0" * 60])
 def test_blobs_that_torch_cannot_read_are_refused(tmp_path: Path, data: bytes) -> None:
     """Bytes that are no torch.save file raise an error of ours that names the blob."""
-    dcp_cases.save({"x": 1}, tmp_path, planner=BlobPlanner(data))
+    dcp_cases.save({"x": 1}, tmp_path, planner=blob_planner(data))
     error = load_failure(tmp_path, {"x": None})
     assert isinstance(error, FormatError | UnsafeContentError)
     assert "x in saves/" in str(error)
@@ -169,7 +163,7 @@ def test_a_malicious_legacy_blob_is_refused(tmp_path: Path) -> None:
     """The file format before torch 1.6, a plain sequence of pickles, is scanned as well."""
     stream = io.BytesIO()
     torch.save(attack(tmp_path / "ran"), stream, _use_new_zipfile_serialization=False)
-    planner = BlobPlanner(stream.getvalue())
+    planner = blob_planner(stream.getvalue())
     dcp_cases.save({"x": 1}, tmp_path / "run", planner=planner)
     refused(tmp_path / "run", {"x": None})
     assert not (tmp_path / "ran").exists()
