@@ -12,7 +12,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_cases import failures_of, same, zeros_like
+from dcp_cases import failures_of, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -72,9 +72,7 @@ def check_note(path: Path) -> None:
     assert dcp_cases.HIDES_REASONS or "load it with ckpt_storage" in str(failure)
     with pytest.raises(ValueError, match=r"no \.metadata for torch's own readers"):
         FileSystemReader(path).read_metadata()
-    state = zeros_like(STATE)
-    dcp_cases.load(state, path)
-    assert same(state, STATE)
+    dcp_cases.assert_holds(path, STATE, [dcp_cases.load])
     assert ckpt_storage.verify(path).ok
     (info,) = ckpt_storage.list_checkpoints(path.parent)
     assert info.stock_metadata is False
@@ -100,9 +98,7 @@ def test_a_note_replaces_what_an_older_save_published(tmp_path: Path) -> None:
     save(path, stock_metadata="never", overwrite=True)
     check_note(path)
     save(path, {"w": torch.ones(2, 3)}, overwrite=True)
-    state = {"w": torch.zeros(2, 3)}
-    dcp_cases.load_stock(state, path)
-    assert same(state, {"w": torch.ones(2, 3)})
+    dcp_cases.assert_holds(path, {"w": torch.ones(2, 3)}, [dcp_cases.load_stock])
 
 
 def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
