@@ -74,10 +74,12 @@ PageCache = Literal["keep", "drop"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 
-def check_page_cache(value: object) -> None:
-    """Raise `InvalidInputError` if `value` is no `PageCache`."""
-    if value not in get_args(PageCache):
-        raise InvalidInputError(f"page_cache is {value!r}.", next_step="Give 'keep' or 'drop'.")
+def check_choice(name: str, value: object, kind: object) -> None:
+    """Raise `InvalidInputError` unless an argument is one of the values of `kind`, a `Literal`."""
+    *others, last = map(repr, get_args(kind))
+    if value not in get_args(kind):
+        how = f"Give {', '.join(others)} or {last}."
+        raise InvalidInputError(f"{name} is {value!r}.", next_step=how)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,9 +124,7 @@ def commit_save(
     if not publishing.publish_commit(store, record, publish, is_needed=must_publish):
         return record
     try:
-        if grant.previous is not None:
-            cleaning.free_superseded(store, known=record)
-        # Looking for what crashed savers left takes a listing: free on a local disk only.
+        # Looking for what nobody needs takes a listing: free on a local disk only.
         if grant.previous is not None or not store.capabilities.is_remote:
             cleaning.free_leftovers(store, known=record)
     except Exception as error:  # the save is committed, whatever this is

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
@@ -37,7 +37,6 @@ from .slotlog import (
     CommitLog,
     history,
     if_there,
-    is_there,
     listed_slots,
     read_if_there,
     read_log,
@@ -120,45 +119,6 @@ def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
         store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
-def free_superseded(
-    store: Store, *, keep_previous: int = 1, known: SlotRecord | None = None
-) -> list[str]:
-    """Delete the files of superseded commits beyond the newest `keep_previous`; return save ids.
-
-    Idempotent, safe when cut at any point, safe against readers of the head and all others
-    (invariant I7). Looks no further back than the newest one already freed; `free_leftovers` gets
-    what had to be left then. `known` is any record of the log, and saves reads.
-    """
-    head = read_log(store, known=known).head
-    candidates: list[SlotRecord] = []
-    for index, record in enumerate(history(store, head)):
-        if index <= keep_previous or record.manifest is None:
-            continue
-        if not is_there(store, record.manifest.path):
-            # Who freed it may have been cut just before the end.
-            store.delete_folder(save_folder(record.save_id or ""))
-            break  # the manifest goes last, and older attempts go first
-        candidates.append(record)
-    return _free_commits(store, head, candidates[::-1])
-
-
-def _free_commits(
-    store: Store, head: SlotRecord | None, records: Sequence[SlotRecord]
-) -> list[str]:
-    """Delete commits that `head` superseded, in this order, but the one that `.metadata` names."""
-    if head is None or not records:
-        return []
-    named = read_footer(store)
-    if named is None or named.slot < head.slot:
-        publish_head(store)
-        named = read_footer(store)
-    kept = named.save_id if named else None
-    freed = [record.save_id for record in records if record.save_id and record.save_id != kept]
-    for save_id in freed:
-        delete_attempt(store, save_id)
-    return freed
-
-
 def free_leftovers(
     store: Store,
     *,
@@ -166,34 +126,53 @@ def free_leftovers(
     keep_previous: int = 1,
     known: SlotRecord | None = None,
 ) -> list[str]:
-    """Free attempts that are old enough and needed by nobody; return their save ids.
+    """Free superseded commits and attempts that died; return their save ids.
 
-    These are attempts that never committed, which are fenced first, and superseded commits that
-    `free_superseded` had to leave. Age is that of the youngest file of the attempt, by the
-    storage's clock; a storage that tells no times keeps its leftovers. Costs a listing and the
-    search for the head when there is nothing old; otherwise all slots are read.
+    Superseded commits go but for the newest `keep_previous`. An attempt that never committed is
+    fenced first, and goes at an age: that of its youngest file, by the storage's clock, so a
+    storage that tells no times keeps it. Idempotent, safe when cut at any point, safe against
+    readers of the head and all others (invariant I7). `known` is any record of the log, and saves
+    reads. Costs a listing and the search for the head where nothing is to be freed; all slots are
+    read for attempts of that age.
     """
     times_s = attempts_there(store)
     found = read_log(store, known=known)
-    for reference in (found.head.head, found.head.previous) if found.head else ():
-        times_s.pop(reference.save_id if reference else "", None)
-    told = {save_id: time_s for save_id, time_s in times_s.items() if time_s is not None}
+    references = (found.head.head, found.head.previous) if found.head else ()
+    left = times_s.keys() - {one.save_id for one in references[: keep_previous + 1] if one}
+    commits: dict[str, SlotRecord] = {}
+    for record in history(store, found.head) if left else ():
+        save_id = record.save_id or ""
+        commits[save_id] = record
+        left.discard(save_id)
+        if not left or save_id not in times_s:
+            break  # older ones went before
+    told = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
     now_s = store.server_time(probe_path()) if told else 0.0
-    old = [save_id for save_id, time_s in told.items() if now_s - time_s >= min_age_s]
-    if not old:
-        return []
-    commits = _commits(store, found)
-    dead = [save_id for save_id in old if save_id not in commits]
-    if dead:
-        found = fence(store, dead)
+    old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
+    if old:
         commits = _commits(store, found)
-    superseded = [commits[save_id] for save_id in list(commits)[keep_previous + 1 :]]
-    wanted = [record for record in superseded[::-1] if record.save_id in old]
-    freed = _free_commits(store, found.head, wanted)
+    # The manifest of an attempt goes last, and older attempts go first.
+    superseded = [one for one in list(commits)[keep_previous + 1 :] if one in times_s][::-1]
+    freed = _free_commits(store, found.head, superseded)
+    dead = sorted(save_id for save_id in old if save_id not in commits)
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish_head(store)
-    return freed + _delete_all(store, dead, commits)
+    return freed + _fence_and_free(store, dead)
+
+
+def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
+    """Delete commits that `head` superseded, in this order, but the one that `.metadata` names."""
+    if head is None or not save_ids:
+        return []
+    named = read_footer(store)
+    if named is None or named.slot < head.slot:
+        publish_head(store)
+        named = read_footer(store)
+    freed = [save_id for save_id in save_ids if named is None or save_id != named.save_id]
+    for save_id in freed:
+        delete_attempt(store, save_id)
+    return freed
 
 
 def free_dead(store: Store, *, besides: str) -> list[str]:
@@ -203,8 +182,17 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     that lives after all fails with `CommitConflictError`.
     """
     others = attempts_there(store).keys() - {besides} - _commits(store, read_log(store)).keys()
-    dead = [save_id for save_id in sorted(others) if _has_ended(store, save_id)]
-    return _delete_all(store, dead, _commits(store, fence(store, dead))) if dead else []
+    return _fence_and_free(store, [one for one in sorted(others) if _has_ended(store, one)])
+
+
+def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
+    """Fence attempts, and delete those that have not committed before that."""
+    commits = _commits(store, fence(store, dead)) if dead else {}
+    freed = [save_id for save_id in dead if save_id not in commits]
+    for save_id in freed:
+        log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
+        delete_attempt(store, save_id)
+    return freed
 
 
 def _has_ended(store: Store, save_id: str) -> bool:
@@ -222,14 +210,6 @@ def _has_ended(store: Store, save_id: str) -> bool:
     except OSError:
         return False
     return pid == os.getpid()
-
-
-def _delete_all(store: Store, dead: Iterable[str], commits: Collection[str]) -> list[str]:
-    freed = [save_id for save_id in dead if save_id not in commits]
-    for save_id in freed:
-        log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
-        delete_attempt(store, save_id)
-    return freed
 
 
 def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:

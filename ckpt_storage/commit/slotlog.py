@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,32 +64,28 @@ def read_log(
     if for_reader and store.capabilities.is_remote:
         first = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
         read = dict(enumerate(first, start=1))
+    low = 0
+    if known is not None:
+        low, read[known.slot] = known.slot, known
 
     def look(slot: int) -> SlotRecord | None:
-        return read[slot] if slot in read else read_slot(store, slot)
+        if slot not in read:
+            read[slot] = read_slot(store, slot)
+        return read[slot]
 
-    low, low_record = (known.slot, known) if known else (0, None)
-    record = look(low + 1)
-    if record is None and known is None and (lowest := _lowest_slot(store)):
+    if look(low + 1) is None and known is None:
         # Those of a deleted checkpoint go in this order.
-        record = look(lowest)
-        low = lowest - 1 if record else 0
+        lowest = _lowest_slot(store)
+        low = lowest - 1 if lowest and look(lowest) else 0
     origin, high = low, low + 1
-    while record is not None:
-        low, low_record = high, record
-        high += high - origin
-        record = look(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        record = look(middle)
-        if record is None:
-            high = middle
-        else:
-            low, low_record = middle, record
-    if low_record is None or low_record.head is None:
-        return CommitLog(last_slot=low, last=low_record, head=None)
-    reference = low_record.head
-    head = low_record if reference.slot == low else look(reference.slot)
+    while look(high) is not None:
+        low, high = high, 2 * high - origin
+    low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: look(slot) is None) - 1
+    last = read.get(low)
+    if last is None or last.head is None:
+        return CommitLog(last_slot=low, last=last, head=None)
+    reference = last.head
+    head = look(reference.slot)
     if head is None or head.type != "commit" or head.save_id != reference.save_id:
         raise FormatError(
             f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
@@ -96,7 +93,7 @@ def read_log(
             path=slot_path(low),
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
-    return CommitLog(last_slot=low, last=low_record, head=head)
+    return CommitLog(last_slot=low, last=last, head=head)
 
 
 def listed_slots(store: Store) -> list[int]:

@@ -17,7 +17,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.options import Timeouts
 
-from .failures import locate
+from .failures import as_checkpoint_errors, locate
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError, store_of
 from .liveness import RankProcess
 from .operation import Operation
@@ -98,8 +98,9 @@ class RankGroup:
     def operation(self, what: str, *, timeouts: Timeouts) -> Iterator[Operation]:
         """Run one operation of all ranks; each calls `Operation.meet` first in the block.
 
-        `what` names it in messages ("the save to s3://..."). An exception that leaves the block
-        is reported to all ranks, which raise within seconds wherever they are.
+        `what` names it in messages ("the save to s3://..."). An exception that leaves the block is
+        reported to all ranks, which raise within seconds wherever they are. It is one of ours, but
+        for interrupts.
         """
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
@@ -114,7 +115,8 @@ class RankGroup:
             self.number += 1
             operation = Operation(self, what, timeouts)
             try:
-                yield operation
+                with as_checkpoint_errors(what, self.rank):
+                    yield operation
             except CheckpointError as caught:
                 operation.leave(caught)
                 # Requests that were given up say so; what matters is why.

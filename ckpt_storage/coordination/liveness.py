@@ -7,12 +7,12 @@ import itertools
 import logging
 import os
 import pickle
-import select
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +75,10 @@ class Siblings:
     def ended(self) -> list[int]:
         """Return the ranks whose process has ended, each once."""
         gone, self._gone = self._gone, []
-        if self._ranks:
-            poll = select.poll()
-            for descriptor in self._ranks:
-                poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll(0):
-                os.close(descriptor)
-                gone.append(self._ranks.pop(descriptor))
+        ready = wait(self._ranks, 0)
+        for descriptor in [one for one in self._ranks if one in ready]:
+            os.close(descriptor)
+            gone.append(self._ranks.pop(descriptor))
         return gone
 
     def close(self) -> None:
@@ -129,9 +126,9 @@ class Heartbeats:
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
-            self._move(phase=phase)
-            if phase != "commit":  # which moves no bytes: what was written stays on show
-                self._move(done_bytes=0, total_bytes=total_bytes, done_files=0)
+            anew = {"done_bytes": 0, "total_bytes": total_bytes, "done_files": 0}
+            # The commit moves no bytes: what was written stays on show.
+            self._move(phase=phase, **({} if phase == "commit" else anew))
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all, once that is known."""

@@ -144,7 +144,7 @@ class CopiedAttempt(Task[R]):
             return
         try:
             if grant is not None and grant.previous is not None:
-                cleaning.free_superseded(store, known=record)
+                cleaning.free_leftovers(store, known=record)
         except CheckpointError as error:
             log.warning("the copy is committed; what it replaced is not deleted: %s", error)
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import MIB, PageCache, check_page_cache
+from ckpt_storage.options import MIB, PageCache, check_choice
 
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
@@ -106,7 +106,7 @@ class ConsolidateOptions:
         if self.memory_limit_bytes is not None:
             check_memory_limit(self.memory_limit_bytes)
         if self.page_cache is not None:
-            check_page_cache(self.page_cache)
+            check_choice("page_cache", self.page_cache, PageCache)
 
     @property
     def file_limit_bytes(self) -> int:

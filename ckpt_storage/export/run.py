@@ -157,10 +157,7 @@ def meeting(
 
     A rank whose arguments make no `job` joins all the same: the others hear why.
     """
-    with (
-        group.operation(what, timeouts=timeouts) as operation,
-        as_checkpoint_errors(what, operation.rank),
-    ):
+    with group.operation(what, timeouts=timeouts) as operation:
         with as_checkpoint_errors(f"The call of {name}", operation.rank):
             setting = job()
         operation.meet(setting.terms())

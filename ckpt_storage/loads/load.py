@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, check_terms, place_of
+from ckpt_storage.coordination.failures import check_terms, place_of
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
@@ -98,10 +98,7 @@ def load(  # the public surface, all keyword-only
         operation: Operation | None = None
         has_read = False
         try:
-            with (
-                ranks.operation(what, timeouts=timeouts) as operation,
-                as_checkpoint_errors(what, operation.rank),
-            ):
+            with ranks.operation(what, timeouts=timeouts) as operation:
                 settings = LoadSettings.of(given, base=Location.of(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"

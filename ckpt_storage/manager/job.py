@@ -45,7 +45,6 @@ class Job(Watch):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether all that was asked for so far has been done, within `timeout_s`."""
@@ -57,29 +56,25 @@ class Job(Watch):
         """Let what was asked for end, at most `timeout_s` seconds; then stop it. Idempotent."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify_all()
-        if self._thread is None or self._thread is threading.current_thread():
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
             return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        thread.join(timeout_s)
+        if thread.is_alive():
             self._stopped = CheckpointError(f"{self._name} was stopped; the next one goes on.")
-            self._thread.join(stop_s)
-        if self._thread.is_alive():
+            thread.join(stop_s)
+        if thread.is_alive():
             log.warning("%s hangs and is left behind.", self._name)
 
     def _run(self) -> None:
         is_over = False
         while not is_over:
+            wished = self._wish_count
+            self._grant()
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._done_count < self._wish_count or self._is_closing
-                )
-                wished = self._wish_count
-            is_over = self._done_count == wished or self._stopped is not None
-            if not is_over:
-                self._grant()
-            with self._changed:
-                self._done_count = wished
+                is_over = self._wish_count == wished or self._stopped is not None
+                self._done_count = self._wish_count if is_over else wished
+                self._thread = None if is_over else self._thread
                 self._changed.notify_all()
 
     def _grant(self) -> None:

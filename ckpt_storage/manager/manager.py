@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -26,15 +27,16 @@ from ckpt_storage.options import (
     StockMetadata,
     Timeouts,
     UnsafeValues,
+    check_choice,
 )
 from ckpt_storage.saves.options import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
+from .job import Job
 from .mirror import Mirror
-from .notices import Notices
 from .prune import Pruner, delete_step
-from .resume import Check, Restored, Resumer, all_of, newest_of
+from .resume import Check, Restored, Resumer
 from .retention import (
     DEFAULT_TEMPLATE,
     Candidate,
@@ -44,11 +46,18 @@ from .retention import (
     StepNames,
     seconds_of,
 )
-from .root import Root
-from .schedule import Schedule
-from .upkeep import Pruning, StepSave, Upkeep
+from .root import Root, all_of, newest_of
+from .schedule import Notices, Schedule
+from .stepsave import StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
+
+log = logging.getLogger("ckpt_storage")
+
+Pruning = Literal["background", "manual"]
+"""When a manager prunes: after each save on a thread of its own, or by its method only."""
+
+_CLOSE_S = 60.0
 
 _OWN_ARGUMENTS = frozenset({"self", "state", "step", "check"})
 """Of `restore`: what is not passed on to `load`."""
@@ -67,23 +76,19 @@ class CheckpointManager:
         keep: policies, combined by `|` or in a sequence; None: nothing is ever deleted.
         names: template of the folders' names.
         every_steps: `should_save` at each multiple.
-        every_s: `should_save` when so many seconds (or `timedelta`) have passed since the last
-            save began, by the coordinator's clock.
+        every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
         signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
             was there is called as well; without one the signal no longer ends the process.
-        preemption: called now and then on each rank, on a thread of its own, so it takes part in
-            nothing collective; once it returns something true anywhere, `should_save`. One that
-            hangs is not waited for.
+        preemption: called now and then on each rank, on a thread that takes part in nothing
+            collective; `should_save` once it returns something true anywhere. It may hang.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
         mirror: a second, slower root. The coordinator copies each committed checkpoint there in
             the background. Until then it stays at the first root, whatever `keep` says.
-        mirror_keep: policies of the mirror; None: nothing is deleted there. What they would not
-            keep is not copied.
+        mirror_keep: policies of the mirror, for what is copied; None: all, and for good.
         mirror_storage_options: passed to the fsspec file system of `mirror`.
         process_group: the ranks; default: the default group; without one, this process.
         storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase (`plan`: ten minutes).
         retry: how failed storage requests are repeated.
         mode: of the `AsyncSaver` that `save_async` uses, made by its first call.
         max_pending: background saves that may be in flight.
@@ -117,21 +122,16 @@ class CheckpointManager:
         max_pending: int = 1,
         on_error: OnError = "raise",
     ) -> None:
-        if pruning not in {"background", "manual"}:
-            raise InvalidInputError(
-                f"pruning is {pruning!r}.", next_step="Give 'background' or 'manual'."
-            )
+        check_choice("pruning", pruning, Pruning)
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
+        places = [Location.of(root_url, storage_options)]
+        places += [] if mirror is None else [Location.of(mirror, mirror_storage_options)]
         make = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
-        self._root = make(Location.of(root_url, storage_options))
-        self._roots = [self._root]
-        copies: Mirror | None = None
-        if mirror is not None:
-            second = make(Location.of(mirror, mirror_storage_options))
-            copies = Mirror(self._root, second, mirror_keep)
-            self._roots.append(second)
+        self._roots = [make(place) for place in places]
+        self._root = self._roots[0]
+        copies = None if mirror is None else Mirror(self._root, self._roots[1], mirror_keep)
         self._pruner: Pruner | None = None
         if keep is not None:
             others = (lambda *_: {}) if copies is None else copies.waiting
@@ -160,12 +160,17 @@ class CheckpointManager:
             )
             undo.pop_all()
         is_first = self._ranks.is_coordinator
-        self._upkeep = Upkeep(
-            self._root,
-            self._pruner,
-            copies if is_first else None,
-            prunes=is_first and pruning == "background" and keep is not None,
+        self._mirror = copies if is_first else None
+        self._prunes = is_first and pruning == "background" and keep is not None
+        self._highest_saved = -1
+        self._has_warned = False
+        self._tidying, self._copying = (
+            Job(work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit)
+            for what, work in (("prune", self._tidy), ("mirror", self._copy))
         )
+        if self._mirror is not None:
+            # What an earlier process has left.
+            self._copying.wake()
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,
@@ -282,7 +287,39 @@ class CheckpointManager:
         """Begin a save with the arguments of a call."""
         self._check_open()
         self._schedule.saved()
-        return StepSave(self._upkeep, given)
+        return StepSave(self._root, given, self._committed)
+
+    def _committed(self, name: str) -> None:
+        """Let the background do what a commit asks for; from any thread."""
+        self._highest_saved = max(self._root.names.step_of(name) or 0, self._highest_saved)
+        if self._pruner is not None:
+            # Its step may be lower than those of a run that was given up.
+            self._pruner.last_saved = name
+        if self._prunes:
+            self._tidying.wake()
+        if self._mirror is not None:
+            self._copying.wake()
+
+    def _copy(self, deadline: Deadline) -> None:
+        may_go = True
+        try:
+            may_go = self._mirror is not None and self._mirror.fill(deadline)
+        finally:
+            if may_go and self._prunes:
+                # What waited for its copy, or is found to be damaged, may go now.
+                self._tidying.wake()
+
+    def _tidy(self, deadline: Deadline) -> None:
+        newest = None if self._pruner is None else self._pruner.prune(deadline).newest
+        saved, step = self._highest_saved, -1 if newest is None else newest.step or 0
+        if newest is not None and 0 <= saved < step and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
+                "still choose step %d, and KeepLatest counts the higher ones. If those are given "
+                "up, delete them, or save to another root.",
+                *(saved, step, newest.url, step),
+            )
 
     @property
     def saver(self) -> AsyncSaver:
@@ -308,9 +345,8 @@ class CheckpointManager:
         """Return the committed checkpoint of the highest step; any rank, not collective.
 
         None if there is none. It is the one that `restore` would try first: those that are known to
-        be damaged do not count, and one that this release cannot read is an error. Costs a listing
-        and two reads as a rule, however many checkpoints there are.
-        Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
+        be damaged do not count, and one that this release cannot read is an error. Mostly costs a
+        listing and two reads. Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
         """
         return newest_of(self._roots, Deadline.of(self._timeouts, "load"))
 
@@ -413,7 +449,7 @@ class CheckpointManager:
 
     def wait_pruned(self, timeout: float | None = None) -> bool:
         """Wait until the prune after the last save has ended; return whether it has."""
-        return self._upkeep.tidying.wait(self._timeouts.commit if timeout is None else timeout)
+        return self._tidying.wait(self._timeouts.commit if timeout is None else timeout)
 
     def wait_mirrored(self, timeout: float | None = None) -> bool:
         """Wait until the mirror has what was saved so far; on the coordinator.
@@ -421,8 +457,8 @@ class CheckpointManager:
         Return whether it has: False after `timeout` seconds, or if the copy failed; it is tried
         again after the next save. Others, and managers without a mirror, return True at once.
         """
-        copying, limit_s = self._upkeep.copying, self._timeouts.commit
-        return copying.wait(limit_s if timeout is None else timeout) and copying.error is None
+        limit_s = self._timeouts.commit if timeout is None else timeout
+        return self._copying.wait(limit_s) and self._copying.error is None
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then for mirror and pruning; put signal handlers back.
@@ -437,7 +473,9 @@ class CheckpointManager:
         with contextlib.ExitStack() as ending:
             ending.callback(self._ranks.close)
             ending.callback(self._notices.close)
-            ending.callback(self._upkeep.close, timeout)
+            ending.callback(self._tidying.close, _CLOSE_S if timeout is None else timeout)
+            limit_s = self._timeouts.commit if timeout is None else timeout
+            ending.callback(self._copying.close, limit_s)
             if self._saver is not None:
                 ending.callback(self._saver.close, timeout)
 

@@ -21,7 +21,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.copy import copy
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
-from .prune import Pruner, is_sound
+from .prune import Pruner
 from .retention import Found, Keep, begun_of, plan_retention
 from .root import Root
 
@@ -54,13 +54,12 @@ class Mirror:
 
     def _lacks(self, copied: Found | None, found: Found) -> bool:
         """Return whether a checkpoint is to be copied: an older save, or none, is in the mirror."""
-        if found.info is None or (found.name, found.save_id) in self._copied:
+        if (found.name, found.save_id) in self._copied:
             return False
         if copied is None or copied.info is None:
             return True
-        if copied.status == "foreign" or copied.save_id == found.save_id:
-            return False
-        return begun_of(copied.info) <= begun_of(found.info)
+        is_same = copied.status == "foreign" or copied.save_id == found.save_id
+        return not is_same and begun_of(copied.info) <= begun_of(found.info)
 
     def fill(self, job: Deadline) -> bool:
         """Copy what the mirror lacks, newest first, then prune it; return whether it has more."""
@@ -116,7 +115,7 @@ class Mirror:
             # If it is damaged, and not its copy, it is waited for no more.
             deadline = stalling_deadline("load", self._root.timeouts.load, f"Checking {info.url}")
             with contextlib.suppress(CheckpointError):
-                is_sound(self._root, info, deadline, deep=True)
+                self._root.is_sound(info, deadline, deep=True)
             raise
         finally:
             release()

@@ -12,16 +12,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S, attempts_there, remove_tombstone
+from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S, attempts_there
 from ckpt_storage.commit.cleaning import delete as delete_commit
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign
@@ -33,10 +32,10 @@ from ckpt_storage.errors import (
     InvalidInputError,
     PhaseTimeoutError,
     StorageError,
+    UnsupportedByStoreError,
 )
 from ckpt_storage.export.folder import remove_exports
-from ckpt_storage.format.names import COMMITS, probe_path
-from ckpt_storage.inspect.verify import check_part
+from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -55,15 +54,12 @@ from .retention import (
     plan_retention,
     policies_of,
 )
-from .root import USELESS, Root
+from .root import Root
 
 log = logging.getLogger("ckpt_storage")
 
 Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
 """Takes what lies below a root; returns names that nobody may delete, each with the reason."""
-
-_Job = Callable[[], str | list[str] | None]
-"""Returns why nothing was done; or the save ids that were freed; None: the checkpoint is gone."""
 
 _LINK = "it is a link"
 
@@ -102,9 +98,7 @@ class Pruner:
         self._policies = policies_of(keep)
         self._others = others
         self._turn = threading.Lock()
-        # By name, when to look whether the slots of a deleted checkpoint may go.
-        self._tombstones_due_s: dict[str, float] = {}
-        self._tombstones: Sequence[str] = ()
+        self._tried_tombstones: set[tuple[str, int]] = set()
         self._sweeps = sweeps
         self._swept_step = -1
         self.last_saved: str | None = None
@@ -112,56 +106,31 @@ class Pruner:
 
     def prune(self, deadline: Deadline, *, dry_run: bool = False) -> PruneReport:
         """Plan, and unless `dry_run` carry the plan out, oldest first; cut, the next goes on."""
-        with self._in_turn(deadline):
-            report = self._plan(deadline, is_dry_run=dry_run)
-            if dry_run:
-                return report
-            self.last = done = self.execute(report, deadline)
-            jobs: list[tuple[str, _Job]] = [
-                (name, partial(self._end, name, deadline)) for name in self._tombstones
-            ]
-            swept = self._to_sweep(done.kept)
-            jobs += [(name, partial(self._free, name, deadline)) for name in swept]
-            freed = self._carry_out(PruneReport(), jobs, deadline).freed
-            self.last = replace(done, freed=done.freed + freed)
-            return self.last
-
-    def execute(self, plan: PruneReport, deadline: Deadline) -> PruneReport:
-        """Carry out what a dry run planned; one thread at a time. As `prune`."""
-        jobs: list[tuple[str, _Job]] = [
-            (one.name, partial(self._delete, one, plan.newest, deadline)) for one in plan.planned
-        ]
-        jobs += [(name, partial(self._free, name, deadline)) for name in plan.leftovers]
-        if jobs:
-            # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
-            probe_exclusive_create(self._root.open(deadline))
-        return self._carry_out(plan, jobs, deadline)
-
-    def _to_sweep(self, kept: Sequence[Decision]) -> list[str]:
-        steps = [(one.step, one.name) for one in kept if one.step is not None and self._sweeps]
-        later = [one for one in steps if one[0] > self._swept_step] or steps
-        self._swept_step = later[0][0] if later else -1
-        return [name for _, name in later[:1]]
-
-    @contextmanager
-    def _in_turn(self, deadline: Deadline) -> Iterator[None]:
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.error(f"Another prune of {self._root.location.url}")
         try:
-            yield
+            plan, tombstones = self._plan(deadline, is_dry_run=dry_run)
+            if dry_run:
+                return plan
+            self.last = self.execute(plan, deadline, tombstones)
+            return self.last
         finally:
             self._turn.release()
 
-    def _plan(self, deadline: Deadline, *, is_dry_run: bool) -> PruneReport:
-        """Look at all steps, and plan; look again at what the plan counts on."""
+    def _plan(self, deadline: Deadline, *, is_dry_run: bool) -> tuple[PruneReport, list[Found]]:
+        """Look at all steps, and plan; look again at what the plan counts on.
+
+        Also return what was deleted so long ago that its slots may go.
+        """
         root = self._root
         folders, links = root.folders(deadline), root.links()
         # What lies behind a link may be another checkpoint of this root, or of somebody else.
         steps = [name for name in root.steps(folders) if name not in links]
         checked = set(steps) - root.seen()
         now_s = time.time()
-        if not is_dry_run and any("age" in one.needs for one in self._policies):
-            now_s = root.open(deadline).server_time(probe_path())
+        if steps and not is_dry_run:
+            with suppress(UnsupportedByStoreError):  # then it tells no ages either
+                now_s = root.open(deadline).server_time(probe_path())
         while True:
             looked = root.look(steps, deadline, fresh=False).values()
             found = root.dated(looked, deadline, now_s)
@@ -174,27 +143,42 @@ class Pruner:
             stale = counted_by(self._policies, found) - checked
             checked |= stale
             root.look(sorted(stale), deadline, fresh=True)
-            if not stale and is_sound(root, plan.newest, deadline):
+            if not stale and root.is_sound(plan.newest, deadline):
                 break
-        self._tombstones = [one.name for one in found if one.status == "empty"]
+        empty = [one for one in found if one.status == "empty"]
+        tombstones = [one for one in empty if (one.age_s or 0.0) >= TOMBSTONE_AGE_S]
         kept = list(plan.kept)
         for name in sorted(set(folders).difference(steps)):
             why = _LINK if name in links else "it does not belong to this run"
             kept.append(Decision(name=name, step=None, reasons=(why,)))
-        return replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
+        plan = replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
+        return plan, tombstones
 
-    def _carry_out(
-        self, plan: PruneReport, jobs: Sequence[tuple[str, _Job]], deadline: Deadline
+    def execute(
+        self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[Found] = ()
     ) -> PruneReport:
-        """Do each job whose checkpoint is not in use; one that fails is noted, others go on."""
+        """Carry out what a dry run planned, and clean up; one thread at a time. As `prune`.
+
+        What is in use stays; what fails is noted, and the others go on.
+        """
+        if plan.planned or plan.leftovers:
+            # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
+            probe_exclusive_create(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
-        for name, job in jobs:
+        doomed = {one.name: one for one in plan.planned}
+        for name in (*doomed, *plan.leftovers, *self._to_clean(plan.kept, tombstones)):
             deadline.check(what)
             try:
                 with self._root.uses.deleting(name) as may:
-                    came = job() if may else "it is in use by this manager"
+                    if not may:
+                        why_not: str | None = "it is in use by this manager"
+                    elif name in doomed:
+                        why_not = self._delete(doomed[name], plan.newest, deadline)
+                        deleted += [] if why_not else [name]
+                    else:
+                        why_not = self._free(name, deadline, freed)
             except PhaseTimeoutError:
                 raise
             except CheckpointError as error:
@@ -203,14 +187,20 @@ class Pruner:
                 self._root.forget(name)
                 failed[name] = str(error)
             else:
-                if came is None:
-                    deleted.append(name)
-                elif isinstance(came, str):
-                    skipped[name] = came
-                else:
-                    freed += came
+                skipped |= {name: why_not} if why_not else {}
         told = replace(plan, is_dry_run=False, skipped=skipped, failed=failed)
         return replace(told, deleted=tuple(deleted), freed=tuple(freed))
+
+    def _to_clean(self, kept: Sequence[Decision], tombstones: Sequence[Found]) -> list[str]:
+        """Return tombstones, each once in a process, and the kept step whose turn it is."""
+        new = {(one.name, one.slot) for one in tombstones} - self._tried_tombstones
+        self._tried_tombstones |= new
+        used = self._root.uses.now()
+        own = [one for one in kept if self._sweeps and one.name not in used]
+        steps = [(one.step, one.name) for one in own if one.step is not None]
+        later = [one for one in steps if one[0] > self._swept_step] or steps
+        self._swept_step = later[0][0] if later else -1
+        return [name for name, _ in sorted(new)] + [name for _, name in later[:1]]
 
     def _delete(
         self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
@@ -220,8 +210,9 @@ class Pruner:
         if info is None or not info.save_id or newest is None or by_step(info) >= by_step(newest):
             return "nothing sound is newer"
         links = self._root.links()
-        if name in links or name in _pinned(links):
-            return _pinned(links).get(name, _LINK)
+        pinned = {**dict.fromkeys(links, _LINK), **_pinned(links)}
+        if name in pinned:
+            return pinned[name]
         # Somebody may have deleted the newest since, and then this may be the last one.
         now = self._root.look_at(newest.name, deadline).info
         if now is None or now.save_id != newest.save_id:
@@ -230,51 +221,22 @@ class Pruner:
         self._root.forget(name)
         log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
         store = self._root.open(deadline, name)
-        is_deleted = _delete_with_exports(store, expected_save_id=info.save_id)
+        is_deleted = _delete_with_exports(store, info.save_id)
         return None if is_deleted else "it was saved anew, or is gone"
 
-    def _free(self, name: str, deadline: Deadline) -> str | list[str]:
-        """Free what a save that died, or a deletion that was cut, has left."""
+    def _free(self, name: str, deadline: Deadline, freed: list[str]) -> str | None:
+        """Free what died saves and cut deletions have left, at last the slots; as `_delete`."""
         if name in self._root.links():
             return _LINK
         if self._root.look_at(name, deadline).status == "foreign":
             return "another tool wrote it"
         store = self._root.open(deadline, name)
         # No save has this id: what is committed stays, what was being deleted goes.
-        _delete_with_exports(store, expected_save_id="none")
-        freed = list(cleaning.free_leftovers(store))
-        if freed:
-            self._root.forget(name)
-        return freed
-
-    def _end(self, name: str, deadline: Deadline) -> list[str]:
-        """Remove the slots of what was deleted a week ago, by the storage's clock."""
-        store, due_s = self._root.open(deadline, name), self._tombstones_due_s
-        if name not in due_s:
-            times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
-            due_s[name] = max(times_s, default=time.time()) + TOMBSTONE_AGE_S
-        if time.time() >= due_s[name]:
-            due_s[name] = time.time() + TOMBSTONE_AGE_S
-            if remove_tombstone(store):
-                self._root.forget(name)
-        return []
-
-
-def is_sound(root: Root, info: CheckpointInfo, deadline: Deadline, *, deep: bool = False) -> bool:
-    """Return whether a checkpoint is sound; it is checked unless that is known, and then noted."""
-    if root.is_sound(info) and not deep:
-        return True
-    try:
-        store = root.open(deadline, info.name)
-        checked_id = check_part(store, deep=deep, deadline=deadline)
-        why = "it was saved anew"
-    except USELESS as error:
-        checked_id, why = None, str(error)
-    if checked_id is not None and checked_id == info.save_id:
-        root.found_sound(info.name, info.save_id)
-        return True
-    root.found_damaged(info, why)
-    return False
+        _delete_with_exports(store, "none")
+        freed += cleaning.free_leftovers(store)
+        cleaning.remove_tombstone(store)
+        self._root.forget(name)
+        return None
 
 
 def _pinned(links: Mapping[str, str | None]) -> dict[str, str]:
@@ -307,9 +269,24 @@ def delete(
 
     """
     location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
-    root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
-    is_link = location.is_local and _unlinked(Path(location.path))
-    is_deleted = is_link or _deleted(root, None, missing_ok=missing_ok, save_id=expected_save_id)
+    path = Path(location.path) if location.is_local else None
+    if path is not None and _unlinked(path):
+        return True
+    is_deleted = False
+    # To open a store at a path would make the folder.
+    if path is None or path.is_dir():
+        root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
+        store = root.open(Deadline.of(timeouts, "commit"))
+        found = read_log(store)
+        if not is_foreign(store, found):
+            is_there = found.head is not None or bool(attempts_there(store))
+            is_deleted = is_there and _delete_with_exports(store, expected_save_id)
+        elif not missing_ok:
+            raise InvalidInputError(
+                f"{location.url} was written by another tool.",
+                path=location.url,
+                next_step="Delete it with that tool, or as a folder.",
+            )
     if not is_deleted and not missing_ok:
         what = "checkpoint" if expected_save_id is None else f"save {expected_save_id}"
         raise CheckpointNotFoundError(
@@ -325,40 +302,26 @@ def delete_step(roots: Sequence[Root], step: int) -> bool:
     is_deleted = False
     for root in roots:
         name = root.names.name_of(step)
+        place = root.location.child(name)
         with root.uses.deleting(name) as may:
             if not may:
-                url = root.location.child(name).url
                 raise CheckpointInProgressError(
-                    f"{url} is in use: {root.uses.now().get(name, 'it is being deleted')}.",
-                    path=url,
+                    f"{place.url} is in use: {root.uses.now().get(name, 'it is being deleted')}.",
+                    path=place.url,
                     next_step="Wait for that to end, then delete it.",
                 )
-            is_deleted |= _deleted(root, name, missing_ok=True)
+            is_deleted |= delete(
+                place.target,
+                storage_options=place.storage_options,
+                timeout=root.timeouts,
+                retry=root.retry,
+                missing_ok=True,
+            )
             root.forget(name)
     return is_deleted
 
 
-def _deleted(root: Root, name: str | None, *, missing_ok: bool, save_id: str | None = None) -> bool:
-    """Delete what lies below a root under `name`, or at the root; return whether it was there."""
-    location = root.location if name is None else root.location.child(name)
-    if location.is_local and not Path(location.path).is_dir():
-        # To open a store there would make the folder.
-        return False
-    store = root.open(Deadline.of(root.timeouts, "commit"), name)
-    found = read_log(store)
-    if not is_foreign(store, found):
-        is_there = found.head is not None or bool(attempts_there(store))
-        return is_there and _delete_with_exports(store, expected_save_id=save_id)
-    if missing_ok:
-        return False
-    raise InvalidInputError(
-        f"{location.url} was written by another tool.",
-        path=location.url,
-        next_step="Delete it with that tool, or as a folder.",
-    )
-
-
-def _delete_with_exports(store: Store, *, expected_save_id: str | None = None) -> bool:
+def _delete_with_exports(store: Store, expected_save_id: str | None) -> bool:
     """Delete what lies there, and then its exports; returns and raises as `cleaning.delete`."""
     is_deleted = delete_commit(store, expected_save_id=expected_save_id)
     if is_deleted and (others := remove_exports(store)):

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
+from ckpt_storage.coordination.failures import travelling
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
-    InvalidInputError,
     RankFailedError,
 )
 from ckpt_storage.inspect.verify import check_part, part_bytes
+from ckpt_storage.options import check_choice
 from ckpt_storage.store.deadline import Deadline
 
-from .retention import Found, begun_of, by_step
-from .root import USELESS, Root, damage_of
+from .retention import Found
+from .root import USELESS, Root, damage_of, newest_first, newest_of
 
 log = logging.getLogger("ckpt_storage")
 
@@ -88,7 +84,7 @@ class Resumer:
         self._step = step
         self._timeouts = roots[0].timeouts
         self._url = " and ".join(root.location.url for root in roots)
-        self._tried: set[tuple[int, str]] = set()
+        self._tried: set[tuple[Root, str]] = set()
         self._problem: CheckpointError | None = None
         self._again_count = 0
         self._release: Callable[[], None] = lambda: None
@@ -112,7 +108,7 @@ class Resumer:
                     break
                 root = self._roots[place]
                 problem, now_id = self._try(load, root, info)
-                if now_id == info.save_id and problem is None:
+                if problem is None and now_id == info.save_id:
                     root.found_sound(info.name, info.save_id)
                     if skipped and self._ranks.is_coordinator:
                         why = [f"{one.name} could not be loaded ({one.reason})" for one in skipped]
@@ -120,12 +116,11 @@ class Resumer:
                         log.warning(text, info.url, "; ".join(why))
                     return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
                 if problem is None or now_id not in {"gone", info.save_id}:
-                    self._again(place, info)
+                    self._again(root, info)
                     continue
                 if isinstance(problem, IntegrityError):
                     root.found_damaged(info, str(problem))
-                one = SkippedCheckpoint(name=info.name, url=info.url, reason=str(problem))
-                skipped.append(replace(one, save_id=info.save_id))
+                skipped.append(_skipped(info, problem))
         finally:
             self._release()
         if skipped:
@@ -145,22 +140,11 @@ class Resumer:
             next_step="all() lists what is there.",
         )
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[Operation]:
-        """Give an operation of all ranks."""
-        with (
-            self._ranks.operation(what, timeouts=self._timeouts) as operation,
-            as_checkpoint_errors(what, operation.rank),
-        ):
-            yield operation
-
     def _told(self, choose: Callable[[Deadline], _T]) -> _T:
         """Return on all ranks what the coordinator chooses; all came with equal arguments."""
-        with self._together(f"the choice of a checkpoint below {self._url}") as operation:
-            if self._check not in get_args(Check):
-                raise InvalidInputError(
-                    f"check is {self._check!r}.", next_step="Give 'read' or 'deep'."
-                )
+        what = f"the choice of a checkpoint below {self._url}"
+        with self._ranks.operation(what, timeouts=self._timeouts) as operation:
+            check_choice("check", self._check, Check)
             operation.meet({"check": self._check, "the step": str(self._step)})
             if self._step is not None:
                 self._roots[0].names.name_of(self._step)  # what is no step is refused on each rank
@@ -169,7 +153,7 @@ class Resumer:
             found: _T = operation.broadcast(chosen)  # type: ignore[assignment]  # the coordinator's
         return found
 
-    def _again(self, place: int, info: CheckpointInfo) -> None:
+    def _again(self, root: Root, info: CheckpointInfo) -> None:
         """Let a checkpoint be chosen once more: which save of it was loaded is not known."""
         self._again_count += 1
         if self._again_count > _MOST_AGAIN:
@@ -180,50 +164,43 @@ class Resumer:
                 next_step="Find out which job overwrites it, and restore when it has ended.",
             )
         log.info("%s was saved anew while it was loaded; it is loaded again", info.url)
-        self._tried.discard((place, info.name))
+        self._tried.discard((root, info.name))
 
     def _next(self, deadline: Deadline) -> _Choice:
         """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
         skipped: list[SkippedCheckpoint] = []
-        for place, found in self._candidates(deadline):
-            root, name = self._roots[place], found.name
-            if (place, name) in self._tried:
+        candidates = newest_first(self._roots, deadline)
+        if self._step is not None:
+            name = self._roots[0].names.name_of(self._step)
+            meant = Found(name=name, step=self._step, status="committed")
+            candidates = iter([(root, meant) for root in self._roots])
+        for root, found in candidates:
+            if (root, found.name) in self._tried:
                 continue
-            self._tried.add((place, name))
-            is_there = found.status in {"committed", "foreign"}
-            now = self._taken(root, name, deadline) if is_there else found
+            self._tried.add((root, found.name))
+            now = found
+            if found.status in {"committed", "foreign"}:
+                # Kept from our own pruner; what is there then counts.
+                by, limit_s = "it is being loaded", deadline.remaining_s()
+                self._release = root.uses.take(found.name, by, timeout_s=limit_s)
+                now = root.look_at(found.name, deadline)
             # Another copy of the step that is meant may do, whatever is wrong with this one.
             problem = damage_of(now) if self._step is None else now.problem
+            if problem is None and now.info is not None:
+                return now.info, self._roots.index(root), skipped
+            self._release()
             if problem is not None:
-                skipped.append(SkippedCheckpoint(name=name, url=now.url, reason=str(problem)))
+                skipped.append(_skipped(now, problem))
                 self._problem = self._problem or problem
-            elif now.info is not None:
-                return now.info, place, skipped
         if self._step is not None and self._problem is not None:
             raise self._problem
         return None, 0, skipped
 
-    def _candidates(self, deadline: Deadline) -> Iterator[tuple[int, Found]]:
-        """Return what is tried, one after another, with the numbers of its roots."""
-        if self._step is None:
-            return newest_first(self._roots, deadline)
-        name = self._roots[0].names.name_of(self._step)
-        meant = Found(name=name, step=self._step, status="committed")
-        return ((place, meant) for place in range(len(self._roots)))
-
-    def _taken(self, root: Root, name: str, deadline: Deadline) -> Found:
-        """Keep a checkpoint from our own pruner, and return what is there then."""
-        by = "it is being loaded"
-        self._release = root.uses.take(name, by, timeout_s=deadline.remaining_s())
-        found = root.look_at(name, deadline)
-        if found.info is None:
-            self._release()
-        return found
-
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
         """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
         rank, count = self._ranks.rank, self._ranks.world_size
-        with self._together(f"the check of {info.url}") as operation:
+        what = f"the check of {info.url}"
+        with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
             deadline = operation.phase("load")
             sizes = part_bytes(root.open(deadline, info.name), count, deadline)
@@ -247,7 +224,8 @@ class Resumer:
         except CheckpointError as failure:
             error = failure
         # One rank may have failed in what others ended well: all say how it went.
-        with self._together(f"the outcome of loading {info.url}") as operation:
+        what = f"the outcome of loading {info.url}"
+        with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
             errors = operation.all_gather(None if error is None else travelling(error))
             found: list[CheckpointError] = [one for one in errors if one is not None]
@@ -265,6 +243,10 @@ class Resumer:
         return (causes[0] if causes else None), now_id
 
 
+def _skipped(one: Found | CheckpointInfo, problem: CheckpointError) -> SkippedCheckpoint:
+    return SkippedCheckpoint(name=one.name, url=one.url, reason=str(problem), save_id=one.save_id)
+
+
 def _terms_of(info: CheckpointInfo) -> dict[str, str]:
     return {"the checkpoint": str(info.save_id or info.name)}
 
@@ -272,34 +254,3 @@ def _terms_of(info: CheckpointInfo) -> dict[str, str]:
 def _is_echo(error: CheckpointError) -> bool:
     """Return whether this is the news of another rank's failure, which that rank tells itself."""
     return isinstance(error, RankFailedError) and not error.is_silent
-
-
-def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
-    """Yield each step, newest first, with its root's number; of one step the later save first."""
-    streams = [
-        zip(itertools.repeat(place), root.newest_first(deadline), strict=False)
-        for place, root in enumerate(roots)
-    ]
-    return heapq.merge(
-        *streams, key=lambda one: (-(one[1].step or 0), -begun_of(one[1].info), one[0])
-    )
-
-
-def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
-    """Return the newest committed one that is not known to be damaged."""
-    for _, found in newest_first(roots, deadline):
-        damage = damage_of(found)
-        if damage is not None:
-            log.warning("%s is passed over, and an older one is taken: %s", found.url, damage)
-        if found.info is not None and not found.is_damaged:
-            return found.info
-    return None
-
-
-def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
-    """Return what is committed below all roots, by step; of each name the save that began last."""
-    by_name: dict[str, CheckpointInfo] = {}
-    for info in (info for root in roots for info in root.all(deadline)):
-        if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
-            by_name[info.name] = info
-    return sorted(by_name.values(), key=by_step)

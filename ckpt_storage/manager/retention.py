@@ -13,14 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
-from typing import ClassVar, Literal, Self, SupportsIndex
+from types import MappingProxyType
+from typing import Literal, Self, SupportsIndex
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.options import check_choice
 
 DEFAULT_TEMPLATE = "step-{step:08d}"
 
-_FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d)?\}")
+_TEMPLATE = re.compile(r"([^{}/\\\0]*)\{step(?::0([1-9][0-9]?)d)?\}([^{}/\\\0]*)")
 _MOST_STEP = (1 << 63) - 1
 
 
@@ -32,22 +34,15 @@ class StepNames:
     """
 
     def __init__(self, template: str = DEFAULT_TEMPLATE) -> None:
-        self.template = template
-        found = _FIELD.search(template)
-        before, after = (template[: found.start()], template[found.end() :]) if found else ("", "")
-        text = before + after
-        if found is None or any(mark in text for mark in "{}/\\\0") or text[:1] == ".":
+        found = _TEMPLATE.fullmatch(template)
+        before, digits, after = found.groups() if found else (".", None, "")
+        if before[:1] == "." or before[-1:].isdigit() or after[:1].isdigit():
             raise InvalidInputError(
                 f"The template {template!r} gives no names of checkpoints.",
-                next_step="Give a folder's name with one field for the step, such as "
-                f"{DEFAULT_TEMPLATE!r}; not beginning with a dot.",
+                next_step="Give a folder's name with one field for the step and no digit beside "
+                f"it, such as {DEFAULT_TEMPLATE!r}; not beginning with a dot.",
             )
-        if before[-1:].isdigit() or after[:1].isdigit():
-            raise InvalidInputError(
-                f"In names by {template!r} digits stand beside those of the step.",
-                next_step=f"Put another character between them, as in {DEFAULT_TEMPLATE!r}.",
-            )
-        self._before, self._after, self._digit_count = before, after, int(found[1] or 1)
+        self._before, self._after, self._digit_count = before, after, int(digits or 1)
         self._pattern = re.compile(rf"{re.escape(before)}([0-9]{{1,99}}){re.escape(after)}")
 
     def name_of(self, step: SupportsIndex) -> str:
@@ -70,17 +65,14 @@ class StepNames:
         return step if 0 <= step <= _MOST_STEP and self.name_of(step) == name else None
 
 
-Need = Literal["metrics", "age"]
-"""What of a candidate a policy may decide by, beside its step."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What one look at a folder gave.
 
     committed: `info` is of its newest commit. foreign: another tool wrote it. uncommitted: nothing
     is committed, and something lies there. empty: nothing does, or only slots of what was deleted.
-    unreadable: `problem` says why. `age_s` counts from the commit, None where that is not known.
+    unreadable: `problem` says why. `slot` is that of the commit, or the last one; `age_s` counts
+    from it, None where that is not known.
     """
 
     name: str
@@ -88,6 +80,7 @@ class Found:
     status: Literal["committed", "foreign", "uncommitted", "empty", "unreadable"]
     url: str = ""
     info: CheckpointInfo | None = None
+    slot: int = 0
     is_damaged: bool = False
     age_s: float | None = None
     problem: CheckpointError | None = None
@@ -123,19 +116,9 @@ class Candidate:
 
 
 class RetentionPolicy(ABC):
-    """One rule of retention; `a | b` keeps what either keeps.
-
-    `needs` says what of the candidates it looks at. Without "age" any age may be None. A class that
-    has its own `kept` needs both, unless it says otherwise.
-    """
+    """One rule of retention; `a | b` keeps what either keeps."""
 
     __slots__ = ()
-    needs: ClassVar[frozenset[Need]] = frozenset({"metrics", "age"})
-
-    def __init_subclass__(cls) -> None:
-        # A rule derived from one of ours may look at more than that does.
-        if "kept" in vars(cls) and "needs" not in vars(cls):
-            cls.needs = RetentionPolicy.needs
 
     @abstractmethod
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
@@ -157,7 +140,6 @@ class RetentionPolicy(ABC):
 class KeepLatest(RetentionPolicy):
     """Keep the `n` newest, by step. Damaged ones do not count."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
     n: int
 
     def __post_init__(self) -> None:
@@ -172,7 +154,6 @@ class KeepLatest(RetentionPolicy):
 class KeepEvery(RetentionPolicy):
     """Keep those whose step is a multiple of `n`, for good."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
     n: int
 
     def __post_init__(self) -> None:
@@ -191,15 +172,13 @@ class KeepBest(RetentionPolicy):
     finite, is never best: training that diverged would be. Damaged ones do not count.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"metrics"})
     metric: str
     mode: Literal["min", "max"]
     n: int = 1
 
     def __post_init__(self) -> None:
         _check_count(self, self.n)
-        if self.mode not in {"min", "max"}:
-            raise InvalidInputError(f"mode is {self.mode!r}.", next_step="Give 'min' or 'max'.")
+        check_choice("mode", self.mode, Literal["min", "max"])
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the best names, the best first."""
@@ -219,7 +198,6 @@ class KeepNewerThan(RetentionPolicy):
     The storage's clock counts, then and now; one whose age cannot be told is kept.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"age"})
     age: float | timedelta
 
     def __post_init__(self) -> None:
@@ -331,10 +309,7 @@ class PruneReport:
 
 
 def plan_retention(
-    found: Iterable[Found],
-    keep: Keep,
-    *,
-    protected: Mapping[str, str] | None = None,
+    found: Iterable[Found], keep: Keep, *, protected: Mapping[str, str] = MappingProxyType({})
 ) -> PruneReport:
     """Decide what is kept of what was found below a root, and give every reason.
 
@@ -358,19 +333,18 @@ def plan_retention(
             reasons[one.name] += [] if doubt is None else [f"{doubt}, if it is sound after all"]
     for one in everything:
         reasons[one.name] += _protections(one, newest, last)
-        reasons[one.name] += [protected[one.name]] if protected and one.name in protected else []
+        reasons[one.name] += [protected[one.name]] if one.name in protected else []
     twins = {one.save_id: one.name for one in everything if one.save_id and reasons[one.name]}
     kept, planned = list[Decision](), list[Decision]()
     for one in everything:
         told = reasons[one.name]
-        if one.status in {"uncommitted", "empty"}:
-            continue
         if not told and one.save_id in twins:
             told.append(f"it is the same save as {twins[one.save_id]}, and may be the same folder")
         lead = "it is damaged and " if one.is_damaged else ""
         why = tuple(told) or (f"{lead}not kept by {KeepAny(policies)}",)
         decision = Decision(name=one.name, step=one.step, reasons=why, info=one.info)
-        (kept if told else planned).append(decision)
+        if one.status not in {"uncommitted", "empty"}:
+            (kept if told else planned).append(decision)
     return PruneReport(
         kept=tuple(kept),
         planned=tuple(planned),

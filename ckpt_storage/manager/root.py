@@ -5,6 +5,7 @@ Reads only. Keeps what it has read of a checkpoint until somebody asks anew.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign, read_footer
+from ckpt_storage.commit.slotlog import if_there
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -29,6 +31,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
+from ckpt_storage.inspect.verify import check_part
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
@@ -36,7 +39,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import some_at_once
 
-from .retention import Found, StepNames, by_step
+from .retention import Found, StepNames, begun_of, by_step
 
 USELESS = (
     CheckpointGoneError,
@@ -76,7 +79,7 @@ class Root:
         self._recorded_steps = recorded_steps
         self._seen: dict[str, Found] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
-        self._committed_s: dict[tuple[str, str | None], float | None] = {}
+        self._slot_times_s: dict[tuple[str, str | None, int], float | None] = {}
         self._verdicts: dict[tuple[str, str | None], bool] = {}
 
     def open(self, deadline: Deadline, name: str | None = None) -> Store:
@@ -138,7 +141,7 @@ class Root:
         if slots.head is not None:
             info = CheckpointInfo.of(url, slots.head, name=found.name)
             info = info if self._recorded_steps else replace(info, step=found.step)
-            return replace(found, status="committed", info=info)
+            return replace(found, status="committed", info=info, slot=slots.head.slot)
         if is_foreign(store, slots):
             named = read_footer(store) if slots.last is None else None
             if named is not None:
@@ -149,58 +152,48 @@ class Root:
                 )
             info = CheckpointInfo(url=url, name=found.name, format="dcp", step=found.step)
             return replace(found, status="foreign", info=info)
-        try:
-            paths = {entry.path for entry in store.list("", recursive=False)}
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            paths = set()
-        paths = {path for path in paths if not path.startswith(PROBE_PREFIX)} - {f"{COMMITS}/"}
+        entries = if_there(lambda: store.list("", recursive=False)) or []
+        paths = {entry.path for entry in entries if not entry.path.startswith(PROBE_PREFIX)}
+        paths.discard(f"{COMMITS}/")
         is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
-        return replace(found, status="empty" if is_empty else "uncommitted")
+        return replace(found, status="empty" if is_empty else "uncommitted", slot=slots.last_slot)
 
     def _judged(self, found: Found) -> Found:
         is_damaged = found.info is not None and self._verdicts.get(_save(found.info)) is False
         return replace(found, is_damaged=is_damaged)
 
     def dated(self, found: Iterable[Found], deadline: Deadline, now_s: float) -> list[Found]:
-        """Return the same with ages up to `now_s`, by the storage's clock; asks once."""
-        everything = list(found)
+        """Return the same with the ages of their slots up to `now_s`; asks once for each slot."""
+        everything = {(one.name, one.save_id, one.slot): one for one in found}
+        times_s = self._slot_times_s
 
-        def ask(info: CheckpointInfo) -> None:
-            stat = slotlog.stat_if_there(self.open(deadline, info.name), slot_path(info.slot or 0))
-            self._committed_s[_save(info)] = None if stat is None else stat.modified_s
+        def ask(name: str, save_id: str | None, slot: int) -> None:
+            stat = slotlog.stat_if_there(self.open(deadline, name), slot_path(slot))
+            times_s[name, save_id, slot] = None if stat is None else stat.modified_s
 
-        infos = [one.info for one in everything if one.info is not None and one.info.slot]
-        missing = [info for info in infos if _save(info) not in self._committed_s]
-        self._all([partial(ask, info) for info in missing], deadline)
-        times_s = [self._committed_s.get((one.name, one.save_id)) for one in everything]
+        missing = [key for key in everything if key[-1] and key not in times_s]
+        self._all([partial(ask, *key) for key in missing], deadline)
         return [
-            one if time_s is None else replace(one, age_s=now_s - time_s)
-            for one, time_s in zip(everything, times_s, strict=True)
+            one if (time_s := times_s.get(key)) is None else replace(one, age_s=now_s - time_s)
+            for key, one in everything.items()
         ]
 
     def all(self, deadline: Deadline) -> list[CheckpointInfo]:
-        """Return all that is committed, by step, but links to steps of this root."""
+        """Return all that is committed, but links to steps of this root."""
         doubles = self._doubles()
         names = [name for name in self.folders(deadline) if name not in doubles]
-        infos = map(self.listed, self.look(names, deadline, fresh=True).values())
-        return sorted(filter(None, infos), key=by_step)
+        infos = map(listed, self.look(names, deadline, fresh=True).values())
+        return [info for info in infos if info is not None]
 
-    def listed(self, found: Found) -> CheckpointInfo | None:
-        """Return what is told of a folder in a list; warn if it cannot be read."""
-        if found.problem is not None:
-            log.warning("%s is left out of the list: %s", found.url, found.problem)
-        return found.info
-
-    def newest_first(self, deadline: Deadline) -> Iterator[Found]:
-        """Yield what is found of each step, newest first, but links to steps of this root."""
+    def newest_first(self, deadline: Deadline) -> Iterator[tuple[Root, Found]]:
+        """Yield this root and what is found of each step, newest first, but links as in `all`."""
         doubles, steps = self._doubles(), self.steps(self.folders(deadline))
         names = [name for name in reversed(steps) if name not in doubles]
         count = 1
         while names:
             batch, names = names[:count], names[count:]
-            yield from self.look(batch, deadline, fresh=True).values()
+            for found in self.look(batch, deadline, fresh=True).values():
+                yield self, found
             count = _BATCH_COUNT
 
     def links(self) -> dict[str, str | None]:
@@ -213,7 +206,7 @@ class Root:
         root = Path(os.path.realpath(self.location.path))
         try:
             with os.scandir(root) as entries:
-                links = {entry.name: entry.path for entry in entries if entry.is_symlink()}
+                links = [entry for entry in entries if entry.is_symlink()]
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -222,21 +215,31 @@ class Root:
                 path=self.location.url,
                 next_step="Look why the root cannot be listed.",
             ) from error
-        found: dict[str, str | None] = dict.fromkeys(links)
-        for name, link in links.items():
-            path = Path(os.path.realpath(link))
-            if root in path.parents:
-                found[name] = path.relative_to(root).parts[0]
-        return found
+        meant = {link.name: Path(os.path.realpath(link)) for link in links}
+        return {
+            name: path.relative_to(root).parts[0] if root in path.parents else None
+            for name, path in meant.items()
+        }
 
     def _doubles(self) -> set[str]:
         """Return the links that lead to a step of this root: what they mean counts by itself."""
         step_of = self.names.step_of
         return {name for name, to in self.links().items() if to and step_of(to) is not None}
 
-    def is_sound(self, info: CheckpointInfo) -> bool:
-        """Return whether a checkpoint was saved, loaded or checked here, and found sound."""
-        return self._verdicts.get(_save(info)) is True
+    def is_sound(self, info: CheckpointInfo, deadline: Deadline, *, deep: bool = False) -> bool:
+        """Return, and note, whether a checkpoint is sound; it is checked unless that is known."""
+        if self._verdicts.get(_save(info)) and not deep:
+            return True
+        why = "it was saved anew"
+        try:
+            store = self.open(deadline, info.name)
+            if check_part(store, deep=deep, deadline=deadline) == info.save_id:
+                self.found_sound(info.name, info.save_id)
+                return True
+        except USELESS as error:
+            why = str(error)
+        self.found_damaged(info, why)
+        return False
 
     def found_sound(self, name: str, save_id: str | None) -> None:
         """Note that a checkpoint is sound."""
@@ -256,6 +259,31 @@ class Root:
     def _all(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
         is_remote = self.open(deadline).capabilities.is_remote
         return some_at_once(calls, _REMOTE_THREADS if is_remote else _LOCAL_THREADS)
+
+
+def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Root, Found]]:
+    """Yield each step with its root, newest first; of one step the later save first."""
+    streams = [root.newest_first(deadline) for root in roots]
+    return heapq.merge(*streams, key=lambda one: (-(one[1].step or 0), -begun_of(one[1].info)))
+
+
+def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
+    """Return the newest committed one that is not known to be damaged."""
+    for _, found in newest_first(roots, deadline):
+        damage = damage_of(found)
+        if damage is not None:
+            log.warning("%s is passed over, and an older one is taken: %s", found.url, damage)
+        if found.info is not None and not found.is_damaged:
+            return found.info
+    return None
+
+
+def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
+    """Return what is committed below all roots, by step; of each name the save that began last."""
+    # Of two that are the same save, that of the first root comes last.
+    infos = [info for root in reversed(roots) for info in root.all(deadline)]
+    by_name = {info.name: info for info in sorted(infos, key=begun_of)}
+    return sorted(by_name.values(), key=by_step)
 
 
 def list_checkpoints(
@@ -286,9 +314,16 @@ def list_checkpoints(
         if isinstance(one.problem, StorageError):
             url, why = one.url, str(one.problem)
             infos.append(CheckpointInfo(url=url, name=one.name, format="unreadable", problem=why))
-        elif (info := root.listed(one)) is not None:
+        elif (info := listed(one)) is not None:
             infos.append(info)
     return infos
+
+
+def listed(found: Found) -> CheckpointInfo | None:
+    """Return what is told of a folder in a list; warn if it cannot be read."""
+    if found.problem is not None:
+        log.warning("%s is left out of the list: %s", found.url, found.problem)
+    return found.info
 
 
 class Uses:
@@ -310,24 +345,23 @@ class Uses:
                     next_step="Look why the storage is slow; then try again.",
                 )
             self._uses[use] = (name, by)
+        return partial(self._end, use)
 
-        def end() -> None:
-            with self._changed:
-                self._uses.pop(use, None)
-                self._changed.notify_all()
-
-        return end
+    def _end(self, use: object) -> None:
+        with self._changed:
+            self._uses.pop(use, None)
+            self._changed.notify_all()
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[bool]:
         """Keep `name` from being used inside the block; False, where it is used, gives no leave."""
         with self._changed:
-            end = None if name in self.now() else self.take(name, _DELETING, timeout_s=0.0)
+            may = name not in self.now()
+            end = self.take(name, _DELETING, timeout_s=0.0) if may else lambda: None
         try:
-            yield end is not None
+            yield may
         finally:
-            if end is not None:
-                end()
+            end()
 
     def now(self) -> dict[str, str]:
         """Return the names that are used, each with by whom."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 from ckpt_storage.coordination.failures import locate
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
+from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Timeouts
 
-from .notices import Notices
+from .job import Job
 
 log = logging.getLogger("ckpt_storage")
 
@@ -23,8 +27,94 @@ _POLL_S = 0.25
 _REQUEST_S = 10.0
 """How long such a request may take."""
 
+_ANSWER_S = 0.05
+"""How long a look waits for a hook that was just asked; the next look has what comes later."""
+
+_END_S = 1.0
 _AHEAD_TURNS = 2
 _NONE = b"none"
+
+
+class Notices:
+    """Takes signals, for handlers before it as well, and asks a hook on its own thread."""
+
+    def __init__(
+        self, signals: Sequence[int] = (), hook: Callable[[], object] | None = None
+    ) -> None:
+        self._hook = hook
+        self._asking = Job(self._ask, name="ckpt-storage preemption", timeout_s=0.0)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._noted: str | None = None
+        self._before: dict[int, Any] = {}
+        numbers = list(dict.fromkeys(signals))
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise InvalidInputError(
+                "Signals can be taken in the main thread only.",
+                next_step="Make the manager there, or pass preemption= instead of signals=.",
+            )
+        try:
+            for number in numbers:
+                # Kept first: it must be called by a signal that comes at once.
+                self._before[number] = signal.getsignal(number)
+                signal.signal(number, self._take)
+        except (OSError, ValueError, TypeError) as error:
+            self.close()
+            raise InvalidInputError(
+                f"The signals {list(signals)!r} cannot be taken: {error}.",
+                next_step="Give numbers such as signal.SIGTERM; SIGKILL and SIGSTOP never come.",
+            ) from error
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if not self._is_closed and os.getpid() == self._pid:
+            self._noted = self._noted or _name_of(number)
+        elif signal.getsignal(number) == self._take:
+            # As had this handler never been installed.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            if not callable(before):
+                signal.raise_signal(number)
+        if callable(before):
+            before(number, frame)
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether there can be a notice at all."""
+        return not self._is_closed and (bool(self._before) or self._hook is not None)
+
+    def given(self, *, asks_hook: bool = True) -> str | None:
+        """Return what the notice was, None if there was none yet. Never raises."""
+        if asks_hook and self._hook is not None and self._noted is None and self._asking.wait(0):
+            self._asking.wake()
+            self._asking.wait(_ANSWER_S)
+        return self._noted
+
+    def _ask(self, _: object) -> None:
+        if self._hook is not None and self._hook():
+            self._noted = self._noted or "the preemption hook"
+
+    def close(self) -> None:
+        """Put back the handlers that were there; outside the main thread, when the signal comes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._asking.close(_END_S if self._asking.wait(0) else 0.0, stop_s=0.0)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            while isinstance(owner := getattr(before, "__self__", None), Notices):
+                if not owner._is_closed:  # noqa: SLF001  # one of us
+                    break
+                before = owner._before.get(number)  # noqa: PLW2901, SLF001  # the same
+            if signal.getsignal(number) == self._take and before is not None:
+                signal.signal(number, before)
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time one has no name of its own
 
 
 class Call:
@@ -36,10 +126,9 @@ class Call:
     Turns are counted from the last meeting on, alike on all ranks.
     """
 
-    def __init__(self, keys: KeyValues, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self._keys = keys
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, ranks: RankGroup, *, timeout_s: float) -> None:
+        self._ranks = ranks
+        self._keys = ranks.keys
         self._timeout_s = timeout_s
         self._meeting_id = ""
         self._attempt = 0
@@ -67,9 +156,8 @@ class Call:
 
     def anew(self, meeting_id: str) -> None:
         """Begin to count turns from 0, as all met in the meeting of this unique id."""
-        for key in self._left:
-            with contextlib.suppress(LostStoreError):
-                self._keys.delete(key, self._timeout_s)
+        # The next operation removes it.
+        self._ranks.debris += self._left
         self._left = []
         self._meeting_id = meeting_id
         self._attempt = 0
@@ -77,7 +165,7 @@ class Call:
 
     def _joins(self, turn: int, wants: bool) -> bool:  # noqa: FBT001  # as it came
         """Call, or look for a call; promise if there is one."""
-        call, own = self._key("call"), self._key(str(self._rank))
+        call, own = self._key("call"), self._key(str(self._ranks.rank))
         promised = turn + (_AHEAD_TURNS << self._attempt)
         try:
             if not wants and self._keys.get(call, self._timeout_s) is None:
@@ -100,7 +188,7 @@ class Call:
         word = self._keys.get(key, self._timeout_s)
         if word is not None or self._promised is None or turn < self._promised:
             return word
-        promises = [self._key(str(rank)) for rank in range(self._world_size)]
+        promises = [self._key(str(rank)) for rank in range(self._ranks.world_size)]
         found = _NONE
         if self._keys.has_all(promises, self._timeout_s):
             told = [self._keys.get(one, self._timeout_s) for one in promises]
@@ -147,12 +235,7 @@ class Schedule:
         self._asked_step: int | None = None
         self._answer = False
         self._turn = 0
-        self._call = Call(
-            ranks.keys,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout_s=min(_REQUEST_S, timeouts.plan),
-        )
+        self._call = Call(ranks, timeout_s=min(_REQUEST_S, timeouts.plan))
         self.preempted: str | None = None
 
     def saved(self) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
+from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_choice
 
 from .backend import Backend, Settings
 from .location import (
@@ -75,7 +75,7 @@ def open_store(  # all but the first are named
         location = url
     else:
         location = Location.of(url, storage_options)
-    check_page_cache(page_cache)
+    check_choice("page_cache", page_cache, PageCache)
     settings = Settings(
         request_timeout_s=(timeouts or Timeouts()).request,
         sync_files=sync_files,

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import ckpt_storage
-from ckpt_storage.commit.cleaning import free_superseded
+from ckpt_storage.commit.cleaning import free_leftovers
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
 from ckpt_storage.store import open_store
@@ -353,7 +353,7 @@ def test_a_save_that_is_gone_says_so(tmp_path: Path, how: str) -> None:
         ckpt_storage.save({"a": torch.zeros(10), "step": 2}, path, overwrite=True)
         assert lazy[:].tolist() == list(range(10))
         assert opened["step"] == 1
-        free_superseded(open_store(path), keep_previous=0)
+        free_leftovers(open_store(path), keep_previous=0)
     else:
         ckpt_storage.delete(path)
     for read in (lambda: lazy[:], lazy.torch, lambda: opened["step"], opened.load, opened.verify):

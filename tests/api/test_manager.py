@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,15 @@ import torch.distributed.checkpoint as dcp
 from commit_tools import body_of
 
 import ckpt_storage
-from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, errors
+from ckpt_storage import (
+    Candidate,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    PruneReport,
+    RetentionPolicy,
+    errors,
+)
 from ckpt_storage.manager.job import Job
 from ckpt_storage.manager.root import Root, Uses
 from ckpt_storage.store.deadline import Deadline
@@ -67,7 +76,15 @@ def test_metrics_are_kept_with_the_commit(tmp_path: Path) -> None:
 
 def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
     """In the background, on its own thread, with the reasons in the report; exports go too."""
-    keep = KeepLatest(2) | KeepEvery(4) | KeepBest("loss", "min")
+    threads: set[str] = set()
+
+    class KeepNothing(RetentionPolicy):
+        def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+            del candidates
+            threads.add(threading.current_thread().name)
+            return {}
+
+    keep = KeepLatest(2) | KeepEvery(4) | KeepBest("loss", "min") | KeepNothing()
     with cases.manager_of(tmp_path, keep=keep) as manager:
         for step in range(1, 9):
             metrics = {"loss": abs(step - 3) + 0.5}
@@ -78,7 +95,7 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         assert manager.last_prune is not None
         assert [decision.step for decision in manager.last_prune.kept] == [3, 4, 7, 8]
         name = f"ckpt-storage prune {manager.url}"
-        assert any(thread.name == name for thread in threading.enumerate())
+        assert threads == {name}
     assert not any(thread.name == name for thread in threading.enumerate())
     assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
     assert not (tmp_path / "step-00000002/hf").exists()

@@ -104,14 +104,14 @@ def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
 def test_superseded_commits_are_freed(store: tools.DictStore, keep_previous: int) -> None:
     """The head and the newest `keep_previous` before it stay; nothing remains of the others."""
     ids = [tools.saved(store) for _ in range(5)]
-    freed = cleaning.free_superseded(store, keep_previous=keep_previous)
+    freed = cleaning.free_leftovers(store, keep_previous=keep_previous)
     expected = ids[: max(0, 4 - keep_previous)]
     assert freed == expected
     files = store.disk.files
     assert {path.split("/")[1] for path in files if path.startswith("saves/")} == (
         set(ids) - set(expected)
     )
-    assert cleaning.free_superseded(store, keep_previous=keep_previous) == []
+    assert cleaning.free_leftovers(store, keep_previous=keep_previous) == []
     assert all(tools.is_whole(files, save_id) for save_id in set(ids) - set(expected))
 
 
@@ -164,7 +164,7 @@ def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: tools.Dic
     """Looking for leftovers costs a listing and the search for the head."""
     for _ in range(20):
         tools.saved(store)
-        cleaning.free_superseded(store)
+        cleaning.free_leftovers(store)
     again = store.failing()
     assert tools.cleaned(again) == []
     assert len(again.asked()) < 14
@@ -324,7 +324,7 @@ def cut_anywhere(
 
 
 @tools.BOTH
-@pytest.mark.parametrize("ends", [cleaning.free_superseded, tools.deleted])
+@pytest.mark.parametrize("ends", [cleaning.free_leftovers, tools.deleted])
 def test_freeing_and_deleting_may_be_cut_anywhere_and_run_again(
     capabilities: Capabilities, ends: Callable[[tools.DictStore], object]
 ) -> None:

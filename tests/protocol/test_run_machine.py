@@ -24,9 +24,8 @@ import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager
 from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.resume import newest_of
 from ckpt_storage.manager.retention import KeepLatest, StepNames
-from ckpt_storage.manager.root import Root
+from ckpt_storage.manager.root import Root, newest_of
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash

@@ -24,7 +24,7 @@ from ckpt_storage.errors import (
     IntegrityError,
 )
 from ckpt_storage.format.exports import Holder, Names
-from ckpt_storage.manager import prune as pruning_module
+from ckpt_storage.manager import root as root_module
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import Keep, KeepEvery, KeepLatest, PruneReport, StepNames
 from ckpt_storage.manager.root import Root
@@ -200,7 +200,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     Schedules have one request of an actor at a time. What is not known to be sound is damaged.
     """
     tools.take_in_turn(monkeypatch, tools.IN_TURN[0])
-    monkeypatch.setattr(pruning_module, "check_part", unreadable)
+    monkeypatch.setattr(root_module, "check_part", unreadable)
     monkeypatch.setattr(probe, "_RESULTS", {})
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 

@@ -24,8 +24,7 @@ from rank_threads import MemoryKeys
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.notices import Notices
-from ckpt_storage.manager.schedule import Call, Schedule
+from ckpt_storage.manager.schedule import Call, Notices, Schedule
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.upload_facts import together
 
@@ -126,7 +125,8 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
     In the end all look at each turn, and at no great distance: then they do meet.
     """
     board = MemoryKeys()
-    calls = [Call(board, rank=r, world_size=world_size, timeout_s=1) for r in range(world_size)]
+    groups = [RankGroup(board, rank=r, world_size=world_size) for r in range(world_size)]
+    calls = [Call(ranks, timeout_s=1) for ranks in groups]
     for epoch in range(2):
         turns = [0] * world_size
         came: dict[int, int] = {}
@@ -157,7 +157,8 @@ def test_what_ranks_left_that_were_ended_is_no_call() -> None:
     board = MemoryKeys()
 
     def ranks(meeting_id: str) -> list[Call]:
-        calls = [Call(board, rank=r, world_size=2, timeout_s=1) for r in range(2)]
+        groups = [RankGroup(board, rank=r, world_size=2) for r in range(2)]
+        calls = [Call(group, timeout_s=1) for group in groups]
         for one in calls:
             one.anew(meeting_id)
         return calls
@@ -177,7 +178,7 @@ def test_what_ranks_left_that_were_ended_is_no_call() -> None:
 def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
     """Before, the next meeting tells; after it, nobody may go on without the word."""
     board = MemoryKeys()
-    call = Call(board, rank=0, world_size=2, timeout_s=1)
+    call = Call(RankGroup(board, rank=0, world_size=2), timeout_s=1)
     gone = mock.patch.object(board, "get", side_effect=LostStoreError("gone"))
     with gone:
         assert call.look(1, wants=False) is None
@@ -212,7 +213,7 @@ def test_a_forked_child_is_ended_by_the_signal() -> None:
     """A child inherits the handler, and the signal does to it what it did before there was one."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.notices import Notices
+from ckpt_storage.manager.schedule import Notices
 notices = Notices([signal.SIGTERM])
 read, write = os.pipe()
 child = os.fork()
