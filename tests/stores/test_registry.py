@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,28 @@ def test_a_disk_that_hangs_is_looked_at_within_a_deadline(
     assert caught.value.kind == "timeout"
     assert time.monotonic() - begin_s < 0.3 + SLACK_S
     hang.set()
+
+
+def test_a_folder_is_deleted_while_it_is_listed() -> None:
+    """Names are deleted by the thousand, before the next ones are asked for."""
+    asked: list[int] = []
+
+    class Listed(MemoryBackend):
+        """A listing of names that notes how many there are when one is deleted."""
+
+        def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+            del recursive
+            for number in range(2500):
+                asked.append(number)
+                yield ObjectInfo(path=f"{prefix}/{number}", size_bytes=0)
+
+        def delete(self, paths: Iterable[str]) -> None:
+            deleted.append((len(list(paths)), len(asked)))
+
+    deleted: list[tuple[int, int]] = []
+    store = Store(Listed(Location.of("memory://listed")), url="x://y")
+    store.delete_folder("saves")
+    assert deleted == [(1000, 1000), (1000, 2000), (500, 2500)]
 
 
 class UnknownFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types

@@ -37,6 +37,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.store.threads import AbandonedError
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import FaultBackend, Rule
+from ckpt_storage.transfer.pacing import READ_BUDGET
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import part_bytes_for
@@ -78,6 +79,7 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
         RangeReader(store, TransferOptions(thread_count=2), Deadline("load", 60)).run(reads)
     assert release.is_set()
     assert done == []
+    assert READ_BUDGET.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("read from")]
 
 

@@ -244,13 +244,9 @@ def _travelled(plan: LoadPlan) -> Any:
     return pickle.loads(pickle.dumps(plan))
 
 
-def _sent() -> FoldedPlan:
-    return FoldedPlan([_item("a"), _item("b")], "hello", {"of": "planner"})
-
-
 def test_a_plan_that_is_passed_on_comes_back_unread() -> None:
     """A coordinator that only passes it on unpickles no item; nothing is lost on the way."""
-    sent = _sent()
+    sent = FoldedPlan([_item("a"), _item("b")], "hello", {"of": "planner"})
     arrived = _travelled(sent)
     assert "items" not in vars(arrived)
     back = sent.unless_changed(_travelled(arrived))

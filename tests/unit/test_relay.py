@@ -20,7 +20,7 @@ from ckpt_storage.export import output
 from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
 from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer.pacing import BUDGET, Pacer
+from ckpt_storage.transfer.pacing import BUDGET, READ_BUDGET, Pacer
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB
@@ -130,7 +130,7 @@ def test_what_fails_gives_its_memory_back(
     server.faults([FaultRule(op=op, key=key, action="status", status=403, times=0)])
     with pytest.raises(CheckpointError):
         job(server)
-    assert BUDGET.held_bytes == 0
+    assert BUDGET.held_bytes == READ_BUDGET.held_bytes == 0
 
 
 def test_work_that_moves_never_ends_and_work_that_stands_does() -> None:
