@@ -20,18 +20,18 @@ from ckpt_storage.export.output import Made, Setting
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
 from ckpt_storage.export.run import run_together
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.store import Location
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def header(info: TensorInfo) -> bytes:
+def header(tensor: TensorRecord) -> bytes:
     """Return the first bytes of a NumPy file of a tensor."""
     stream = io.BytesIO()
-    descr = npy.dtype_to_descr(np.dtype(DTYPES[info.dtype].numpy))
-    fields = {"descr": descr, "fortran_order": False, "shape": info.shape}
+    descr = npy.dtype_to_descr(np.dtype(DTYPES[tensor.dtype].numpy))
+    fields = {"descr": descr, "fortran_order": False, "shape": tensor.shape}
     npy.write_array_header_1_0(stream, fields)
     return stream.getvalue()
 
@@ -41,10 +41,10 @@ class NpyExport(PlainFolder[list[str]]):
 
     def lay_out(self) -> list[OutFile]:
         """Return one file a tensor: its header, then all its elements."""
-        tensors = [one for one in self.source.tensors.values() if DTYPES[one.dtype].numpy]
         return [
-            OutFile(name=f"{info.fqn}.npy", segments=[Fixed(header(info)), elements_of(info)])
-            for info in tensors
+            OutFile(name=f"{fqn}.npy", segments=[Fixed(header(tensor)), elements_of(fqn, tensor)])
+            for fqn, tensor in self.source.tensors.items()
+            if DTYPES[tensor.dtype].numpy
         ]
 
     def content(self) -> object:

@@ -334,7 +334,7 @@ class _Conversion(Task[ConvertReport]):
         else:
             places = source.places([(fqn, None) for fqn in fqns])
             blobs = {one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places}
-        tensors, most_bytes = self.chosen.tensors.values(), self.setting.max_file_bytes
+        tensors, most_bytes = self.chosen.tensors, self.setting.max_file_bytes
         files, self.shards = lay_out_shards(tensors, blobs, most_bytes, block_bytes)
         return files
 
@@ -349,7 +349,7 @@ class _Conversion(Task[ConvertReport]):
             kept_count=len(made.kept),
             tensor_count=len(chosen.tensors),
             blob_count=len(chosen.blobs),
-            total_bytes=sum(elements_of(one).size_bytes for one in chosen.tensors.values()),
+            total_bytes=sum(elements_of(*one).size_bytes for one in chosen.tensors.items()),
             dropped=tuple(sorted(chosen.dropped)),
             excluded=tuple(sorted(chosen.excluded)),
             seconds=seconds,
@@ -367,7 +367,7 @@ class _ToFolder(_Conversion, PlainFolder[ConvertReport]):
         if self.setting.to == "dcp":
             return self.shards_of()
         lay_out = lay_out_whole if self.setting.to == "safetensors" else lay_out_sharded
-        return lay_out(self.chosen.tensors.values(), self.setting.max_file_bytes)
+        return lay_out(self.chosen.tensors, self.setting.max_file_bytes)
 
     def document(self) -> bytes:
         if self.setting.to == "safetensors":

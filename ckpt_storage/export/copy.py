@@ -30,9 +30,10 @@ from ckpt_storage.format import exports
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import FileMarks, listed, open_marked
+from ckpt_storage.source.filemarks import listed
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import Source, SourceFormat
+from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
+from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
 
 from .attempt import RESTORE, CopiedAttempt, Files, ToCopy, name_at_target
@@ -170,16 +171,16 @@ def copy(  # the public surface, all keyword-only
 
 def _copying(site: Site, found: Found | None, tag: exports.IndexTag | None = None) -> _Copy:
     """Return the task of a copy; `tag`: what the index says of an export beside a checkpoint."""
-    marks: FileMarks | None = None
+    source: Source | None = None
     if found is None:
-        found, marks = _find(site, tag)
+        found, source = _find(site, tag)
     task = (_CopyOfOthers if found.record is None else _CopyOfOurs)(site, found)
-    if (before := marks) is not None:
-        task.watch = lambda: before.check(site.source)
+    if (opened := source) is not None:
+        task.watch = lambda: opened.check_unchanged(site.source)
     return task
 
 
-def _find(site: Site, tag: exports.IndexTag | None) -> tuple[ToCopy, FileMarks | None]:
+def _find(site: Site, tag: exports.IndexTag | None) -> tuple[ToCopy, Source | None]:
     """Look whose checkpoint it is; nothing may be missing of one of others."""
     setting, head = site.setting, slotlog.read_log(site.source).head
     if tag is None and place_within(site.source, site.target) is not None:
@@ -194,15 +195,15 @@ def _find(site: Site, tag: exports.IndexTag | None) -> tuple[ToCopy, FileMarks |
         save_id = name_at_target(site, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id
         return ToCopy(record=head, save_id=save_id, was_there=was_there, there=there), None
-    source, marks = open_marked(site.source, deadline=site.deadline, options=site.options)
-    if marks is None:
+    source = open_source(site.source, site.options)
+    if isinstance(source, CommittedSource):
         # Saved by us since the log was read.
         return _find(site, tag)
     entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
     _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
     crcs, was_there = _exported(site, tag) if tag else ({}, False)
     files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
-    return ToCopy(format=source.format, files=files, was_there=was_there), marks
+    return ToCopy(format=source.format, files=files, was_there=was_there), source
 
 
 def _exported(site: Site, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
@@ -345,7 +346,7 @@ class _CopyOfOurs(_Copy, CopiedAttempt[CopyReport]):
 
 def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
     """Refuse a stock checkpoint that lacks a file, or a part of one; others' were read by now."""
-    items = source.metadata.items if isinstance(source, StockSource) else {}
+    items = source.items if isinstance(source, StockSource) else {}
     for (fqn, _), one in items.items():
         # The whole item, with what stands behind a tensor's bytes.
         path, end = one.relative_path, one.offset + one.length

@@ -19,12 +19,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
-from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.source.model import Source
 
 from .options import ConsolidateOptions
 from .output import Made, Span, joined
@@ -52,13 +53,13 @@ def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, t
     return _weight_files(groups), skipped
 
 
-def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Files:
+def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return weight files of all `tensors` under their FQNs, in order."""
-    groups = split_by_size(map(elements_of, tensors), max_file_bytes)
+    groups = split_by_size(itertools.starmap(elements_of, tensors.items()), max_file_bytes)
     return _weight_files(groups or [[]])
 
 
-def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Files:
+def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
 
     A file of that layout holds one part of a tensor at the most, so part n of each tensor goes
@@ -66,9 +67,9 @@ def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Files
     """
     groups: list[list[Elements]] = []
     sizes: list[int] = []
-    for info in tensors:
+    for fqn, tensor in tensors.items():
         at = 0
-        for one in (elements_of(info, box) for box in boxes_of(info)):
+        for one in (elements_of(fqn, tensor, box) for box in boxes_of(tensor)):
             while at < len(groups) and sizes[at] and sizes[at] + one.size_bytes > max_file_bytes:
                 at += 1
             if at == len(groups):
@@ -180,7 +181,7 @@ class Shards:
 
 
 def lay_out_shards(
-    tensors: Iterable[TensorInfo],
+    tensors: Mapping[str, TensorRecord],
     blobs: Mapping[str, Segment],
     max_file_bytes: int,
     block_bytes: int | None = None,
@@ -191,8 +192,12 @@ def lay_out_shards(
     """
     known = Vocabulary()
     files, tables = [], []
-    chunks = ((info.fqn, elements_of(info, box)) for info in tensors for box in boxes_of(info))
-    values: list[tuple[str, Segment]] = [*chunks, *sorted(blobs.items())]
+    values: list[tuple[str, Segment]] = [
+        (fqn, elements_of(fqn, tensor, box))
+        for fqn, tensor in tensors.items()
+        for box in boxes_of(tensor)
+    ]
+    values += sorted(blobs.items())
     groups = split_by_size(
         values,
         max_file_bytes,
@@ -279,15 +284,15 @@ def metadata_of(source: Source, chosen: Selected) -> Metadata:
     )
 
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        info.fqn: TensorStorageMetadata(
-            properties=TensorProperties(dtype=getattr(torch, info.dtype)),
-            size=torch.Size(info.shape),
+        fqn: TensorStorageMetadata(
+            properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+            size=torch.Size(tensor.shape),
             chunks=[
                 ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-                for box in boxes_of(info)
+                for box in boxes_of(tensor)
             ],
         )
-        for info in chosen.tensors.values()
+        for fqn, tensor in chosen.tensors.items()
     }
     state |= {fqn: BytesStorageMetadata() for fqn in chosen.blobs}
     paths = source.planner_data or {}

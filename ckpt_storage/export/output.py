@@ -28,9 +28,9 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.source.filemarks import open_newest, open_source
 from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
+from ckpt_storage.source.opening import open_newest, open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
@@ -231,16 +231,17 @@ class Task(abc.ABC, Generic[R]):
     def find(self) -> Found:
         """Open the newest checkpoint; return what the others open it by."""
         site, found = self.site, Found()
-        self.source, marks = open_newest(site.source, deadline=site.deadline, options=site.options)
-        if isinstance(self.source, CommittedSource):
-            found = Found(record=self.source.record)
-        elif marks is not None:
+        self.source = source = open_newest(site.source, site.options)
+        if isinstance(source, CommittedSource):
+            found = Found(record=source.record)
+        else:
             # An output may lie below the source, and be another one by now.
-            own = {*_files_of(self.source), STOCK_METADATA, INDEX_NAME}
-            own_marks = replace(marks, of={p: mark for p, mark in marks.of.items() if p in own})
-            is_told = all(time_s is not None for _, time_s in own_marks.of.values())
-            found = Found(state=sorted(own_marks.of.items()) if is_told else new_write_id())
-            self.watch = lambda: own_marks.check(site.source)
+            own = {*_files_of(source), STOCK_METADATA, INDEX_NAME}
+            marks = {path: mark for path, mark in source.marks.of.items() if path in own}
+            is_told = all(time_s is not None for _, time_s in marks.values())
+            found = Found(state=sorted(marks.items()) if is_told else new_write_id())
+            source.marks = replace(source.marks, of=marks)
+            self.watch = lambda: source.check_unchanged(site.source)
         self.check_unchanged()
         return found
 
@@ -248,10 +249,10 @@ class Task(abc.ABC, Generic[R]):
         """Open what the coordinator found, even if it is not the newest any more."""
         site, record = self.site, found.record
         if record is None:
-            self.source = open_source(site.source, deadline=site.deadline, options=site.options)
+            self.source = open_source(site.source, site.options)
             return
         manifest = read_manifest(site.source, record)
-        self.source = CommittedSource(site.source, record, manifest, site.deadline, site.options)
+        self.source = CommittedSource(site.source, record, manifest, site.options)
 
     def check_unchanged(self) -> None:
         """Raise if another writer touched the source since it was opened."""
@@ -293,6 +294,6 @@ class Task(abc.ABC, Generic[R]):
 def _files_of(source: Source) -> set[str]:
     """Return the paths of the files that hold the values of another writer's checkpoint."""
     if isinstance(source, StockSource):
-        return {item.relative_path for item in source.metadata.items.values()}
+        return {item.relative_path for item in source.items.values()}
     held = source.held if isinstance(source, ForeignSource) else {}
     return {place.path for place in held.values()}

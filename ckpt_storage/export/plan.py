@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.options import MIB
-from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
 
@@ -80,22 +80,22 @@ class Elements:
 
 
 def elements_of(
-    info: TensorInfo, box: Box | None = None, *, name: str = "", dtype: str = ""
+    fqn: str, tensor: TensorRecord, box: Box | None = None, *, name: str = "", dtype: str = ""
 ) -> Elements:
     """Return a box of a tensor, by default the whole under its FQN, as it is stored."""
     return Elements(
-        name=name or info.fqn,
-        fqn=info.fqn,
-        box=box or Box((0,) * len(info.shape), info.shape),
-        source_dtype=info.dtype,
-        dtype=dtype or info.dtype,
+        name=name or fqn,
+        fqn=fqn,
+        box=box or Box((0,) * len(tensor.shape), tensor.shape),
+        source_dtype=tensor.dtype,
+        dtype=dtype or tensor.dtype,
     )
 
 
-def boxes_of(info: TensorInfo) -> list[Box]:
+def boxes_of(tensor: TensorRecord) -> list[Box]:
     """Return the chunks of a tensor, each once; one for a tensor without elements."""
-    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
-    return boxes or [elements_of(info).box]
+    boxes = list(dict.fromkeys(box for box in tensor.boxes if not box.is_empty))
+    return boxes or [Box((0,) * len(tensor.shape), tensor.shape)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

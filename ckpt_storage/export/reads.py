@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import Any, NamedTuple
 
@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, Grid, box_selection, find_grid, interval_boxes, run_of
+from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
-from ckpt_storage.source.model import Key, Source, TensorInfo, explained
+from ckpt_storage.source.model import Key, Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .plan import Elements, Fixed, OutFile, Part, Segment, Stored, boxes_of
+from .plan import Elements, Fixed, OutFile, Part, Segment, Stored
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
@@ -58,8 +58,6 @@ class SegmentReader:
         self._options, self._chunks = ranges.options, ChunkReader(ranges)
         self._lock = threading.Lock()
         self._loaded: tuple[ChunkPlace, Bits] | None = None
-        # Look-up tables of the last few tensors.
-        self._info = lru_cache(maxsize=64)(lambda fqn: _findable(source.tensors[fqn]))
 
     def pieces(self, file: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield what makes up bytes [start, stop) of the file at a position, lazily.
@@ -70,7 +68,7 @@ class SegmentReader:
             if isinstance(segment, Fixed):
                 continue
             wanted, size, at = segment.box, segment.item_bytes, first
-            info = self._info(segment.fqn) if isinstance(segment, Elements) else None
+            info = self._source.tensors[segment.fqn] if isinstance(segment, Elements) else None
             begin, end = (first - origin) // size, (last - origin) // size
             for inner in interval_boxes(wanted.sizes, begin, end):
                 box = Box(tuple(map(add, inner.offsets, wanted.offsets)), inner.sizes)
@@ -187,14 +185,6 @@ class SegmentReader:
                 word = WORDS[piece.segment.source_item_bytes]
                 self._loaded = place, words_of(load_whole(buffer, place), word)
             return self._loaded[1].reshape(piece.chunk.sizes)
-
-
-def _findable(info: TensorInfo) -> TensorInfo:
-    """Return a tensor whose chunks are each one once, and found by place if they form a grid."""
-    if isinstance(info.boxes, Grid):
-        return info
-    boxes = boxes_of(info)
-    return replace(info, boxes=find_grid(info.shape, boxes) or boxes)
 
 
 def _read_of(piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ArrayRead:

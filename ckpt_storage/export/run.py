@@ -50,7 +50,7 @@ def run(operation: Operation, begin: Begin, setting: Setting, task_of: Tasks[R])
             task, taken = _agree(operation, site, task_of)
         own_bytes = sum(region.size_bytes for region in task.plan.regions_of(operation.rank))
         site.begin(begin(task.phase, own_bytes))
-        task.source.renew(site.source, site.deadline)
+        task.source.store = site.source
         with site.deadline.governs(operation.what):
             made = _made(operation, task, taken, own_bytes)
             report = None

@@ -13,7 +13,8 @@ from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.source.model import Source
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
@@ -64,7 +65,7 @@ class Selected:
     `ties` maps alias to target. `dropped` maps what the format cannot hold to why.
     """
 
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorRecord]
     blobs: Sequence[str]
     ties: Mapping[str, str]
     dropped: Mapping[str, str]
@@ -110,7 +111,7 @@ def select(
     )
 
 
-def _no_safetensors(info: TensorInfo) -> str | None:
+def _no_safetensors(info: TensorRecord) -> str | None:
     """Return why safetensors cannot hold a tensor, None if it can."""
     kind = DTYPES.get(info.dtype)
     if kind is None or kind.safetensors is None:
@@ -164,12 +165,12 @@ def choose_model(
             fqn=fqn,
             reason=reason,
             because=because,
-            size_bytes=elements_of(tensors[fqn]).size_bytes if fqn in tensors else None,
+            size_bytes=elements_of(fqn, tensors[fqn]).size_bytes if fqn in tensors else None,
             target=tied.get(fqn),
         )
         for fqn, (reason, because) in sorted(left.items())
     )
-    picked = [_chosen(tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
+    picked = [_chosen(fqn, tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
     return sorted(picked, key=lambda one: _natural(one.name)), skipped
 
 
@@ -264,18 +265,18 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
     return {fqn: name for name, fqn in taken.items()}
 
 
-def _chosen(info: TensorInfo, name: str, options: ConsolidateOptions) -> Elements:
-    if lacking := _no_safetensors(info):
+def _chosen(fqn: str, tensor: TensorRecord, name: str, options: ConsolidateOptions) -> Elements:
+    if lacking := _no_safetensors(tensor):
         raise InvalidInputError(
-            f"{info.fqn} has {lacking}, which safetensors does not hold.",
-            next_step=f"Leave it out with exclude=[{info.fqn!r}], or save it otherwise.",
+            f"{fqn} has {lacking}, which safetensors does not hold.",
+            next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
         )
-    dtype = options.cast_to if info.dtype in CASTABLE else None
-    return elements_of(info, name=name, dtype=dtype or "")
+    dtype = options.cast_to if tensor.dtype in CASTABLE else None
+    return elements_of(fqn, tensor, name=name, dtype=dtype or "")
 
 
 def _with_told(
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorRecord],
     recorded: Mapping[str, str],
     told: Mapping[str, str],
     stripped: str,

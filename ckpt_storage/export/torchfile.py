@@ -18,8 +18,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.source.foreign import ForeignSource
-from ckpt_storage.source.model import Key, TensorInfo
+from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 
@@ -107,7 +108,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     shown = f"{store.url}/{path}"
     file = io.BufferedReader(_StoreFile(store, path, file_bytes), _READ_AHEAD_BYTES)
     flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorRecord] = {}
     source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
     first: dict[tuple[object, ...], str] = {}
     for fqn, value in flat.items():
@@ -124,9 +125,14 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
         whole = Box((0,) * len(shape), shape)
-        tensors[fqn] = TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=[whole])
+        tensors[fqn] = TensorRecord(dtype=dtype, shape=shape, boxes=[whole])
         source.held[fqn, whole.offsets] = ChunkPlace(
-            path=path, fqn=fqn, start=start, size_bytes=value.nbytes, file_bytes=file_bytes
+            path=path,
+            fqn=fqn,
+            start=start,
+            size_bytes=value.nbytes,
+            sizes=shape,
+            file_bytes=file_bytes,
         )
     source.blobs = frozenset(source.values)
     return source

@@ -23,7 +23,7 @@ from ckpt_storage.errors import (
     UnsafeContentError,
 )
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
 
@@ -51,7 +51,7 @@ class TorchFile(_Conversion):
 
     def lay_out(self) -> Files:
         """Return nothing: checksums come last, and `publish` writes it all."""
-        self.stream_bytes = sum(elements_of(one).size_bytes for one in self.chosen.tensors.values())
+        self.stream_bytes = sum(elements_of(*one).size_bytes for one in self.chosen.tensors.items())
         return ()
 
     def take(self) -> Taken:
@@ -78,9 +78,10 @@ class TorchFile(_Conversion):
         name = self.setting.target_file
         main = io.BytesIO()
         pickler = _Pickler(main, chosen)
-        pickler.dump(_nested({**self._objects(), **chosen.tensors}, source.planner_data or {}))
-        stored = pickler.stored.values()
-        streamed = [elements_of(data) for _, data in stored if isinstance(data, TensorInfo)]
+        values = {**self._objects(), **{fqn: _Tensor(fqn) for fqn in chosen.tensors}}
+        pickler.dump(_nested(values, source.planner_data or {}))
+        stored = pickler.stored.items()
+        streamed = [elements_of(k, chosen.tensors[k]) for k, _ in stored if isinstance(k, str)]
         read = _reading(site, source, streamed)
         store.make_folders([])
         if not store.capabilities.atomic_replace:
@@ -106,9 +107,9 @@ class TorchFile(_Conversion):
             # No ".format_version": it would let torch compute where records lie, as its own zip
             # writer places them. Without it torch looks each one up.
             _append(archive, "byteorder", [b"little"])
-            for number, data in stored:
-                if isinstance(data, TensorInfo):
-                    views: Iterable[Buffer] = read(data.fqn)
+            for key, (number, data) in stored:
+                if isinstance(key, str):
+                    views: Iterable[Buffer] = read(key)
                 else:
                     views = [torch.empty(0, dtype=torch.uint8).set_(data).numpy().data]
                 _append(archive, f"data/{number}", views)
@@ -197,16 +198,21 @@ def _append(
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
-    """The storage of a tensor that is still in the source."""
+class _Tensor:
+    """A tensor that is still in the source."""
 
-    info: TensorInfo
+    fqn: str
+
+
+class _Storage(_Tensor):
+    """The storage of such a tensor."""
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a state dict with a `TensorInfo` for each tensor, as torch pickles the tensor.
+    """Pickles a state dict with a `_Tensor` for each tensor, as torch pickles the tensor.
 
-    `stored` has the number of each storage and what it holds, in the order of the pickle.
+    `stored` has, by FQN or else by address, the number of each storage and what it holds, in the
+    order of the pickle.
     """
 
     def __init__(self, file: io.BytesIO, chosen: Selected) -> None:
@@ -217,24 +223,25 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: object) -> Any:  # noqa: ANN401  # as pickle has it
         """Return how a tensor is made of its storage, which tied ones share."""
-        if not isinstance(obj, TensorInfo):
+        if not isinstance(obj, _Tensor):
             return NotImplemented
-        tensors, ties = self._chosen.tensors, self._chosen.ties
-        strides = torch.empty(obj.shape, device="meta").stride()
+        tensor = self._chosen.tensors[obj.fqn]
+        strides = torch.empty(tensor.shape, device="meta").stride()
         hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
-        storage = _Storage(tensors[ties.get(obj.fqn, obj.fqn)])
-        common = (storage, 0, obj.shape, strides, False, hooks)
-        if DTYPES[obj.dtype].storage_class is not None:
+        storage = _Storage(self._chosen.ties.get(obj.fqn, obj.fqn))
+        common = (storage, 0, tensor.shape, strides, False, hooks)
+        if DTYPES[tensor.dtype].storage_class is not None:
             return torch._utils._rebuild_tensor_v2, common  # noqa: SLF001  # what torch.save names
-        dtype = getattr(torch, obj.dtype)
+        dtype = getattr(torch, tensor.dtype)
         return torch._utils._rebuild_tensor_v3, (*common, dtype)  # noqa: SLF001  # as above
 
     def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
         """Return what stands for a storage."""
         data, name = obj, None
         if isinstance(obj, _Storage):
-            data, kind = obj.info, DTYPES[obj.info.dtype]
-            key, name, count = data.fqn, kind.storage_class, elements_of(data).size_bytes
+            tensor = self._chosen.tensors[obj.fqn]
+            kind = DTYPES[tensor.dtype]
+            key, name, count = obj.fqn, kind.storage_class, elements_of(obj.fqn, tensor).size_bytes
             count //= kind.item_bytes if name else 1
         elif isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
             typed: Any = obj

@@ -86,7 +86,7 @@ class SlotRecord:
         where = slot_path(slot)
         body = unseal(data, path=where)
         get = Fields.of(body, "commit", where)
-        kind = get.string("type")
+        kind = get.value("type", str)
         if kind not in {"commit", "fence", "deleted"}:
             raise FormatError(
                 f"{where} is a record of type {kind!r}, which this release does not know.",
@@ -95,39 +95,31 @@ class SlotRecord:
             )
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
-        user = body.get("user")
+        user, is_commit = body.get("user"), kind == "commit"
+        save_id = get.value("save_id", str) if is_commit else None
         record = cls(
             type=kind,  # type: ignore[arg-type]  # checked above
             slot=slot,
-            write_id=get.string("write_id"),
+            write_id=get.value("write_id", str),
             head=_head_of(get, "head"),
-            save_id=get.string("save_id") if kind == "commit" else None,
-            manifest=get.ref_if_any("manifest"),
-            stock=get.ref_if_any("stock"),
+            save_id=save_id,
+            manifest=get.document("manifest", manifest_path(save_id)) if save_id else None,
+            stock=get.document("stock", stock_copy_path(save_id)) if save_id else None,
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             previous=_head_of(get, "previous"),
-            fenced=tuple(get.strings("fenced")) if kind != "commit" else (),
+            fenced=() if is_commit else tuple(get.strings("fenced")),
             # Whatever is in it, the checkpoint can be read.
-            user=user if kind == "commit" and isinstance(user, dict) else {},
+            user=user if is_commit and isinstance(user, dict) else {},
             created_at=str(body.get("created_at", "")),
             host=str(body.get("host", "")),
-            pid=get.count("pid") if "pid" in get else 0,
+            pid=get.count("pid", 0),
         )
-        if kind == "commit" and (
+        if is_commit and (
             record.manifest is None
-            or not record.save_id
-            or not is_save_id(record.save_id)
-            or record.head != HeadRef(slot=slot, save_id=record.save_id)
+            or not is_save_id(save_id or "")
+            or record.head != HeadRef(slot=slot, save_id=save_id or "")
         ):
             get.fail("is a commit record without a save id, a manifest or itself as head")
-        save_id = record.save_id or ""
-        for reference, path in (
-            (record.manifest, manifest_path(save_id)),
-            (record.stock, stock_copy_path(save_id)),
-        ):
-            # Who copies writes to the same place below another root.
-            if kind == "commit" and reference and reference.path != path:
-                get.fail(f"names {reference.path!r:.200}, which is no document of this save")
         if not all(map(is_save_id, record.fenced)):
             # Folders of these names get deleted.
             raise UnsafeContentError(
@@ -147,7 +139,7 @@ def _head_of(get: Fields, key: str) -> HeadRef | None:
     if key not in get:
         return None
     head = get.object(key)
-    return HeadRef(slot=head.count("slot"), save_id=head.string("save_id"))
+    return HeadRef(slot=head.count("slot"), save_id=head.value("save_id", str))
 
 
 _FOOTER_MAGIC = b"CKPTSTO1"

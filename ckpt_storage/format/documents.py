@@ -261,65 +261,69 @@ class Fields:
         """Raise the `FormatError` that says what the document has or does."""
         raise FormatError(f"{self.where} {what}.", path=self.where, next_step=DAMAGED)
 
-    def _get(self, key: str, kind: type[_T], ok: Callable[[_T], bool] = lambda _: True) -> _T:
+    def value(
+        self,
+        key: str,
+        kind: type[_T],
+        absent: _T | None = None,
+        *,
+        ok: Callable[[_T], bool] = lambda _: True,
+    ) -> _T:
+        """Return a value of this kind; `absent`, if there is such a thing, where there is none."""
+        if absent is not None and key not in self:
+            return absent
         value = self.body.get(key) if isinstance(self.body, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool) or not ok(value):
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
 
-    def string(self, key: str) -> str:
-        """Return a string."""
-        return self._get(key, str)
-
-    def count(self, key: str) -> int:
-        """Return an integer from 0 on."""
-        return self._get(key, int, lambda n: 0 <= n <= MOST_COUNT)
-
-    def items(self, key: str) -> list[Any]:
-        """Return a list of anything."""
-        return self._get(key, list)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """Return an object."""
-        return self._get(key, dict)
+    def count(self, key: str, absent: int | None = None) -> int:
+        """Return an integer from 0 on; `absent`, if there is such a thing, where there is none."""
+        return self.value(key, int, absent, ok=lambda n: 0 <= n <= MOST_COUNT)
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings."""
-        return self._get(key, list, lambda v: all(isinstance(s, str) for s in v))
+        return self.value(key, list, ok=lambda v: all(isinstance(s, str) for s in v))
 
     def lists_of_counts(self, key: str) -> list[list[int]]:
         """Return a list of lists of integers from 0 on."""
-        return self._get(key, list, lambda v: all(map(are_counts, v)))
+        return self.value(key, list, ok=lambda v: all(map(are_counts, v)))
 
     def object(self, key: str) -> Fields:
         """Return access to an object."""
-        return Fields(self.mapping(key), self.where, self.allowance)
+        return Fields(self.value(key, dict), self.where, self.allowance)
 
     def objects(self, key: str) -> list[Fields]:
         """Return access to each entry of a list of objects."""
-        entries = self._get(key, list, lambda v: all(isinstance(entry, dict) for entry in v))
+        entries = self.value(key, list, ok=lambda v: all(isinstance(one, dict) for one in v))
         return [Fields(entry, self.where, self.allowance) for entry in entries]
 
     def crc(self, key: str) -> int:
         """Return a checksum that is spelt as 8 hexadecimal digits."""
-        return int(self._get(key, str, lambda text: bool(_CRC.fullmatch(text))), 16)
+        return int(self.value(key, str, ok=lambda text: bool(_CRC.fullmatch(text))), 16)
 
     def ref(self) -> FileRef:
         """Return the file that this object refers to; its path stays below the checkpoint."""
         return FileRef(
-            path=checked_path(self.string("path"), where=self.where),
+            path=checked_path(self.value("path", str), where=self.where),
             size_bytes=self.count("bytes"),
             crc32c=self.crc("crc32c"),
         )
 
-    def ref_if_any(self, key: str) -> FileRef | None:
-        """Return the file that an object refers to, None where there is none."""
-        return self.object(key).ref() if key in self else None
+    def document(self, key: str, path: str) -> FileRef | None:
+        """Return the document that an object refers to, None where there is none.
+
+        Its path must be `path`: who copies writes to the same place below another root.
+        """
+        ref = self.object(key).ref() if key in self else None
+        if ref is not None and ref.path != path:
+            self.fail(f"names {ref.path!r:.200}, which is no document of this save")
+        return ref
 
     def crcs(self, key: str, count: int) -> array[int]:
         """Return `count` packed checksums (type code "I")."""
         try:
-            data = binascii.a2b_base64(self.string(key), strict_mode=True)
+            data = binascii.a2b_base64(self.value(key, str), strict_mode=True)
         except ValueError:
             data = b"?"
         if len(data) != 4 * count:
@@ -331,7 +335,7 @@ class Fields:
     ) -> Counts:
         """Return `count` integers from `least` on, less than `below`."""
         if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
-            plain = self._get(key, list, lambda v: are_counts(v, least))
+            plain = self.value(key, list, ok=lambda v: are_counts(v, least))
             self._take(key, len(plain) * _INTEGER_BYTES)
             column, is_within = np.array(plain, dtype=np.int64), not plain or max(plain) < below
         else:
@@ -373,7 +377,7 @@ class Fields:
         self._take(key, size_bytes)
         inflater = zlib.decompressobj()
         try:
-            data = binascii.a2b_base64(self.string("zlib"), strict_mode=True)
+            data = binascii.a2b_base64(self.value("zlib", str), strict_mode=True)
             # One byte more than there may be, so that the end of a sound stream is seen.
             found = inflater.decompress(data, size_bytes + 1)
         except (ValueError, zlib.error):

@@ -69,12 +69,16 @@ def _to_json(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def _string(get: Fields, key: str) -> str:
+    return get.value(key, str)
+
+
 def _text(get: Fields, key: str) -> str:
     return str(get.body.get(key, ""))
 
 
 def _fingerprint(get: Fields, key: str) -> str:
-    text = get.string(key)
+    text = get.value(key, str)
     if not _FINGERPRINT.fullmatch(text):
         raise FormatError(
             f"{get.where} has {text!r:.80} where a fingerprint should be.",
@@ -92,7 +96,7 @@ def _save_id(get: Fields, key: str) -> str | None:
 
 
 def _parts(get: Fields, key: str) -> list[list[Any]]:
-    parts = get.items(key) if key in get else []
+    parts: list[list[Any]] = get.value(key, list, [])
     if not all(isinstance(part, list) for part in parts):
         get.fail("has no list of parts")
     return parts
@@ -101,12 +105,12 @@ def _parts(get: Fields, key: str) -> list[list[Any]]:
 _FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
     "fingerprint": _fingerprint,
     "save_id": _save_id,
-    "run_id": Fields.string,
-    "source_format": Fields.string,
+    "run_id": _string,
+    "source_format": _string,
     "source": _text,
     "index": lambda get, key: get.object(key).ref(),
     "files": lambda get, key: tuple(one.ref() for one in get.objects(key)),
-    "ties": lambda get, key: {alias: str(name) for alias, name in get.mapping(key).items()},
+    "ties": lambda get, key: {alias: str(name) for alias, name in get.value(key, dict).items()},
     "file": lambda get, key: get.object(key).ref(),
     "token": _text,
     "write_id": _text,

@@ -36,15 +36,29 @@ PlannerData = dict[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """What tensors that are alike have in common; `boxes` are the chunks, a `Grid` if they can be.
+    """What is known of tensors that are alike; `boxes` are the chunks, a `Grid` if they can be.
 
-    `owners` are the ranks that wrote them, where that is known.
+    `owners` are the ranks that wrote them, where that is known. A grid makes each chunk when it is
+    asked for; `chunk_at` and `overlapping` ask for those that are needed.
     """
 
     dtype: str
     shape: tuple[int, ...]
     boxes: Sequence[Box]
     owners: Sequence[int] = ()
+
+    def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
+        """Return the chunk that begins at `offsets`, None if none does."""
+        if isinstance(self.boxes, Grid):
+            cell = self.boxes.cell_at(offsets)
+            return None if cell is None else self.boxes[cell]
+        return next((box for box in self.boxes if box.offsets == offsets), None)
+
+    def overlapping(self, box: Box) -> list[int]:
+        """Return the positions, ascending, of the chunks that share elements with `box`."""
+        if isinstance(self.boxes, Grid):
+            return self.boxes.intersecting(box)
+        return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +140,11 @@ class Manifest:
             get.fail("has two values of one name")
         hosts = get.object("hosts")
         names = hosts.names("names")
-        stock = get.ref_if_any("stock")
-        if stock is not None and stock.path != stock_copy_path(save_id):
-            # Who copies would write there.
-            get.fail(f"names {stock.path!r:.200}, which is no document of this save")
-        writer = get.mapping("writer") if "writer" in get else {}
         return cls(
             save_id=save_id,
             world_size=world_size,
             created_at=str(body.get("created_at", "")),
-            writer={key: str(value) for key, value in writer.items()},
+            writer={key: str(value) for key, value in get.value("writer", dict, {}).items()},
             tensors=tensors,
             blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
             planner_data=_planner_data_of(get),
@@ -145,7 +154,7 @@ class Manifest:
                 names[at]
                 for at in hosts.column("rank", count=world_size, below=len(names)).tolist()
             ],
-            stock=stock,
+            stock=get.document("stock", stock_copy_path(save_id)),
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             ties=_ties_of(get, tensors),
         )
@@ -279,7 +288,7 @@ def _layout_of(
             get.fail("has a layout with more or fewer ranks than chunks")
         return boxes, ranks.tolist()
     cuts: list[Sequence[int]] = []
-    for entry in get.items("cuts"):
+    for entry in get.value("cuts", list):
         starts = Fields({"cut": entry}, get.where, get.allowance).column("cut")
         if not len(starts) or starts[0] != 0 or bool((starts[1:] <= starts[:-1]).any()):
             get.fail("has a cut that does not ascend from 0")

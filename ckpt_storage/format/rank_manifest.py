@@ -21,6 +21,7 @@ from ckpt_storage.options import MIN_BLOCK_BYTES
 from .boxes import Box
 from .crc import combine_blocks
 from .documents import (
+    DAMAGED,
     MOST_COUNT,
     MOST_DIMS,
     Counts,
@@ -173,7 +174,7 @@ class RankManifest:
             rank=rank,
             world_size=get.count("world_size"),
             host=str(body.get("host", "")),
-            pid=get.count("pid") if "pid" in get else 0,
+            pid=get.count("pid", 0),
             fqns=fqns,
             dtypes=dtypes,
             boxes=boxes,
@@ -226,17 +227,24 @@ class FileChecks:
 
     def damage(self, span: int) -> IntegrityError:
         """Return the error that says that a span is not what was written."""
-        fqn, offset = self.fqns[span], self.edges[span]
-        what = f"a block of {fqn}" if fqn else "its content"
-        return IntegrityError(
-            f"{self.path} (written by rank {self.rank}) is damaged: {what} at byte {offset} does "
-            "not have the checksum it was written with.",
-            fqn=fqn,
-            offset=offset,
-            path=self.path,
-            rank=self.rank,
-            next_step="Restore the file from a copy, or use another checkpoint.",
-        )
+        return wrong_block(self.path, self.edges[span], fqn=self.fqns[span], rank=self.rank)
+
+
+def wrong_block(
+    path: str, offset: int, *, fqn: str | None, rank: int | None, effect: str = ""
+) -> IntegrityError:
+    """Return the error that says that what lies at a byte of a file is not what was written."""
+    by = f" (written by rank {rank})" if rank is not None else ""
+    what = f"a block of {fqn}" if fqn else "its content"
+    return IntegrityError(
+        f"{path}{by} is damaged: {what} at byte {offset} does not have the checksum it was "
+        f"written with.{effect}",
+        fqn=fqn,
+        offset=offset,
+        path=path,
+        rank=rank,
+        next_step=DAMAGED,
+    )
 
 
 def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
@@ -263,7 +271,7 @@ def boxes_from_json(get: Fields) -> list[Box]:
 
 def save_id_of(get: Fields) -> str:
     """Return the save id of a document; paths are made of it."""
-    save_id = get.string("save_id")
+    save_id = get.value("save_id", str)
     if not is_save_id(save_id):
         get.fail(f"has {save_id!r:.80} where a save id should be")
     return save_id
@@ -287,7 +295,7 @@ def dtypes_of(get: Fields) -> list[str]:
 
 def ties_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
     """Return alias -> target; {} where the document has none."""
-    ties = get.mapping("ties") if "ties" in get else {}
+    ties = get.value("ties", dict, {})
     known = frozenset(fqns) if ties else frozenset()
     for alias, target in ties.items():
         named = isinstance(target, str) and alias in known and target in known
@@ -297,7 +305,7 @@ def ties_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
 
 
 def _unsafe_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
-    unsafe = get.mapping("unsafe") if "unsafe" in get else {}
+    unsafe = get.value("unsafe", dict, {})
     known = frozenset(fqns) if unsafe else frozenset()
     for fqn, named in unsafe.items():
         if fqn not in known or not isinstance(named, str):

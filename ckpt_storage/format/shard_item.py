@@ -15,6 +15,7 @@ from math import prod
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 
+from .documents import DAMAGED
 from .dtypes import DTYPES, DType
 from .inert_pickle import (
     Allowed,
@@ -190,15 +191,19 @@ _TYPED_REBUILD = "torch._utils._rebuild_tensor_v2"
 _UNTYPED_REBUILD = "torch._utils._rebuild_tensor_v3"
 _PARAMETER_REBUILD = "torch._utils._rebuild_parameter"
 _UNTYPED_STORAGE = "torch.storage.UntypedStorage"
-_DTYPE_OF_STORAGE = {f"torch.{d.storage_class}": d for d in DTYPES.values() if d.storage_class}
-_DTYPE_OF_GLOBAL = {f"torch.{name}": kind for name, kind in DTYPES.items()}
+_TYPED = {f"torch.{kind.storage_class}": kind for kind in DTYPES.values() if kind.storage_class}
+_DTYPES = {f"torch.{name}": kind for name, kind in DTYPES.items()}
+_KINDS: dict[tuple[str | None, ...], tuple[DType, int]] = {
+    **{(_TYPED_REBUILD, storage): (kind, kind.item_bytes) for storage, kind in _TYPED.items()},
+    **{(_UNTYPED_REBUILD, _UNTYPED_STORAGE, name): (kind, 1) for name, kind in _DTYPES.items()},
+}
+"""The dtype, and the unit that the storage is counted in (bytes), by what a tensor is made of."""
 
 _ALLOWED: Allowed = {
     **dict.fromkeys((_TYPED_REBUILD, _UNTYPED_REBUILD, _PARAMETER_REBUILD, _UNTYPED_STORAGE)),
-    **dict.fromkeys((*_DTYPE_OF_STORAGE, *_DTYPE_OF_GLOBAL)),
+    **dict.fromkeys((*_TYPED, *_DTYPES)),
     "collections.OrderedDict": build_ordered_dict,
 }
-_RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 
 class _NotPlainError(Exception):
@@ -242,7 +247,7 @@ def parse_tensor_item(
         f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
         "before the tensor that it announces.",
         path=path,
-        next_step=_RESTORE,
+        next_step=DAMAGED,
     )
 
 
@@ -284,7 +289,7 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
                 f"The record {name.decode(errors='replace')!r} of an item of "
                 f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start.",
                 path=path,
-                next_step=_RESTORE,
+                next_step=DAMAGED,
             )
         if name == b"data.pkl":
             plain = _plain_tensor(interpret(content, _ALLOWED))
@@ -327,25 +332,16 @@ def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
             ),
             state=None,
         ) if not hooks:
-            dtype, unit_bytes = _storage_type(name, storage, more)
+            last = (one.name if isinstance(one, Global) else None for one in more)
+            kind = (name, storage, *last)
         case _:
             raise _NotPlainError
+    if kind not in _KINDS:
+        raise _NotPlainError
+    dtype, unit_bytes = _KINDS[kind]
     if not _is_contiguous(shape, stride) or prod(shape) * dtype.item_bytes != count * unit_bytes:
         raise _NotPlainError
     return dtype, shape, b"data/" + key.encode()
-
-
-def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType, int]:
-    """Return the element type and the size in bytes of the unit the storage is counted in."""
-    match more:
-        case [] if rebuild == _TYPED_REBUILD and storage in _DTYPE_OF_STORAGE:
-            dtype = _DTYPE_OF_STORAGE[storage]
-            return dtype, dtype.item_bytes
-        case [Global(name=name)] if (
-            rebuild == _UNTYPED_REBUILD and storage == _UNTYPED_STORAGE and name in _DTYPE_OF_GLOBAL
-        ):
-            return _DTYPE_OF_GLOBAL[name], 1
-    raise _NotPlainError
 
 
 def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> bool:

@@ -179,7 +179,6 @@ class _Decoder:
     def __init__(self, path: str, budget: int) -> None:
         self._path = path
         self._budget = budget
-        self._checked: set[str] = set()
 
     def _spend(self, amount: int) -> None:
         self._budget -= amount
@@ -224,31 +223,22 @@ class _Decoder:
         items: dict[tuple[str, tuple[int, ...] | None], StockItem] = {}
         # Some writers, such as torch's for safetensors, keep no table of items.
         for index, info in Pairs() if value is None else _pairs(value):
-            self._spend(1)
-            fields = _fields(index, _INDEX)
-            offset = fields.get("offset")
-            key = (_text(fields.get("fqn")), None if offset is None else _counts(offset))
+            named, lies = _fields(index, _INDEX), _fields(info, _INFO)
+            at, transforms = named.get("offset"), lies.get("transform_descriptors") or ()
+            key = (_text(named.get("fqn")), None if at is None else _counts(at))
             if key in items:
                 raise PickleMalformedError(f"{key[0]!r:.200} is stored twice")
-            items[key] = self._item(info)
+            if not isinstance(transforms, tuple | list):
+                raise PickleMalformedError("the transforms of an item are no list")
+            self._spend(1 + len(transforms))
+            offset, length = _counts((lies.get("offset"), lies.get("length")))
+            items[key] = StockItem(
+                relative_path=checked_path(_text(lies.get("relative_path")), where=self._path),
+                offset=offset,
+                length=length,
+                transforms=tuple(map(_text, transforms)),
+            )
         return items
-
-    def _item(self, value: object) -> StockItem:
-        fields = _fields(value, _INFO)
-        relative_path = _text(fields.get("relative_path"))
-        if relative_path not in self._checked:
-            self._checked.add(checked_path(relative_path, where=self._path))
-        transforms = fields.get("transform_descriptors") or ()
-        if not isinstance(transforms, tuple | list):
-            raise PickleMalformedError("the transforms of an item are no list")
-        self._spend(len(transforms))
-        offset, length = _counts((fields.get("offset"), fields.get("length")))
-        return StockItem(
-            relative_path=relative_path,
-            offset=offset,
-            length=length,
-            transforms=tuple(map(_text, transforms)),
-        )
 
     def _object_paths(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
         if not isinstance(value, Pairs):

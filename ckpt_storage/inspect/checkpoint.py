@@ -163,13 +163,13 @@ class Checkpoint(Mapping[str, Any]):
                 StoredFile(path=ref.path, size_bytes=ref.size_bytes, rank=rank, crc32c=ref.crc32c)
                 for ref, rank in source.manifest.files
             )
-        with handle.session("Listing") as (store, deadline):
+        with handle.session("Listing") as store:
             if isinstance(source, StockSource):
-                paths = {item.relative_path for item in source.metadata.items.values()}
+                paths = {item.relative_path for item in source.items.values()}
             else:
-                places = handle.places(value_keys(source.tensors, source.blobs), store, deadline)
+                places = handle.places(value_keys(source.tensors, source.blobs), store)
                 paths = {place.path for place in places}
-            seen = {} if handle.marks is None else handle.marks.of
+            seen = source.marks.of
             sizes = {path: (seen.get(path) or (store.stat(path).size_bytes,))[0] for path in paths}
             return tuple(StoredFile(path=path, size_bytes=sizes[path]) for path in sorted(paths))
 
@@ -184,7 +184,7 @@ class Checkpoint(Mapping[str, Any]):
         handle, source = self._handle, self._handle.source
         if not isinstance(source, CommittedSource):
             return ()
-        with handle.session("Reading the history of") as (store, _):
+        with handle.session("Reading the history of") as store:
             last = slotlog.read_log(store, known=source.record).last_slot
             looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
             return tuple(one for one in some_at_once(looks, handle.options.thread_count) if one)
@@ -297,7 +297,7 @@ class Checkpoint(Mapping[str, Any]):
         handle = self._handle
         report = verify(handle.location.target, deep=deep, **handle.arguments)
         if report.save_id != self.save_id:
-            with handle.session("Verifying") as (store, _):
+            with handle.session("Verifying") as store:
                 if error := gone(store, self.save_id or "", self.url):
                     raise error
         return report

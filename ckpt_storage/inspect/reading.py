@@ -28,10 +28,10 @@ from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import FileMarks, open_newest
 from ckpt_storage.source.model import CommittedSource, Key, Source, explained
+from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline, stalling_deadline
+from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
 from ckpt_storage.transfer.pacing import Pacer
@@ -59,8 +59,8 @@ def _kept(_: Location) -> dict[Hashable, Any]:
 class Handle:
     """One open checkpoint; every read has a deadline of its own. Any thread.
 
-    Another writer's next save may use its names again. So length and time of its files (`marks`)
-    are noted at the opening and compared after every read.
+    Another writer's next save may use its names again. So length and time of its files are noted at
+    the opening and compared after every read.
     """
 
     def __init__(self, location: Location, *, unsafe_pickle: bool, arguments: Any) -> None:  # noqa: ANN401  # those of `verify`
@@ -74,12 +74,12 @@ class Handle:
         self._store.kept = _kept(location)
         self._lock = threading.RLock()
         self._is_closed = False
-        with self.session("Opening") as (store, deadline):
-            opening = partial(self._open, store, deadline)
+        with self.session("Opening") as store:
+            opening = partial(self._open, store)
             if location.is_local:
                 # A thread that is waited for takes longer than to read a document from a disk.
                 opening = partial(store.in_one_thread, "opening", opening)
-            source, self.marks = opening()
+            source = opening()
         self.source = source
         # How much to hold at a time of what may be too large to hold.
         self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
@@ -90,7 +90,7 @@ class Handle:
         telling = partial(reporting, phase="load", rank=0, with_bar=True)
         self.reporting = partial(telling, save_id=source.save_id)
 
-    def _open(self, store: Store, deadline: Deadline) -> tuple[Source, FileMarks | None]:
+    def _open(self, store: Store) -> Source:
         self.options = TransferOptions.for_storage(
             is_remote=store.capabilities.is_remote,
             local_threads=2,
@@ -98,7 +98,7 @@ class Handle:
             thread_count=self.arguments["thread_count"],
             memory_limit_bytes=self.arguments["memory_limit_bytes"],
         )
-        return open_newest(store, deadline=deadline, options=self.options)
+        return open_newest(store, self.options)
 
     def close(self) -> None:
         """Refuse reads from now on and release what the store owns; idempotent."""
@@ -149,8 +149,8 @@ class Handle:
         return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
 
     @contextmanager
-    def session(self, what: str) -> Iterator[tuple[Store, Deadline]]:
-        """Give the store and the deadline of one operation, over once nothing has moved."""
+    def session(self, what: str) -> Iterator[Store]:
+        """Give the store for one operation, which is over once nothing has moved."""
         if self._is_closed:
             raise InvalidInputError(
                 f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
@@ -158,22 +158,22 @@ class Handle:
         what = f"{what} {self.url}"
         deadline = stalling_deadline("load", self._timeout_s, what)
         with deadline.governs(what):
-            yield self._store.bounded(deadline), deadline
+            yield self._store.bounded(deadline)
 
-    def places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
+    def places(self, keys: Sequence[Key], store: Store) -> list[ChunkPlace]:
         """Return where chunks and blobs lie, looked up in a session."""
         with self._lock:
-            self.source.renew(store, deadline)
+            self.source.store = store
             return list(self.source.places(keys))
 
     @contextmanager
     def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
         """Give a reader, and the places of chunks and blobs; explain errors of the block."""
         places: list[ChunkPlace] = []
-        with self.session("Reading from") as (store, deadline):
+        with self.session("Reading from") as store:
             try:
-                places += self.places(keys, store, deadline)
-                ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
+                places += self.places(keys, store)
+                ranges = RangeReader(store, self.options, store.deadline, pacer=self._pacer)
                 yield ChunkReader(ranges), places
             except (StorageError, IntegrityError, FormatError) as error:
                 # Gone or damaged, unless another writer has replaced files since.
@@ -185,8 +185,7 @@ class Handle:
             self._check_unchanged(store, places)
 
     def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
-        if self.marks is not None:
-            self.marks.check(store, {place.path for place in places})
+        self.source.check_unchanged(store, {place.path for place in places})
 
 
 OnBytes = Callable[[int], None]

@@ -27,8 +27,8 @@ from ckpt_storage.format.names import INDEX_NAME, begun_path
 from ckpt_storage.format.rank_manifest import FileChecks
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.source.model import CommittedSource, Key, gone, read_manifest
+from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
@@ -199,7 +199,7 @@ class _Check(Findings):
                 self._check_ours(head)
             elif not self.part:
                 ranges = self.ranges
-                source = open_source(self.store, deadline=ranges.deadline, options=ranges.options)
+                source = open_source(self.store, ranges.options)
                 self.format, self.save_id = source.format, source.save_id
                 check_foreign(self, source)
         except CheckpointGoneError as error:
@@ -240,9 +240,7 @@ class _Check(Findings):
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch = ranks[at : at + _BATCH_RANKS]
                 # Of its own, so that no more rank manifests are held than of one batch.
-                source = CommittedSource(
-                    self.store, head, manifest, ranges.deadline, ranges.options
-                )
+                source = CommittedSource(self.store, head, manifest, ranges.options)
                 looks = [partial(self._check_rank, source, rank, files) for rank in batch]
                 reads = [read for some in side_by_side(self.store, looks) for read in some]
                 with self.noting():

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from functools import cache, lru_cache
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, Grid, box_selection
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.format.boxes import Box, box_selection
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
-from ckpt_storage.source.model import Source, TensorInfo, explained
+from ckpt_storage.source.model import Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
-from .resolving import dtype_name, is_freed, target_resolver
-from .sharing import Key
-from .targets import Rings, TensorRead
+from .resolving import dtype_name, is_freed
+from .sharing import Key, ShareOrder
+from .targets import CudaMover, TensorRead, UploadRing
 
 
 class LoadItems:
@@ -30,17 +29,16 @@ class LoadItems:
         source: Source,
         plan: LoadPlan,
         planner: LoadPlanner,
-        rings: Rings,
         *,
+        buffer_count: int,
         verify: bool,
         allow_lossy: bool,
     ) -> None:
         self._source = source
         self._planner = planner
-        self._rings = rings
-        self._resolve = target_resolver(planner)
+        self._rings: dict[torch.device, UploadRing] = {}
+        self._buffer_count = buffer_count
         self._allow_lossy = allow_lossy
-        self._sizes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._items = plan.items
         # In columns: thousands of rows are as many objects for the collector to look at.
         self._targets: list[torch.Tensor] = []
@@ -48,7 +46,7 @@ class LoadItems:
         self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
         places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
-        self._places = places
+        self.places = places
         owners: dict[torch.device, dict[int, int]] = {}
         for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
             found = place if verify else place.unchecked()
@@ -57,19 +55,19 @@ class LoadItems:
                 self._blobs.append((item, buffer, found))
                 self.reads.append(bytes_read(found, memoryview(buffer)))
                 continue
-            info = source.tensors[item.storage_index.fqn]
-            target = self._target(item, info.dtype)
+            stored = source.tensors[item.storage_index.fqn].dtype
+            target = self._target(item, stored)
             if not allow_lossy and place.crcs is not None and target.numel():
                 known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
                 if known != number:
                     _check_memory((plan.items[known], places[known]), (item, place))
             self._targets.append(target)
             reads = self._opaque if found.kind == "opaque" else self.reads
-            reads.append(self._read(item, info, target, found))
+            reads.append(self._read(item, stored, target, found))
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
-        target = self._resolve(item)
+        target = self._planner.resolve_tensor(item)
         if target.requires_grad:
             target = target.detach()
         fqn = item.storage_index.fqn
@@ -98,64 +96,38 @@ class LoadItems:
         return target
 
     def _read(
-        self, item: ReadItem, info: TensorInfo, target: torch.Tensor, place: ChunkPlace
+        self, item: ReadItem, stored: str, target: torch.Tensor, place: ChunkPlace
     ) -> ChunkRead:
-        dtype, item_bytes = _dtype(info.dtype)
-        lengths = item.lengths
-        # A chunk as large as its tensor has its shape: nothing to look up for an unsharded one.
-        sizes = info.shape
-        if lengths != sizes or place.size_bytes != target.numel() * item_bytes:
-            sizes = self._chunk_sizes(item)
-        where = None
-        if lengths != sizes or any(item.storage_offsets):
-            where = box_selection(Box(tuple(item.storage_offsets), tuple(lengths)))
+        dtype, item_bytes = _dtype(stored)
+        where, device = None, target.device
+        if item.lengths != place.sizes or any(item.storage_offsets):
+            where = box_selection(Box(tuple(item.storage_offsets), tuple(item.lengths)))
+        # To all other devices `copy_` waits.
+        if device.type == "cuda" and device not in self._rings:
+            self._rings[device] = UploadRing(CudaMover(device), self._buffer_count)
         return TensorRead(
             place=place,
             item_bytes=item_bytes,
-            chunk_sizes=sizes,
+            chunk_sizes=place.sizes,
             where=where,
             tensor=target,
             dtype=dtype,
-            ring=self._rings.of(target.device),
+            ring=self._rings.get(device),
         )
 
-    def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
-        info = self._source.tensors[item.storage_index.fqn]
-        offsets = _offsets_of(item) or ()
-        key = None
-        if isinstance(info.boxes, Grid):
-            # Tensors that are cut alike share a grid, which lives as long as the source.
-            key = (id(info.boxes), offsets)
-            known = self._sizes.get(key)
-            if known is not None:
-                return known
-        chunk = info.chunk_at(offsets)
-        if chunk is None:  # pragma: no cover  # places() found the chunk by the same offsets
-            raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
-        if key is not None:
-            self._sizes[key] = chunk.sizes
-        return chunk.sizes
-
-    @property
-    def paths(self) -> AbstractSet[str]:
-        """The files that are read."""
-        return {place.path for place in self._places}
-
-    def split(
-        self, chunks: AbstractSet[Key], unit_bytes: int
-    ) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
-        """Return the other reads, and those of `chunks`; None if a block lies in two units.
+    def split(self, order: ShareOrder) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
+        """Return what is not shared, and what is by chunks; None if a block lies in two units.
 
         Nothing here is opaque: such chunks are not shared.
         """
-        shared: dict[Key, list[ChunkRead]] = {key: [] for key in chunks}
+        shared: dict[Key, list[ChunkRead]] = {key: [] for key in order.keys}
         own: list[ChunkRead] = []
         for item, read in zip(self._items, self.reads, strict=True):
             offsets = _offsets_of(item)
             mine = None if offsets is None else shared.get((read.place.fqn, offsets))
             if mine is None:
                 own.append(read)
-            elif unit_bytes % read.place.block_bytes:
+            elif order.unit_bytes % read.place.block_bytes:
                 return None
             else:
                 mine.append(read)
@@ -166,10 +138,15 @@ class LoadItems:
         for read, found in read_opaque(chunks, self._opaque):
             read.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorRead
 
+    def finish(self) -> None:
+        """Return when all that is on its way to devices has arrived."""
+        for ring in self._rings.values():
+            ring.finish()
+
     def explain(self, error: StorageError | IntegrityError) -> Exception:
         """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
         effect = "Targets of this load hold undefined values."
-        return explained(error, self._places, self._source, phase="load", effect=effect)
+        return explained(error, self.places, self._source, phase="load", effect=effect)
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Hand everything to the planner; all bytes were read and verified."""
@@ -214,9 +191,13 @@ def _exact(offsets: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, ChunkPlace]) -> None:
     """Refuse targets that begin at one address and would get values of other checksums."""
-    if _value(*known) == _value(*new):
-        return
     held, place = known[1], new[1]
+    values = [
+        (tuple(item.storage_offsets), tuple(item.lengths), list(one.crcs or ()))
+        for item, one in (known, new)
+    ]
+    if values[0] == values[1]:
+        return
     if held.fqn == place.fqn:
         raise _unfit(
             f"Several elements of the target of {place.fqn} are a single memory location.",
@@ -232,7 +213,3 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
 
 def _unfit(message: str, next_step: str) -> InvalidInputError:
     return InvalidInputError(message, phase="load", next_step=next_step)
-
-
-def _value(item: ReadItem, place: ChunkPlace) -> object:
-    return tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())

@@ -21,10 +21,9 @@ from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismat
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 
-from .exchange import Links
 from .loadplanner import OwnChunksLoadPlanner
 from .session import LoadSession, LoadSettings
-from .sharing import ShareOrder
+from .sharing import Links, ShareOrder
 
 _MOST_LOOKS = 8
 """How often the newest checkpoint is looked for while saves overwrite what is read."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
-from ckpt_storage.format.boxes import Box, Grid
-from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.documents import LazyList
+from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.source.model import Source
 
-from .resolving import Placements, parts_of, placements_key
+from .resolving import PLAIN, parts_of, placements_key
 
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
@@ -79,46 +81,24 @@ def _properties(dtype: str) -> TensorProperties:
     return TensorProperties(dtype=getattr(torch, dtype))
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(1024)
 def _size(shape: tuple[int, ...]) -> torch.Size:
     return torch.Size(shape)
 
 
-class ChunkList(Sequence[ChunkStorageMetadata]):
+class ChunkList(LazyList[ChunkStorageMetadata]):
     """The chunks of a tensor, as a list that nobody changes; C code takes a real one for empty."""
 
-    __slots__ = ("info",)
-
-    def __init__(self, info: TensorInfo) -> None:
+    def __init__(self, info: TensorRecord) -> None:
         self.info = info
+        # Anew each time: they can be changed.
+        super().__init__(len(info.boxes), lambda at: _chunk(info.boxes[at]))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return ChunkList, (self.info,)
 
-    def __len__(self) -> int:
-        return len(self.info.boxes)
-
-    @overload
-    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
-
-    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
-        if isinstance(index, slice):
-            return list(map(_chunk, self.info.boxes[index]))
-        return _chunk(self.info.boxes[index])
-
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        # Anew each time: they can be changed.
         return map(_chunk, self.info.boxes)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, ChunkList):
-            return self.info.boxes == other.info.boxes
-        return list(self) == other
-
-    __hash__ = None  # type: ignore[assignment]  # as a list
 
     def __repr__(self) -> str:
         return repr(list(self))
@@ -127,8 +107,6 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
-
-_Cut = tuple[int, torch.Size, Placements]
 
 _Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
 """A read but for the name: target's chunk, its number, the part's place there; then the chunk that
@@ -169,47 +147,41 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
 class _Cuts:
     """What tensors that are cut alike have in common, worked out once for all of them."""
 
     def __init__(self) -> None:
-        self._own: dict[_Cut, list[ChunkStorageMetadata]] = {}
-        self._wholes: dict[torch.Size, list[_Part]] = {}
-        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._own: dict[object, list[ChunkStorageMetadata]] = {}
+        self._parts: dict[tuple[int, int], tuple[list[ChunkStorageMetadata], list[_Part]]] = {}
 
-    def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
-        """Return what this rank holds, and whether tensors that are cut alike share the list."""
-        if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):  # noqa: SLF001  # to_local() is differentiable, and slow
-            return _create_chunk_list(value), False
-        spec = value._spec  # noqa: SLF001  # its properties are slow
-        key = (id(spec.mesh), value.shape, placements_key(spec.placements))
-        found = self._own.get(key)
-        if found is None:
-            found = self._own[key] = _create_chunk_list(value)
-        return found, True
+    def own(self, value: torch.Tensor) -> list[ChunkStorageMetadata]:
+        """Return what this rank holds; one list for all that are cut alike."""
+        cut = _cut_of(value)
+        if cut is None:
+            return _create_chunk_list(value)
+        if cut not in self._own:
+            self._own[cut] = _create_chunk_list(value)
+        return self._own[cut]
 
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
         """Return what this rank has to read of a tensor."""
-        shape = value.shape
-        if type(value) in _PLAIN and len(chunks) == 1:
-            if shape not in self._wholes:
-                zeros = torch.Size((0,) * len(shape))
-                part = (zeros, 0, zeros, zeros, 0, zeros, shape)
-                self._wholes[shape] = [] if 0 in shape else [part]
-            return self._wholes[shape]
-        own, is_shared = self.own(value)
-        boxes = chunks.info.boxes
-        if not is_shared or not isinstance(boxes, Grid):
-            return list(_parts(chunks, own))
-        # Grids and lists live as long as the metadata and this object.
-        key = (id(boxes), id(own))
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = list(_parts(chunks, own))
-        return found
+        own = self.own(value)
+        # Both live as long as this object: what is saved in the metadata, what is held in here.
+        key = (id(chunks.info.boxes), id(own))
+        if key not in self._parts:
+            self._parts[key] = own, list(_parts(chunks, own))
+        return self._parts[key][1]
+
+
+def _cut_of(value: torch.Tensor) -> object:
+    """Return what tells how a tensor is cut; None if only torch can say."""
+    local = value._local_tensor if type(value) is DTensor else value  # noqa: SLF001  # to_local() is differentiable, and slow
+    if hasattr(local, "__create_chunk_list__"):
+        return None
+    if type(value) is DTensor:
+        spec = value._spec  # noqa: SLF001  # its properties are slow
+        return id(spec.mesh), value.shape, placements_key(spec.placements)
+    return value.shape if type(value) in PLAIN else None
 
 
 def _index(fqn: str, offset: torch.Size, number: int) -> MetadataIndex:
@@ -241,7 +213,7 @@ def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part
             part = saved.intersect(target)
             assert part is not None  # noqa: S101  # they overlap
             yield (
-                *(torch.Size(chunk.offsets), number, torch.Size(part.relative_to(target).offsets)),
-                *(torch.Size(saved.offsets), at, torch.Size(part.relative_to(saved).offsets)),
-                torch.Size(part.sizes),
+                *(_size(target.offsets), number, _size(part.relative_to(target).offsets)),
+                *(_size(saved.offsets), at, _size(part.relative_to(saved).offsets)),
+                _size(part.sizes),
             )

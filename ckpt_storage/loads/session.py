@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, Self
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -34,8 +35,9 @@ from ckpt_storage.options import (
     TransferOptions,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
+from ckpt_storage.source.filemarks import told_from_damage
 from ckpt_storage.source.model import Source
+from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -43,11 +45,9 @@ from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader
 from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .exchange import Links, SharedReads
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
-from .sharing import Key, ShareOrder, can_plan, plan_shares, unit_for
-from .targets import Rings
+from .sharing import Key, Links, SharedReads, ShareOrder, can_plan, plan_shares, unit_for
 
 log = logging.getLogger("ckpt_storage")
 
@@ -128,7 +128,6 @@ class LoadSession:
         self._is_coordinator = False
         self._opened: Store
         self._source: Source | None = None
-        self._marks: FileMarks | None = None
         self._publishing: threading.Thread | None = None
         self._newer: FormatError | None = None
 
@@ -152,11 +151,8 @@ class LoadSession:
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
             deadline = self._begin("load")
             self._opened = store
-            self._source, self._marks = open_marked(
-                store.bounded(deadline),
-                deadline=deadline,
-                options=settings.transfer_options(is_remote=store.capabilities.is_remote),
-            )
+            options = settings.transfer_options(is_remote=store.capabilities.is_remote)
+            self._source = open_source(store.bounded(deadline), options)
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
@@ -240,55 +236,35 @@ class LoadSession:
 
         With `links`, which all ranks then give, together with others.
         """
-        source, settings, marks = self.open(), self._settings, self._marks
+        source, settings = self.open(), self._settings
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
         options = settings.transfer_options(is_remote=store.capabilities.is_remote)
         ranges = RangeReader(store, options, deadline)
         share = options.memory_limit_bytes // (2 * options.part_bytes)
-        rings = Rings(max(1, min(options.thread_count + 1, share)))
-        with deadline.governs(f"Loading from {store.url}", rank=self.rank):
-            # Files of ours are written once, and have checksums: nothing is asked of them.
-            with nullcontext() if marks is None else told_from_damage(partial(marks.check, store)):
-                source.renew(store, deadline)
-                items = LoadItems(
-                    source,
-                    plan,
-                    planner,
-                    rings,
-                    verify=settings.verify,
-                    allow_lossy=settings.allow_lossy,
-                )
-                if links is None:
-                    self._read(items, items.reads, ranges, None)
-                else:
-                    self._read_together(items, ranges, links)
-                rings.finish()
-            if marks is not None:
-                marks.check(store, set(items.paths))
+        with (
+            deadline.governs(f"Loading from {store.url}", rank=self.rank),
+            told_from_damage(partial(source.check_unchanged, store)),
+            # Else torch makes a view of each sharded target that gradients would flow through.
+            torch.no_grad(),
+        ):
+            source.store = store
+            items = LoadItems(
+                source,
+                plan,
+                planner,
+                buffer_count=max(1, min(options.thread_count + 1, share)),
+                verify=settings.verify,
+                allow_lossy=settings.allow_lossy,
+            )
+            split = None if settings.shared_reads == "never" else items.split
+            with nullcontext() if links is None else links.joined(ranges, split) as parts:
+                own, shared = parts or (items.reads, None)
+                self._read(items, own, ranges, shared)
+            items.finish()
+            source.check_unchanged(store, {place.path for place in items.places})
         items.commit(unsafe_pickle=settings.unsafe_pickle)
         self._finish_publishing(deadline)
-
-    def _read_together(self, items: LoadItems, ranges: RangeReader, links: Links) -> None:
-        """Read what the order says, and take what others read; alone if any rank cannot."""
-        order, options = links.order, ranges.options
-        split = None
-        # A unit goes through one buffer, which must not be more than a part may be.
-        if (
-            self._settings.shared_reads != "never"
-            and order.unit_bytes <= options.part_bytes
-            and 2 * order.unit_bytes <= options.memory_limit_bytes
-        ):
-            split = items.split(order.keys, order.unit_bytes)
-        with links.joined(ranges.deadline, can_share=split is not None) as is_joined:
-            if split is None or not is_joined:
-                self._read(items, items.reads, ranges, None)
-                return
-            # With what a client holds of each; the rest is for this rank's own reads.
-            window = options.memory_limit_bytes // (4 * order.unit_bytes)
-            window = max(1, min(window, options.thread_count))
-            shared = SharedReads(order, split[1], links.peers, ranges, window=window)
-            self._read(items, split[0], ranges, shared)
 
     def _read(
         self,

@@ -1,18 +1,34 @@
-"""Who reads what several ranks need, so that remote storage sends it once: pure planning.
+"""Reads that ranks share, so that remote storage sends once what several of them need.
 
-It is cut into numbered units of a few MiB; one of the ranks reads each, and passes it on.
+It is cut into numbered units of a few MiB. One of the ranks reads each and passes it on, in order
+of number. What arrives is held to the checkpoint's own checksums.
+
+It cannot lock up. Take the lowest unit that some rank still misses. All lower ones are delivered,
+so a thread of its owner reads it and sends it to the ranks in turn. Each rank that misses it has a
+thread that waits for it and for nothing else, since units are taken in order. So it moves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
+from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
+from ckpt_storage.transfer.pacing import REMOTE_COSTS
+from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.workers import Workers
 
 log = logging.getLogger("ckpt_storage")
 
@@ -33,19 +49,18 @@ _LEAST_SAVED_BYTES = 64 * MIB
 _MOST_GAP_BYTES = 512 * KIB
 """A rank alone reads over gaps of a region up to this."""
 
+_TAG = 11
+_RECEIVING = 4
+"""Threads that receive: more bring nothing, since checking and copying is what takes time."""
+
+_LINK_S = 60.0
+"""Where ranks cannot reach one another within this, each reads for itself."""
+
 Key = tuple[str, tuple[int, ...]]
 """FQN and offsets of a chunk."""
 
 Piece = tuple[Key, int, int]
 """Bytes [start, stop) of the payload of a chunk."""
-
-
-def unit_for(part_bytes: int) -> int | None:
-    """Return the longest unit for reads in parts of at most `part_bytes`; None: do not share."""
-    unit_bytes = _MOST_UNIT_BYTES
-    while unit_bytes > part_bytes:
-        unit_bytes //= 2
-    return None if unit_bytes < _LEAST_UNIT_BYTES else unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,53 +88,14 @@ class ShareOrder:
 
     @property
     def keys(self) -> frozenset[Key]:
-        """The chunks that the units are of."""
+        """The chunks that are shared."""
         return frozenset(key for unit in self.units for key, _, _ in unit.pieces)
 
 
-def plan_shares(
-    wants: Mapping[Key, Sequence[tuple[int, Box]]],
-    shape_of: Callable[[Key], tuple[tuple[int, ...], int]],
-    *,
-    world_size: int,
-    unit_bytes: int,
-) -> list[ShareOrder] | None:
-    """Return each rank's order, None if sharing would not pay or take too long to plan.
-
-    `wants`: who wants which region of a chunk; `shape_of`: its sizes and the bytes of an element.
-    Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
-    """
-    common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
-    if not can_plan(sum(map(len, common.values()))):
-        return None
-    drafts: list[_Draft] = []
-    saved_bytes = member_count = 0
-    known: dict[_Like, list[tuple[int, int, tuple[int, ...]]]] = {}
-    for key, users in common.items():
-        # Tensors that are cut alike, as most of a model's are, are looked at once.
-        like = (*shape_of(key), tuple(users))
-        if like not in known:
-            known[like] = list(_cells(*like, unit_bytes))
-        for start, stop, ranks in known[like]:
-            drafts.append(((key, start, stop), ranks))
-            saved_bytes += (len(ranks) - 1) * (stop - start)
-            member_count += len(ranks)
-        if not can_plan(member_count):
-            return None
-    if saved_bytes < _LEAST_SAVED_BYTES:
-        return None
-    mine: list[list[Unit]] = [[] for _ in range(world_size)]
-    load_bytes = [0] * world_size
-    for number, (ranks, pieces) in enumerate(_joined(drafts, unit_bytes)):
-        owner = min(ranks, key=load_bytes.__getitem__)
-        unit = Unit(number, owner, ranks, pieces)
-        load_bytes[owner] += unit.size_bytes
-        for rank in ranks:
-            mine[rank].append(unit)
-    return [
-        ShareOrder(rank=rank, units=tuple(units), unit_bytes=unit_bytes)
-        for rank, units in enumerate(mine)
-    ]
+def unit_for(part_bytes: int) -> int | None:
+    """Return the longest unit for reads in parts of at most `part_bytes`; None: do not share."""
+    unit_bytes = 1 << min(part_bytes, _MOST_UNIT_BYTES).bit_length() - 1
+    return None if unit_bytes < _LEAST_UNIT_BYTES else unit_bytes
 
 
 def can_plan(member_count: int) -> bool:
@@ -134,17 +110,61 @@ def can_plan(member_count: int) -> bool:
     return False
 
 
-# A chunk's sizes, the bytes of an element, who wants which region.
-_Like = tuple[tuple[int, ...], int, tuple[tuple[int, Box], ...]]
+def plan_shares(
+    wants: Mapping[Key, Sequence[tuple[int, Box]]],
+    shape_of: Callable[[Key], tuple[tuple[int, ...], int]],
+    *,
+    world_size: int,
+    unit_bytes: int,
+) -> list[ShareOrder] | None:
+    """Return the order for each rank, None if it does not pay; pure.
 
-_Draft = tuple[Piece, tuple[int, ...]]
+    `wants` has the regions of each chunk by rank, `shape_of` its sizes and the bytes of an element.
+    Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
+    """
+    common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
+    if not can_plan(sum(map(len, common.values()))):
+        return None
+    drafts: list[tuple[tuple[int, ...], list[Piece]]] = []
+    held_bytes = saved_bytes = member_count = 0
+    alike: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
+    groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for key, users in common.items():
+        # Tensors that are cut alike, as most of a model's are, are looked at once.
+        sizes, item_bytes = shape_of(key)
+        like = (sizes, item_bytes, tuple(users))
+        if like not in alike:
+            alike[like] = list(_cells(sizes, item_bytes, users, unit_bytes))
+        for start, stop, ranks in alike[like]:
+            # Small pieces that follow one another stay together.
+            if not drafts or drafts[-1][0] != ranks or held_bytes + stop - start > unit_bytes:
+                # One object for equal ranks: pickled as one.
+                drafts.append((groups.setdefault(ranks, ranks), []))
+                held_bytes = 0
+            drafts[-1][1].append((key, start, stop))
+            held_bytes += stop - start
+            saved_bytes += (len(ranks) - 1) * (stop - start)
+            member_count += len(ranks)
+        if not can_plan(member_count):
+            return None
+    if saved_bytes < _LEAST_SAVED_BYTES:
+        return None
+    mine: list[list[Unit]] = [[] for _ in range(world_size)]
+    load_bytes = [0] * world_size
+    for number, (ranks, pieces) in enumerate(drafts):
+        owner = min(ranks, key=load_bytes.__getitem__)
+        unit = Unit(number, owner, ranks, tuple(pieces))
+        load_bytes[owner] += unit.size_bytes
+        for rank in ranks:
+            mine[rank].append(unit)
+    return [
+        ShareOrder(rank=rank, units=tuple(units), unit_bytes=unit_bytes)
+        for rank, units in enumerate(mine)
+    ]
 
 
 def _cells(
-    sizes: tuple[int, ...],
-    item_bytes: int,
-    users: Sequence[tuple[int, Box]],
-    unit: int,
+    sizes: tuple[int, ...], item_bytes: int, users: Sequence[tuple[int, Box]], unit: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield start, stop and ranks of parts of a chunk; none if it is not to be shared."""
     total = math.prod(sizes) * item_bytes
@@ -176,22 +196,175 @@ def _cells(
                 yield at, min(at + unit, total), ranks
 
 
-def _joined(
-    drafts: Sequence[_Draft], unit_bytes: int
-) -> Iterator[tuple[tuple[int, ...], tuple[Piece, ...]]]:
-    """Yield ranks and pieces of units: small pieces that follow one another stay together."""
-    held: list[Piece] = []
-    held_bytes = 0
-    before: tuple[int, ...] = ()
-    groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for piece, ranks in drafts:
-        length = piece[2] - piece[1]
-        if held and (ranks != before or held_bytes + length > unit_bytes):
-            yield before, tuple(held)
-            held, held_bytes = [], 0
-        # One object for equal ranks: pickled as one.
-        before = groups.setdefault(ranks, ranks)
-        held.append(piece)
-        held_bytes += length
-    if held:
-        yield before, tuple(held)
+class SharedReads:
+    """One rank's part of shared reads; at most `window` units are read, and received, at a time."""
+
+    def __init__(
+        self,
+        order: ShareOrder,
+        reads: Mapping[Key, Sequence[ChunkRead]],
+        peers: Peers,
+        ranges: RangeReader,
+        *,
+        window: int,
+    ) -> None:
+        self._order = order
+        self._reads = reads
+        self._peers = peers
+        self._deadline = ranges.deadline
+        # Each thread has one request under way.
+        options = dataclasses.replace(ranges.options, thread_count=1)
+        alone = RangeReader(ranges.store, options, ranges.deadline, pacer=ranges.pacer)
+        self._chunks = ChunkReader(alone, REMOTE_COSTS)
+        self._window = window
+        self._failures: list[BaseException] = []
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank reads or others read for it."""
+        return sum(unit.size_bytes for unit in self._order.units)
+
+    def run(self, read_rest: Callable[[], None], *, on_bytes: Callable[[int], None]) -> None:
+        """Read and pass on, take what others read, and call `read_rest` meanwhile.
+
+        Raises the first failure, here or elsewhere; nothing is put into a target from then on.
+        """
+        own = [unit for unit in self._order.units if unit.owner == self._order.rank]
+        awaited = [unit for unit in self._order.units if unit.owner != self._order.rank]
+        with (
+            self._workers("passing on", own, self._window) as passing,
+            self._workers("receiving", awaited, min(self._window, _RECEIVING)) as receiving,
+        ):
+            try:
+                # First what others wait for.
+                for workers, units in ((passing, own), (receiving, awaited)):
+                    # Used again by the next unit, in whatever thread.
+                    buffers = queue.SimpleQueue[memoryview]()
+                    for unit in units:
+                        workers.submit(partial(self._run, unit, buffers, on_bytes))
+                read_rest()
+                receiving.drain()
+                passing.drain()
+            except BaseException as error:
+                self._fail(error)
+                if self._failures[0] is not error:
+                    raise self._failures[0] from error
+                raise
+
+    def _workers(self, what: str, units: Sequence[Unit], count: int) -> Workers:
+        name = f"shared reads of rank {self._order.rank}, {what}"
+        count = min(count, len(units))
+        return Workers(count, name=name, deadline=self._deadline, limit=lambda: len(units))
+
+    def _run(
+        self,
+        unit: Unit,
+        buffers: queue.SimpleQueue[memoryview],
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        try:
+            try:
+                buffer = buffers.get_nowait()
+            except queue.Empty:
+                buffer = memoryview(bytearray(self._order.unit_bytes))
+            self._move(unit, buffer[: unit.size_bytes])
+            buffers.put(buffer)
+            on_bytes(unit.size_bytes)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Note why this rank gives up, in whatever thread, and tell the others at once."""
+        self._failures.append(error)
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"{type(error).__name__}: {error}",
+                rank=self._order.rank,
+                phase=self._deadline.phase,
+                next_step="See the log of that rank.",
+            )
+        self._deadline.watch.failed(error)
+
+    def _move(self, unit: Unit, buffer: memoryview) -> None:
+        """Read a unit, put it into targets and pass it on; or receive, check and put it."""
+        parts: list[tuple[Sequence[ChunkRead], int, memoryview]] = []
+        at, tag, is_own = 0, _TAG + unit.number, unit.owner == self._order.rank
+        for key, start, stop in unit.pieces:
+            parts.append((self._reads[key], start, buffer[at : at + stop - start]))
+            at += stop - start
+        if is_own:
+            reads = [bytes_read(wants[0].place, part, start) for wants, start, part in parts]
+            self._chunks.read(reads)
+        else:
+            self._peers.receive(unit.owner, buffer, tag, self._deadline)
+            for wants, start, part in parts:
+                wants[0].place.check(part, start)
+        for wants, start, part in parts:
+            for read in wants:
+                if self._failures:
+                    # The caller may use the targets again, though this thread came back late.
+                    raise CheckpointError(f"The load of rank {self._order.rank} was given up.")
+                put(read, start, part)
+        if is_own:
+            for rank in unit.ranks:
+                if rank != self._order.rank:
+                    self._peers.send(rank, buffer, tag, self._deadline)
+        else:
+            self._deadline.watch.advanced(len(buffer))
+
+
+_Split = tuple[Sequence[ChunkRead], Mapping[Key, Sequence[ChunkRead]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What one rank reads for others and they for it, and the ways between them."""
+
+    order: ShareOrder
+    operation: Operation
+    peers: Peers
+
+    @contextmanager
+    def joined(
+        self, ranges: RangeReader, split: Callable[[ShareOrder], _Split | None] | None
+    ) -> Iterator[tuple[Sequence[ChunkRead], SharedReads] | None]:
+        """Give what this rank reads alone, and with others; None on all ranks if any cannot share.
+
+        `split` tells the reads of a rank apart by what is shared; None: this rank shares nothing.
+        """
+        order, options = self.order, ranges.options
+        parts = None
+        # A unit goes through one buffer, which must not be more than a part may be.
+        most_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
+        if split is not None and order.unit_bytes <= most_bytes:
+            parts = split(order)
+        gather = self.operation.all_gather
+        is_joined = all(gather(parts is not None)) and all(gather(self._has_reached(ranges)))
+        try:
+            if parts is None or not is_joined:
+                yield None
+            else:
+                # With what a client holds of each; the rest is for this rank's own reads.
+                window = options.memory_limit_bytes // (4 * order.unit_bytes)
+                window = max(1, min(window, options.thread_count))
+                yield parts[0], SharedReads(order, parts[1], self.peers, ranges, window=window)
+        except BaseException:
+            # What is under way between these ranks belongs to nobody now.
+            is_joined = False
+            raise
+        finally:
+            if not is_joined:
+                self.peers.drop()
+
+    def _has_reached(self, ranges: RangeReader) -> bool:
+        try:
+            self.peers.join(self.operation, ranges.deadline, limit_s=_LINK_S)
+        except CheckpointError as error:
+            failure = self.operation.failure()
+            if failure is not None:
+                raise failure from error
+            ranges.deadline.check("Joining the ranks that share reads")
+            log.warning("Each rank reads for itself: %s", error)
+            return False
+        return True

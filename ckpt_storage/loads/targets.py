@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 
 import torch
 
@@ -92,31 +93,6 @@ def _nothing() -> None:
     pass
 
 
-class Rings:
-    """The rings of one load: one for each CUDA device that targets are on."""
-
-    def __init__(
-        self, buffer_count: int, make: Callable[[torch.device], CudaMover] = CudaMover
-    ) -> None:
-        self._buffer_count = buffer_count
-        self._make = make
-        self._rings: dict[torch.device, UploadRing] = {}
-
-    def of(self, device: torch.device) -> UploadRing | None:
-        """Return the ring to a device; None where `copy_` waits, as on all but CUDA's."""
-        if device.type != "cuda":
-            return None
-        ring = self._rings.get(device)
-        if ring is None:
-            ring = self._rings[device] = UploadRing(self._make(device), self._buffer_count)
-        return ring
-
-    def finish(self) -> None:
-        """Return when all that was moved has arrived."""
-        for ring in self._rings.values():
-            ring.finish()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRead(ChunkRead):
     """A read into a tensor, or into a part of one; autograd sees none of it.
@@ -158,15 +134,11 @@ class TensorRead(ChunkRead):
         if raw.data_ptr() % self.dtype.itemsize:
             raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
         flat = raw.view(self.dtype)
-        shape = self.tensor.shape
         # The mode is a thread's own, and an inference tensor can be written to in it alone.
         with torch.inference_mode(self.tensor.is_inference()):
             for copy in copies:
                 source = flat.as_strided(
                     copy.sizes, copy.source_strides, copy.source_offset_elements
                 )
-                dest = self.tensor
-                for dim, size in enumerate(copy.sizes):
-                    if size != shape[dim]:
-                        dest = dest.narrow(dim, copy.dest_offsets[dim], size)
-                dest.copy_(source, non_blocking=self.ring is not None)
+                part = map(slice, copy.dest_offsets, map(add, copy.dest_offsets, copy.sizes))
+                self.tensor[tuple(part)].copy_(source, non_blocking=self.ring is not None)

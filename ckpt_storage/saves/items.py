@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
-from ckpt_storage.loads.resolving import data_resolver, dtype_name, is_freed, plain_names
+from ckpt_storage.loads.resolving import dtype_name, is_freed, plain_names
 
 from .shardfile import Item
 
@@ -39,7 +39,7 @@ class LiveItems:
     """Items straight from the planner, which has been set up, as they are asked for."""
 
     def __init__(self, planner: SavePlanner) -> None:
-        self._resolve = data_resolver(planner)
+        self._planner = planner
         self._plain = plain_names(planner)
         self._copies = HostCopies()
 
@@ -58,7 +58,9 @@ class LiveItems:
 
     def _resolved(self, item: WriteItem) -> object:
         try:
-            return self._resolve(item)
+            # Else torch makes a view of each sharded tensor that gradients would flow through.
+            with torch.no_grad():
+                return self._planner.resolve_data(item)
         except CheckpointError:
             raise
         except Exception as error:

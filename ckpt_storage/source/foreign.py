@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -18,25 +18,26 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.boxes import Box, find_flaw
+from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
-from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
+from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, concerns
-from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import RangeRead, RangeReader
+from ckpt_storage.transfer.ranges import RangeReader
 
-from .model import Key, SourceFormat, TensorInfo
+from .filemarks import FileMarks
+from .model import Key, Source
 
 log = logging.getLogger("ckpt_storage")
+
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 
 _HEAD_BYTES = 2048
 _HEADER_GUESS_BYTES = 64 * 1024
@@ -48,21 +49,10 @@ def _damaged(what: str, path: str, fqn: str | None = None) -> IntegrityError:
 
 
 @dataclass(slots=True, kw_only=True)
-class ForeignSource:
+class ForeignSource(Source):
     """A checkpoint of another writer; `held` says where values lie, as far as that is known."""
 
-    store: Store
-    format: SourceFormat
-    tensors: Mapping[str, TensorInfo]
-    blobs: frozenset[str] = frozenset()
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
-    save_id: str | None = None
     held: dict[Key, ChunkPlace] = field(default_factory=dict)
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store of the step that begins."""
-        del deadline
-        self.store = store
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie."""
@@ -78,27 +68,17 @@ class ForeignSource:
 class StockSource(ForeignSource):
     """A checkpoint of stock `FileSystemWriter` or `FsspecWriter`, through its `.metadata`."""
 
-    metadata: StockMetadata
+    items: Mapping[Key, StockItem]
     options: TransferOptions
-    deadline: Deadline
-    _sizes: dict[Key, tuple[int, ...]] = field(init=False)
-    _pacer: Pacer = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self._sizes = {
-            (fqn, box.offsets): box.sizes
-            for fqn, info in self.tensors.items()
-            for box in info.boxes
-        }
-        self._pacer = Pacer(self.options.thread_count)
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store and deadline of the step that begins."""
-        self.store, self.deadline = store, deadline
+    @property
+    def lies_in_folders(self) -> bool:
+        """Whether a file of it lies in a folder of its own."""
+        return any("/" in item.relative_path for item in self.items.values())
 
     def _item_place(self, key: Key) -> ChunkPlace:
         fqn, offsets = key
-        item = self.metadata.items.get(key)
+        item = self.items.get(key)
         if item is None:
             raise FormatError(
                 f"{STOCK_METADATA} says that {fqn} has a part at {offsets} but not where it lies.",
@@ -111,11 +91,13 @@ class StockSource(ForeignSource):
                 path=item.relative_path,
                 next_step="Load it with torch's FileSystemReader and that extension.",
             )
+        chunk = None if offsets is None else self.tensors[fqn].chunk_at(offsets)
         return ChunkPlace(
-            path=checked_path(item.relative_path, where=STOCK_METADATA),
+            path=item.relative_path,
             fqn=fqn,
             start=item.offset,
             size_bytes=item.length,
+            sizes=() if chunk is None else chunk.sizes,
             kind="raw" if offsets is None else "opaque",
         )
 
@@ -123,43 +105,27 @@ class StockSource(ForeignSource):
         """Return where chunks and blobs lie; the heads of items not known yet are read."""
         items = {key: self._item_place(key) for key in keys if key not in self.held}
         self.held.update((key, place) for key, place in items.items() if place.kind == "raw")
-        head_bytes = {key: _HEAD_BYTES for key in items if key not in self.held}
-        while head_bytes:
-            heads = {
-                key: bytearray(min(size, items[key].size_bytes)) for key, size in head_bytes.items()
-            }
-            self._read([(items[key], head) for key, head in heads.items()])
-            head_bytes = {}
-            for key, head in heads.items():
-                found = self._raw_place(key, items[key], head)
-                if isinstance(found, NeedMoreBytes):
-                    head_bytes[key] = found.total_bytes
-                else:
-                    self.held[key] = found
-        return [self.held[key] for key in keys]
-
-    def _read(self, heads: Sequence[tuple[ChunkPlace, bytearray]]) -> None:
-        ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
+        unknown = {key: place for key, place in items.items() if key not in self.held}
+        ranges = RangeReader(self.store, self.options, self.store.deadline)
         try:
-            ChunkReader(ranges).read([bytes_read(place, memoryview(head)) for place, head in heads])
+            self.held.update(_heads(ranges, unknown, _HEAD_BYTES, self._raw_place))
         except StorageError as error:
-            place = next((place for place, _ in heads if concerns(error, place.path)), None)
+            place = next((one for one in unknown.values() if concerns(error, one.path)), None)
             if error.kind != "not-found" or place is None:
                 raise
             raise self.explain_missing(place) from error
+        return [self.held[key] for key in keys]
 
-    def _raw_place(
-        self, key: Key, place: ChunkPlace, head: bytearray
-    ) -> ChunkPlace | NeedMoreBytes:
-        parsed = parse_tensor_item(bytes(head), item_bytes=place.size_bytes, path=place.path)
+    def _raw_place(self, place: ChunkPlace, head: bytes) -> ChunkPlace | NeedMoreBytes:
+        parsed = parse_tensor_item(head, item_bytes=place.size_bytes, path=place.path)
         if isinstance(parsed, NeedMoreBytes):
             return parsed
         if parsed is None or parsed.dtype != self.tensors[place.fqn].dtype:
             return place  # torch itself has to read the whole item
-        if parsed.shape != self._sizes[key]:
+        if parsed.shape != place.sizes:
             raise FormatError(
                 f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
-                f"{STOCK_METADATA} says {list(self._sizes[key])}.",
+                f"{STOCK_METADATA} says {list(place.sizes)}.",
                 path=place.path,
                 next_step=_RESTORE,
             )
@@ -171,15 +137,47 @@ class StockSource(ForeignSource):
         )
 
 
-def _stock_info(fqn: str, tensor: TensorRecord) -> TensorInfo:
+def _heads(
+    ranges: RangeReader,
+    places: Mapping[_K, ChunkPlace],
+    guess_bytes: int,
+    parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
+) -> dict[_K, _T]:
+    """Return what the first bytes of items tell; more is read where these do not suffice."""
+    found: dict[_K, _T] = {}
+    wanted = dict.fromkeys(places, guess_bytes)
+    while wanted:
+        heads = {key: bytearray(min(size, places[key].size_bytes)) for key, size in wanted.items()}
+        reads = [bytes_read(places[key], memoryview(head)) for key, head in heads.items()]
+        ChunkReader(ranges).read(reads)
+        wanted = {}
+        for key, head in heads.items():
+            parsed = parse(places[key], bytes(head))
+            if not isinstance(parsed, NeedMoreBytes):
+                found[key] = parsed
+            elif parsed.total_bytes > len(head):
+                wanted[key] = parsed.total_bytes
+            else:  # pragma: no cover  # parsers ask for more or end
+                raise CheckpointError(f"{places[key].path} cannot be parsed.")
+    return found
+
+
+def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
+    """Return the chunks that hold something, each once, as a grid if they form one; and a flaw."""
+    # Ranks that hold replicas may each have stored an equal chunk.
+    held = list(dict.fromkeys(box for box in boxes if not box.is_empty)) or boxes
+    grid = find_grid(shape, held) if len(held) > 1 else None
+    return grid or held, None if grid else find_flaw(shape, held)
+
+
+def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
     if tensor.dtype not in DTYPES:
         raise FormatError(
             f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
             path=STOCK_METADATA,
             next_step="Load it with torch's FileSystemReader.",
         )
-    # Ranks that hold replicas may each have stored an equal chunk.
-    flaw = find_flaw(tensor.shape, list(dict.fromkeys(tensor.boxes)))
+    boxes, flaw = _tiles(tensor.boxes, tensor.shape)
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
@@ -187,11 +185,11 @@ def _stock_info(fqn: str, tensor: TensorRecord) -> TensorInfo:
             path=STOCK_METADATA,
             next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
         )
-    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=tensor.boxes)
+    return replace(tensor, boxes=boxes)
 
 
 def open_stock(
-    store: Store, data: bytes, *, options: TransferOptions, deadline: Deadline
+    store: Store, data: bytes, marks: FileMarks, options: TransferOptions
 ) -> StockSource:
     """Return the source that a stock `.metadata` describes.
 
@@ -202,24 +200,22 @@ def open_stock(
     return StockSource(
         store=store,
         format="dcp",
-        tensors={fqn: _stock_info(fqn, tensor) for fqn, tensor in metadata.tensors.items()},
+        tensors={fqn: _stock_tensor(fqn, tensor) for fqn, tensor in metadata.tensors.items()},
         blobs=metadata.blobs,
         planner_data=metadata.paths,
-        metadata=metadata,
+        marks=marks,
+        items=metadata.items,
         options=options,
-        deadline=deadline,
     )
 
 
-def open_safetensors(
-    store: Store, entries: Iterable[ObjectInfo], *, options: TransferOptions, deadline: Deadline
-) -> ForeignSource:
-    """Return the source that the safetensors files among `entries`, and an index if any, make.
+def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -> ForeignSource:
+    """Return the source that the safetensors files of a listing, and an index if any, make.
 
     With an index only the files that it names count, and each must hold what it says. Raises
     `FormatError`, `IntegrityError`.
     """
-    sizes = {entry.path: entry.size_bytes for entry in entries}
+    sizes = {path: size_bytes for path, (size_bytes, _) in marks.of.items()}
     weight_map = _read_index(store) if INDEX_NAME in sizes else None
     weights = sorted(name for name in sizes if name.endswith(".safetensors"))
     if weight_map is not None:
@@ -230,7 +226,12 @@ def open_safetensors(
             raise _damaged(what, missing[0])
         weights = listed
     sizes = {name: sizes[name] for name in weights}
-    headers = _read_headers(store, sizes, options=options, deadline=deadline)
+    files = {
+        name: ChunkPlace(path=name, fqn="", start=0, size_bytes=size_bytes, file_bytes=size_bytes)
+        for name, size_bytes in sizes.items()
+    }
+    ranges = RangeReader(store, options, store.deadline)
+    headers = _heads(ranges, files, _HEADER_GUESS_BYTES, _header)
     sharded = any(header.saved_offsets is not None for header in headers.values())
     boxes: dict[str, list[Box]] = {}
     kinds: dict[str, tuple[str, int, str]] = {}
@@ -256,6 +257,7 @@ def open_safetensors(
                 fqn=fqn,
                 start=header.data_offset + entry.start,
                 size_bytes=entry.end - entry.start,
+                sizes=entry.shape,
                 file_bytes=file_bytes,
             )
     for fqn in sorted((weight_map or {}).keys() - boxes.keys())[:1]:
@@ -274,21 +276,25 @@ def open_safetensors(
         format="dcp_safetensors" if sharded else "safetensors",
         tensors=tensors,
         held=places,
+        marks=marks,
     )
 
 
-def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
+def _header(place: ChunkPlace, head: bytes) -> SafetensorsHeader | NeedMoreBytes:
+    return parse_safetensors_header(head, file_bytes=place.size_bytes, path=place.path)
+
+
+def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     """Return the tensor that chunks make: as large as they reach, without a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
-    held = [box for box in boxes if not box.is_empty]
-    flaw = find_flaw(shape, held) if held else None
+    tiles, flaw = _tiles(boxes, shape)
     if flaw is not None:
         raise IntegrityError(
             f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}.",
             fqn=fqn,
             next_step="Files are missing, or those of another save are among them.",
         )
-    return TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=boxes)
+    return TensorRecord(dtype=dtype, shape=shape, boxes=tiles)
 
 
 def in_progress(url: str) -> CheckpointInProgressError:
@@ -318,32 +324,3 @@ def _read_index(store: Store) -> dict[str, str]:
             next_step=_RESTORE,
         )
     return {fqn: checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
-
-
-def _read_headers(
-    store: Store, sizes: Mapping[str, int], *, options: TransferOptions, deadline: Deadline
-) -> dict[str, SafetensorsHeader]:
-    """Return the headers of files of these lengths in bytes, read side by side."""
-    headers: dict[str, SafetensorsHeader] = {}
-    wanted = {name: min(_HEADER_GUESS_BYTES, size) for name, size in sizes.items()}
-
-    def parse(name: str, view: memoryview) -> None:
-        parsed = parse_safetensors_header(bytes(view), file_bytes=sizes[name], path=name)
-        if not isinstance(parsed, NeedMoreBytes):
-            headers[name] = parsed
-            return
-        if parsed.total_bytes <= len(view):  # pragma: no cover  # the parser asks for more or ends
-            raise CheckpointError(f"{name} cannot be parsed.")
-        again[name] = min(parsed.total_bytes, sizes[name])
-
-    while wanted:
-        again: dict[str, int] = {}
-        reads = [
-            RangeRead(
-                path=name, start=0, stop=stop, done=partial(parse, name), file_bytes=sizes[name]
-            )
-            for name, stop in wanted.items()
-        ]
-        RangeReader(store, options, deadline).run(reads)
-        wanted = again
-    return headers

@@ -2,95 +2,75 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from ckpt_storage.commit import publishing, slotlog
-from ckpt_storage.errors import (
-    CheckpointGoneError,
-    FormatError,
-    IntegrityError,
-    StorageError,
-)
+from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, concerns
 from ckpt_storage.transfer.workers import Workers
+
+from .filemarks import FileMarks
 
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
 
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
-_RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 _MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 16
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """A tensor as far as it is known without reading it; `boxes` are its chunks.
-
-    Of a regular sharding `boxes` makes each when it is asked for; `chunk_at` and `overlapping`
-    ask for those that are needed.
-    """
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: Sequence[Box]
-
-    def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
-        """Return the chunk that begins at `offsets`, None if none does."""
-        if isinstance(self.boxes, Grid):
-            cell = self.boxes.cell_at(offsets)
-            return None if cell is None else self.boxes[cell]
-        return next((box for box in self.boxes if box.offsets == offsets), None)
-
-    def overlapping(self, box: Box) -> list[int]:
-        """Return the positions, ascending, of the chunks that share elements with `box`."""
-        if isinstance(self.boxes, Grid):
-            return self.boxes.intersecting(box)
-        return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
-
-
-class Source(Protocol):
+@dataclass(slots=True, kw_only=True)
+class Source(ABC):
     """What a checkpoint of any format offers to readers.
 
     `save_id` is None where the format has no such thing; `blobs` are the FQNs of what is no tensor;
-    `planner_data` says where each value sits in the nested state dict, None if unknown.
+    `planner_data` says where each value sits in the nested state dict, None if unknown. `marks`
+    tell of another writer's files as they were before any of them was read. Files of ours, which
+    are written once and have checksums, need none.
     """
 
+    store: Store
     format: SourceFormat
-    save_id: str | None
-    tensors: Mapping[str, TensorInfo]
-    blobs: frozenset[str]
-    planner_data: Mapping[str, tuple[str | int, ...]] | None
+    tensors: Mapping[str, TensorRecord]
+    blobs: frozenset[str] = frozenset()
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    save_id: str | None = None
+    marks: FileMarks = field(default_factory=FileMarks)
 
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store and deadline of the step that begins."""
-
+    @abstractmethod
     def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
-        """Return where chunks and blobs lie; fetches what tells it, in one go."""
+        """Return where chunks and blobs lie; fetches what tells it, in parallel.
 
+        Raises `FormatError` if documents disagree.
+        """
+
+    def check_unchanged(self, store: Store, paths: Collection[str] | None = None) -> None:
+        """Raise `CheckpointGoneError` if another writer touched its files, or these, since."""
+        self.marks.check(store, paths)
+
+    @abstractmethod
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error to raise when the file of `place` is not there."""
 
 
-def value_keys(tensors: Mapping[str, TensorInfo], blobs: Iterable[str]) -> list[Key]:
+def value_keys(tensors: Mapping[str, TensorRecord], blobs: Iterable[str]) -> list[Key]:
     """Return the keys of all chunks that have elements, then of all blobs."""
     chunks: list[Key] = [
         (fqn, box.offsets)
@@ -99,26 +79,6 @@ def value_keys(tensors: Mapping[str, TensorInfo], blobs: Iterable[str]) -> list[
         if not box.is_empty
     ]
     return [*chunks, *((fqn, None) for fqn in sorted(blobs))]
-
-
-class _Tensors(Mapping[str, TensorInfo]):
-    """What the manifest says of each tensor, made when it is asked for."""
-
-    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
-        self._records = records
-
-    def __getitem__(self, fqn: str) -> TensorInfo:
-        record = self._records[fqn]
-        return TensorInfo(fqn=fqn, dtype=record.dtype, shape=record.shape, boxes=record.boxes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self._records
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,29 +122,29 @@ def _some(column: memoryview, start: int, stop: int) -> Sequence[int]:
     return tuple(part) if len(part) <= _FEW else part
 
 
-@dataclass(slots=True)
-class CommittedSource:
+class CommittedSource(Source):
     """A checkpoint of ours, by head and manifest; rank manifests are fetched when needed."""
 
-    store: Store
-    record: SlotRecord
-    manifest: Manifest
-    deadline: Deadline
-    options: TransferOptions
-    format: SourceFormat = "ckpt_storage"
-    save_id: str | None = field(init=False)
-    tensors: Mapping[str, TensorInfo] = field(init=False)
-    blobs: frozenset[str] = field(init=False)
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
-    ties: Mapping[str, str] = field(init=False)
-    _ranks: dict[int, RankManifest] = field(default_factory=dict)
-    _indexes: dict[int, _RankIndex] = field(default_factory=dict)
-    _found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        found = self.manifest
-        self.save_id, self.planner_data, self.ties = found.save_id, found.planner_data, found.ties
-        self.tensors, self.blobs = _Tensors(found.tensors), frozenset(found.blobs)
+    def __init__(
+        self,
+        store: Store,
+        record: SlotRecord,
+        manifest: Manifest,
+        options: TransferOptions,
+    ) -> None:
+        super().__init__(
+            store=store,
+            format="ckpt_storage",
+            tensors=manifest.tensors,
+            blobs=frozenset(manifest.blobs),
+            planner_data=manifest.planner_data,
+            save_id=manifest.save_id,
+        )
+        self.record, self.manifest, self.ties = record, manifest, manifest.ties
+        self.options = options
+        self._ranks: dict[int, RankManifest] = {}
+        self._indexes: dict[int, _RankIndex] = {}
+        self._found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = {}
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Return the manifest of one rank, fetched and checked."""
@@ -198,14 +158,11 @@ class CommittedSource:
             self.rank_manifest(*ranks)
         elif ranks:
             count = min(self.options.thread_count, len(ranks))
-            with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
+            deadline = self.store.deadline
+            with Workers(count, name="read rank manifests", deadline=deadline) as workers:
                 for rank in sorted(ranks):
                     workers.submit(partial(self.rank_manifest, rank))
                 workers.drain()
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over the store and deadline of the step that begins."""
-        self.store, self.deadline = store, deadline
 
     def _chunk(self, fqn: str, offsets: tuple[int, ...] | None) -> tuple[Box | None, int]:
         """Return the chunk at `offsets`, None for a blob, and the rank that wrote it."""
@@ -233,10 +190,7 @@ class CommittedSource:
             self._found[id(tensor), offsets] = boxes[cell], owners[cell]
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie, after fetching what tells it, in parallel.
-
-        Raises `FormatError` if documents disagree.
-        """
+        """Return where chunks and blobs lie; the manifests of their ranks are fetched."""
         chunks = [self._chunk(*key) for key in keys]
         self._fetch_all({rank for _, rank in chunks} - self._ranks.keys())
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
@@ -267,6 +221,7 @@ class CommittedSource:
             fqn=key[0],
             start=file.payload_start[item],
             size_bytes=file.payload_bytes[item],
+            sizes=() if box is None else box.sizes,
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,
@@ -278,7 +233,7 @@ class CommittedSource:
             f"The manifest says that {what}; the rank manifest of rank {rank} {instead}.",
             path=self.manifest.ranks[rank].path,
             rank=rank,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         )
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
@@ -289,7 +244,7 @@ class CommittedSource:
             path=place.path,
             rank=place.rank,
             offset=0,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         )
 
 
@@ -362,7 +317,7 @@ def read_document(
             f"{store.url}: {reference.path} is missing.",
             path=reference.path,
             offset=0,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         ) from error
 
 
@@ -394,7 +349,7 @@ def _read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankMani
         raise FormatError(
             f"{path} is the manifest of rank {found.rank} of save {found.save_id}.",
             path=path,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         )
     return found
 
@@ -423,6 +378,6 @@ def _read_manifest(store: Store, record: SlotRecord, reference: FileRef, save_id
         raise FormatError(
             f"{reference.path} belongs to save {manifest.save_id}.",
             path=reference.path,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         )
     return manifest

@@ -16,7 +16,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Literal
 
-from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
+from ckpt_storage.errors import CheckpointError, FormatError
 from ckpt_storage.format.boxes import (
     Selection,
     WindowCopy,
@@ -27,6 +27,7 @@ from ckpt_storage.format.boxes import (
     touched_spans,
 )
 from ckpt_storage.format.crc import first_wrong_block
+from ckpt_storage.format.rank_manifest import wrong_block
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
 from .pacing import ReadCosts, costs_for
@@ -36,24 +37,22 @@ Gaps = Literal["none", "cheap"]
 """What is read between two selected elements: nothing but the rest of their blocks, or also what
 takes less time than another request."""
 
-_PIECE_BYTES = 256 << 10
-"""Checked and copied while they are in a processor's own cache."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlace:
     """Where the bytes of one chunk or blob lie, and their checksums if there are any.
 
-    `start` and `size_bytes` delimit the payload in the file, in bytes; `file_bytes` is the length
-    that the file must have, None if unknown. `crcs` are of blocks of `block_bytes`; None: no
-    checksums. An opaque item is no plain bytes of elements: only `torch.load` can read it, and
-    start and size are those of the whole item.
+    `start` and `size_bytes` delimit the payload in the file, in bytes; `sizes` are those of the
+    chunk, in elements; `file_bytes` is the length that the file must have, None if unknown. `crcs`
+    are of blocks of `block_bytes`; None: no checksums. An opaque item is no plain bytes of
+    elements: only `torch.load` can read it, and start and size are those of the whole item.
     """
 
     path: str
     fqn: str
     start: int
     size_bytes: int
+    sizes: tuple[int, ...] = ()
     file_bytes: int | None = None
     rank: int | None = None
     block_bytes: int = 1
@@ -71,21 +70,9 @@ class ChunkPlace:
         size = self.block_bytes
         at = first_wrong_block(view, size, self.crcs, first_byte // size)
         if at is not None:
-            raise self.damage(first_byte + at)
-
-    def damage(self, payload_byte: int) -> IntegrityError:
-        """Return the error that says the block at `payload_byte` is not what was written."""
-        offset = self.start + payload_byte
-        by = f" (written by rank {self.rank})" if self.rank is not None else ""
-        return IntegrityError(
-            f"{self.path}{by} is damaged: the block of {self.fqn} at byte {offset} does not have "
-            "the checksum it was written with. Targets of this load hold undefined values.",
-            fqn=self.fqn,
-            offset=offset,
-            path=self.path,
-            rank=self.rank,
-            next_step="Restore the file from a copy, or load another checkpoint.",
-        )
+            effect = " Targets of this load hold undefined values."
+            offset = self.start + first_byte + at
+            raise wrong_block(self.path, offset, fqn=self.fqn, rank=self.rank, effect=effect)
 
     def unchecked(self) -> ChunkPlace:
         """Return the place without its checksums."""
@@ -354,19 +341,9 @@ def _put_windows(
     reads: Sequence[ChunkRead], members: Sequence[_Window], extent_start: int, view: memoryview
 ) -> None:
     for file_start, file_stop, start, number in members:
-        read = reads[number]
         part = view[file_start - extent_start : file_stop - extent_start]
-        memory = read.memory
-        if memory is None or not _is_run(read):
-            read.place.check(part, start)
-            put(read, start, part)
-            continue
-        block = read.place.block_bytes
-        step = max(block, _PIECE_BYTES - _PIECE_BYTES % block)
-        for at in range(0, len(part), step):
-            piece = part[at : at + step]
-            read.place.check(piece, start + at)
-            _fill(read, memory, start + at, piece)
+        reads[number].place.check(part, start)
+        put(reads[number], start, part)
 
 
 def put(read: ChunkRead, start: int, part: memoryview) -> None:
@@ -374,29 +351,14 @@ def put(read: ChunkRead, start: int, part: memoryview) -> None:
 
     `part` begins at byte `start` of the payload; both its ends lie between elements.
     """
-    memory = read.memory
-    if memory is not None and _is_run(read):
-        _fill(read, memory, start, part)
+    memory, where, sizes, size = read.memory, read.where, read.chunk_sizes, read.item_bytes
+    run = range(read.place.size_bytes) if where is None else run_of(sizes, where, size)
+    if memory is not None and run is not None:
+        low, high = max(start, run.start), min(start + len(part), run.stop)
+        if low < high:
+            memory[low - run.start : high - run.start] = part[low - start : high - start]
         return
-    size, sizes = read.item_bytes, read.chunk_sizes
-    where = tuple(map(range, sizes)) if read.where is None else read.where
-    copies = selected_copies(sizes, where, start // size, (start + len(part)) // size)
+    selected = tuple(map(range, sizes)) if where is None else where
+    copies = selected_copies(sizes, selected, start // size, (start + len(part)) // size)
     if copies:
         read.put(part, copies)
-
-
-def _is_run(read: ChunkRead) -> bool:
-    where = read.where
-    return where is None or run_of(read.chunk_sizes, where, read.item_bytes) is not None
-
-
-def _fill(read: ChunkRead, memory: memoryview, start: int, part: memoryview) -> None:
-    """Copy what a run, whose target is plain memory, wants of bytes from `start` on."""
-    if read.where is None:
-        memory[start : start + len(part)] = part
-        return
-    run = run_of(read.chunk_sizes, read.where, read.item_bytes)
-    assert run is not None  # noqa: S101  # the caller looked; for the type checker
-    low, high = max(start, run.start), min(start + len(part), run.stop)
-    if low < high:
-        memory[low - run.start : high - run.start] = part[low - start : high - start]

@@ -75,13 +75,12 @@ class RangeReader:
 
         Raises the first failure; what was to be filled is then undefined.
         """
-        if not reads:
-            return
-        run = _Run(self, reads, on_bytes)
-        try:
-            run.go(reads)
-        finally:
-            run.given_up.set()
+        if reads:
+            run = _Run(self, reads, on_bytes)
+            try:
+                run.go(reads)
+            finally:
+                run.given_up.set()
 
 
 class _Run:

@@ -43,10 +43,9 @@ from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.filemarks import open_source
+from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Content
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
 Sharding = Literal["rows", "mixed"]
@@ -253,7 +252,7 @@ def _places_s(store: Store, world: World) -> float:
         part_bytes=None,
         memory_limit_bytes=None,
     )
-    source = open_source(store, deadline=Deadline("load", 3600.0), options=options)
+    source = open_source(store, options)
     keys = [(fqn, box.offsets) for fqn, box in world.chunks(_RANK)]
     started = time.perf_counter()
     source.places(keys)

@@ -33,7 +33,6 @@ from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline
 
 RANKS = [
     [
@@ -319,7 +318,6 @@ def test_the_first_with_elements_counts(items: list[Written], start: int) -> Non
         store=open_store(Location.of("memory://rank-index")),
         record=RECORD,
         manifest=assemble(reports_of([[SOLID]]), plan),
-        deadline=Deadline("load", 60.0),
         options=TransferOptions(thread_count=1, part_bytes=1 << 20),
     )
     source._ranks[0] = manifest_of(0, 1, items)  # noqa: SLF001  # as if it had been fetched

@@ -16,8 +16,9 @@ from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.export.plan import Plan, plan
 from ckpt_storage.export.reads import SegmentReader
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.options import DEFAULT_PART_BYTES, TransferOptions
-from ckpt_storage.source.model import Source, SourceFormat, TensorInfo
+from ckpt_storage.source.model import Source, SourceFormat
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
@@ -30,20 +31,15 @@ SHARED = Capabilities(kind="s3", tokens_travel=True, parallel_parts=True)
 """Of a storage that several processes may write one file of."""
 
 
-@dataclass(slots=True)
-class MemorySource:
+@dataclass(slots=True, kw_only=True)
+class MemorySource(Source):
     """A checkpoint whose chunks lie in a dict: (FQN, offsets) -> bytes."""
 
-    tensors: Mapping[str, TensorInfo]
-    blobs: frozenset[str] = frozenset()
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
-    ties: Mapping[str, str] = field(default_factory=dict)
-    payloads: dict[tuple[str, tuple[int, ...]], bytes] = field(default_factory=dict)
+    store: Store = field(init=False)
     format: SourceFormat = "ckpt_storage"
     save_id: str | None = "20260101T000000Z-0123456789abcdef"
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Nothing to renew."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    payloads: dict[tuple[str, tuple[int, ...]], bytes] = field(default_factory=dict)
 
     def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[ChunkPlace]:
         """Return the places of several chunks; check that each is there."""
@@ -71,30 +67,28 @@ class MemorySource:
 
 def tensor(
     fqn: str, shape: Sequence[int], dtype: str = "float32", boxes: Sequence[Box] | None = None
-) -> TensorInfo:
+) -> tuple[str, TensorRecord]:
     """Return a tensor, in one chunk unless `boxes` say otherwise."""
     whole = Box((0,) * len(shape), tuple(shape))
-    return TensorInfo(fqn=fqn, dtype=dtype, shape=tuple(shape), boxes=boxes or [whole])
+    return fqn, TensorRecord(dtype=dtype, shape=tuple(shape), boxes=boxes or [whole])
 
 
 def bare_source(
-    *tensors: TensorInfo,
+    *tensors: tuple[str, TensorRecord],
     blobs: Iterable[str] = (),
     paths: Mapping[str, tuple[str | int, ...]] | None = None,
 ) -> MemorySource:
     """Return a checkpoint without bytes; `paths` is its planner data."""
-    return MemorySource(
-        tensors={info.fqn: info for info in tensors}, blobs=frozenset(blobs), planner_data=paths
-    )
+    return MemorySource(tensors=dict(tensors), blobs=frozenset(blobs), planner_data=paths)
 
 
 def nested_source(state: Mapping[str, object]) -> MemorySource:
-    """Return a checkpoint of a nested state dict, flattened as DCP does; leaves are TensorInfos.
+    """Return a checkpoint of a nested state dict, flattened as DCP does; leaves are tensors.
 
-    A leaf that is no TensorInfo is a blob.
+    A leaf that is none is a blob.
     """
     paths: dict[str, tuple[str | int, ...]] = {}
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorRecord] = {}
 
     def visit(value: object, path: tuple[str | int, ...]) -> None:
         if isinstance(value, dict):
@@ -103,11 +97,12 @@ def nested_source(state: Mapping[str, object]) -> MemorySource:
             return
         fqn = ".".join(map(str, path))
         paths[fqn] = path
-        if isinstance(value, TensorInfo):
-            tensors[fqn] = tensor(fqn, value.shape, value.dtype)
+        if isinstance(value, tuple):
+            tensors[fqn] = value[1]
 
     visit(state, ())
-    return MemorySource(tensors, frozenset(paths.keys() - tensors.keys()), paths)
+    blobs = frozenset(paths.keys() - tensors.keys())
+    return MemorySource(tensors=tensors, blobs=blobs, planner_data=paths)
 
 
 def array_source(
@@ -115,10 +110,7 @@ def array_source(
 ) -> MemorySource:
     """Return a checkpoint that holds arrays, given with torch's dtype and cut into boxes."""
     source = bare_source(
-        *(
-            TensorInfo(fqn=fqn, dtype=dtype, shape=array.shape, boxes=boxes)
-            for fqn, (array, dtype, boxes) in arrays.items()
-        )
+        *(tensor(fqn, array.shape, dtype, boxes) for fqn, (array, dtype, boxes) in arrays.items())
     )
     for fqn, (array, _, boxes) in arrays.items():
         for box in boxes:

@@ -35,7 +35,6 @@ from ckpt_storage.export.plan import Elements, Part, Region, cut_region, divide,
 from ckpt_storage.export.select import Skipped, check_ties, choose_model
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import DEFAULT_PART_BYTES, default_memory_limit_bytes
-from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 QUICK = settings(max_examples=100, deadline=None)
@@ -303,10 +302,7 @@ def test_a_large_plan_is_lazy() -> None:
 
     shape = (4096, 1024)
     boxes = Watched(Box((0, at), (4096, 4)) for at in range(0, 1024, 4))
-    tensors = [
-        TensorInfo(fqn=f"layers.{at}.w", dtype="bfloat16", shape=shape, boxes=boxes)
-        for at in range(1000)
-    ]
+    tensors = [tensor(f"layers.{at}.w", shape, "bfloat16", boxes) for at in range(1000)]
     source = bare_source(*tensors)
     source.format = "dcp"
     plan = plan_export(source, options=ConsolidateOptions(), world_size=256, able=S3)

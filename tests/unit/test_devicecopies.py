@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box, box_selection
-from ckpt_storage.loads.targets import CudaMover, Rings, TensorRead, Use
+from ckpt_storage.loads.targets import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves import items
 from ckpt_storage.saves.items import HostCopies, host_bytes
@@ -251,8 +251,7 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     wanted = torch.arange(40 * 1024, dtype=torch.float32).reshape(40, 1024)
     (tmp_path / "f").write_bytes(wanted.numpy().tobytes())
     place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=wanted.nbytes)
-    rings = Rings(buffer_count, make=lambda _: cast("CudaMover", LateMover()))
-    device = torch.device("cuda")  # the mover decides
+    ring = UploadRing(cast("CudaMover", LateMover()), buffer_count)
     targets = [torch.zeros(40, 1000, dtype=torch.float64), torch.zeros(20, 1024)]
     wheres = [(range(40), range(24, 1024)), (range(0, 40, 2), range(1024))]
     reads = [
@@ -263,7 +262,7 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
             where=where,
             tensor=target,
             dtype=torch.float32,
-            ring=rings.of(device),
+            ring=ring,
         )
         for where, target in zip(wheres, targets, strict=True)
     ]
@@ -271,6 +270,6 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     costs = replace(LOCAL_COSTS, part_min_bytes=4 * 1024, window_bytes=8 * 1024)
     ranges = RangeReader(local_store(str(tmp_path)), options, Deadline("load", 60))
     ChunkReader(ranges, costs).read(reads)
-    rings.finish()
+    ring.finish()
     assert torch.equal(targets[0], wanted[:, 24:].double())
     assert torch.equal(targets[1], wanted[::2])

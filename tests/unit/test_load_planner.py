@@ -31,8 +31,8 @@ from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
 from ckpt_storage.dcp.reader import FoldedPlan
 from ckpt_storage.format.boxes import Box, Grid
+from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
-from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -62,8 +62,7 @@ def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bo
     plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
     state: dict[str, Any] = {"step": BytesStorageMetadata()}
     for fqn, record in assemble(reports_of(ranks), plan).tensors.items():
-        info = TensorInfo(fqn=fqn, dtype="float32", shape=record.shape, boxes=record.boxes)
-        chunks = ChunkList(info)
+        chunks = ChunkList(record)
         state[fqn] = TensorStorageMetadata(
             properties=TensorProperties(dtype=torch.float32),
             size=torch.Size(record.shape),
@@ -198,7 +197,7 @@ LISTED = [Box(tuple(c.offsets), tuple(c.sizes)) for c in EXPECTED]
 def chunks(request: pytest.FixtureRequest) -> ChunkList:
     """The same six chunks, as cells of a grid and as a list of boxes."""
     boxes = GRID if request.param == "grid" else LISTED
-    return ChunkList(TensorInfo(fqn="w", dtype="float32", shape=(10, 5), boxes=boxes))
+    return ChunkList(TensorRecord(dtype="float32", shape=(10, 5), boxes=boxes))
 
 
 def test_it_reads_as_the_list_it_stands_for(chunks: ChunkList) -> None:
@@ -229,7 +228,7 @@ def test_a_regular_sharding_travels_in_few_bytes() -> None:
     """A million chunks are not written out."""
     cuts = (range(0, 1 << 23, 8),)
     boxes = Grid(cuts, (1 << 23,))
-    many = ChunkList(TensorInfo(fqn="w", dtype="float32", shape=(1 << 23,), boxes=boxes))
+    many = ChunkList(TensorRecord(dtype="float32", shape=(1 << 23,), boxes=boxes))
     assert len(many) == 1 << 20
     assert len(pickle.dumps(many)) < 1000
     assert many[-1] == chunk(((1 << 23) - 8, 8))
