@@ -117,6 +117,14 @@ class Worker:
             arena_bytes=job.staging.arena.size_bytes,
         )
         file, progress = job.staging.arena.file, job.options.progress
+
+        def lost() -> CheckpointError | None:
+            # A member whose part is written waits for the outcome, and needs no worker.
+            needs_it = operation.is_coordinator or operation.save_id is None
+            is_gone = needs_it and self.pid is None
+            return self._death(GoneError(self.how()), operation) if is_gone else None
+
+        operation.lost = lost
         try:
             while True:
                 try:
@@ -125,6 +133,7 @@ class Worker:
                     found = self._without(gone, operation, session)
                 call, file = Call(word=(yield found)), None
         finally:
+            operation.lost = lambda: None
             if not self._pipe.closed:
                 try:
                     if not self._call(Call(is_over=True), operation, progress):

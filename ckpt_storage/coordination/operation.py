@@ -80,7 +80,7 @@ class Operation:
     `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
     same on all ranks, once all is over; None where ranks had not met or cannot reach one another.
     `is_void`: what the save wrote on all ranks is to be deleted; false again once it ended without
-    a word of one.
+    a word of one. `lost` tells why this rank need not wait for others: it cannot go on itself.
     """
 
     def __init__(self, group: RankGroup, what: str, timeouts: Timeouts) -> None:
@@ -94,6 +94,7 @@ class Operation:
         self.save_id: str | None = None
         self.verdict: CheckpointError | None = None
         self.is_void = False
+        self.lost: Callable[[], CheckpointError | None] = lambda: None
         self.group: RankGroup = group
         self.heartbeats: Heartbeats = Heartbeats(group.rank)
         self.advanced = self.heartbeats.advanced
@@ -204,8 +205,8 @@ class Operation:
                 raise self._failure from error
             if found is not None:
                 return found
-            if self._failure is not None:
-                raise self._failure
+            if (failure := self._failure or self.lost()) is not None:
+                raise failure
             if self._has_ended:
                 raise CheckpointError("What was waited for belongs to an operation that has ended.")
             if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
