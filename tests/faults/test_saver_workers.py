@@ -127,21 +127,21 @@ def test_worker_that_is_ended_is_told_on_all_ranks(
 
 def _dies_while_others_write(rank: int, folder: str) -> list[Any]:
     """End the worker of rank 0 once its part is written, while rank 1 is held in its own."""
-    with quick_saver("process", on_error="warn") as saver:
-        hold = Hold(folder, "write", 1)
-        planner = held(hold) if rank == 1 else None
-        handle = save_step(saver, folder, rank, 0, planner=planner)
+    with cases.quick_saver("process", on_error="warn") as saver:
+        hold = cases.Hold(folder, "write", 1)
+        planner = cases.held(hold) if rank == 1 else None
+        handle = cases.save_step(saver, folder, rank, 0, planner=planner)
         hold.reached()
         begin = time.monotonic()
         if rank == 0:
-            until(lambda: handle.progress().done_bytes, "bytes of rank 0")
+            cases.until(lambda: handle.progress().done_bytes, "bytes of rank 0")
             time.sleep(1.0)  # now it waits for the other part
             begin = time.monotonic()
             os.kill(saver.worker_pid or 0, signal.SIGKILL)
-            handle.exception(END_S)
+            handle.exception(cases.END_S)
             hold.go()
         waited_s = time.monotonic() - begin
-        return [handle.state if handle.exception(END_S) else None, waited_s]
+        return [handle.state if handle.exception(cases.END_S) else None, waited_s]
 
 
 def test_worker_that_is_ended_while_others_write_is_told_at_once(
@@ -150,7 +150,7 @@ def test_worker_that_is_ended_while_others_write_is_told_at_once(
     """The worker of rank 0 is to commit: without it, nobody need write on."""
     first, second = ranks.run(_dies_while_others_write, str(tmp_path), world_size=2)
     assert first[0] is second[0] is SaveState.FAILED
-    assert first[1] < SLACK_S
+    assert first[1] < cases.SLACK_S
     assert list_checkpoints(tmp_path) == []
 
 
