@@ -127,7 +127,7 @@ def tell_of_waits(line: _Line) -> None:
 
 
 def _wrap(line: _Line, name: str) -> None:
-    inner = getattr(Operation, f"{name}_bytes")
+    inner = getattr(Operation, name)
     if hasattr(inner, "inner"):
         return
     count = 0
@@ -139,7 +139,7 @@ def _wrap(line: _Line, name: str) -> None:
         return inner(self, *args)
 
     step.inner = inner  # type: ignore[attr-defined]  # the mark of a wrapped one
-    setattr(Operation, f"{name}_bytes", step)
+    setattr(Operation, name, step)
 
 
 class _Held:
