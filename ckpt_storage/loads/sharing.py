@@ -277,6 +277,8 @@ class SharedReads:
     def _fail(self, error: BaseException) -> None:
         """Note why this rank gives up, in whatever thread, and tell the others at once."""
         self._failures.append(error)
+        # Other threads give up from here on, and may be the first to tell.
+        error = self._failures[0]
         if not isinstance(error, CheckpointError):
             error = CheckpointError(
                 f"{type(error).__name__}: {error}",
