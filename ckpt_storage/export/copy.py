@@ -9,6 +9,7 @@ always the same one; its documents are written anew with that.
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -174,7 +175,9 @@ def _copying(site: Site, found: Found | None, tag: exports.IndexTag | None = Non
     source: Source | None = None
     if found is None:
         found, source = _find(site, tag)
-    task = (_CopyOfOthers if found.record is None else _CopyOfOurs)(site, found)
+    assert isinstance(found, ToCopy)  # noqa: S101  # as `_find` returns
+    kind = _CopyBeside if found.was_there else _CopyOfOthers
+    task = (kind if found.record is None else _CopyOfOurs)(site, found)
     if (opened := source) is not None:
         task.watch = lambda: opened.check_unchanged(site.source)
     return task
@@ -250,12 +253,40 @@ class _Copy(Task[CopyReport]):
         )
 
 
-class _CopyOfOthers(_Copy, PlainFolder[CopyReport]):
-    """A copy of another writer's checkpoint, or of an export of ours."""
+class _CopyOfFiles(_Copy):
+    """A copy of what others wrote, or of an export of ours, file by file."""
 
     def open(self, found: Found) -> None:
         del found
         self.source = Files(store=self.site.source, format=self.found.format, tensors={})
+
+    def lay_out(self) -> tuple[OutFile, ...]:
+        return tuple(
+            OutFile(name=path, segments=[Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
+            for path, (size_bytes, _, crc32c) in sorted(self.found.files.items())
+            if self.sends(path, crc32c)
+        )
+
+    @abc.abstractmethod
+    def sends(self, path: str, crc32c: int | None) -> bool:
+        """Return whether a file is one of those that are made side by side."""
+
+
+class _CopyBeside(_CopyOfFiles):
+    """What people put beside an export that was copied before, and that stays as it is."""
+
+    def sends(self, path: str, crc32c: int | None) -> bool:
+        # Nothing tells one content of such a file from another.
+        return crc32c is None and path != INDEX_NAME and not path.startswith(exports.DOCUMENTS)
+
+    def take(self) -> Taken:
+        folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
+        self.site.target.make_folders(sorted(folders))
+        return Taken()
+
+
+class _CopyOfOthers(_CopyOfFiles, PlainFolder[CopyReport]):
+    """A copy of a whole folder."""
 
     @property
     def last(self) -> str:
@@ -263,21 +294,9 @@ class _CopyOfOthers(_Copy, PlainFolder[CopyReport]):
             return STOCK_METADATA
         return INDEX_NAME if INDEX_NAME in self.found.files else ""
 
-    def lay_out(self) -> tuple[OutFile, ...]:
-        found, last = self.found, self.last
-        return tuple(
-            OutFile(name=path, segments=[Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
-            for path, (size_bytes, _, crc32c) in sorted(found.files.items())
-            # Nothing tells one content of a file that people put beside an export from another.
-            if path != last
-            and not (found.was_there and (crc32c is not None or path.startswith(exports.DOCUMENTS)))
-        )
-
-    def take(self) -> Taken:
-        if not self.found.was_there:
-            return super().take()
-        self.make_folders()
-        return self.hold(None)
+    def sends(self, path: str, crc32c: int | None) -> bool:
+        del crc32c
+        return path != self.last
 
     def document(self) -> bytes:
         size_bytes = self.found.files[self.last][0]

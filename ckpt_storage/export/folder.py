@@ -216,13 +216,8 @@ class PlainFolder(Folder[R]):
                 self._left |= {left.file.path} if left else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
-        self.make_folders()
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         return self.hold(earlier)
-
-    def make_folders(self) -> None:
-        """Make the folders that the files lie in."""
-        paths = {name.rpartition("/")[0] for name in self._names} - {""}
-        self.site.target.make_folders(sorted(paths))
 
     def may_end(self, path: str) -> bool:
         """Return also whether it is of a file that this run, or an earlier one, writes."""

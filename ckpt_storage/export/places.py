@@ -66,20 +66,27 @@ def place_within(source: Store, target: Store) -> str | None:
 
     None: elsewhere, or nothing lies there or may be written there: then nothing can be harmed.
     """
+    refused = {"not-found", "permission"}
     try:
         if not target.list("", recursive=False):
             return None
+    except StorageError as error:
+        if error.kind not in refused:
+            raise
+        if error.kind == "not-found":
+            return None
+    try:
         with probed(target) as name:
             try:
                 if is_there(source, name):
                     return ""
             except StorageError as error:
                 # Some storages refuse those who may not list what is not there.
-                if error.kind not in {"not-found", "permission"}:
+                if error.kind not in refused:
                     raise
             paths = (one.path for one in source.list(""))
             return next((p[: -len(name) - 1] for p in paths if p.endswith(f"/{name}")), None)
     except StorageError as error:
-        if error.kind not in {"not-found", "permission"}:
+        if error.kind not in refused:
             raise
         return None

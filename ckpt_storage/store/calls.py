@@ -19,7 +19,7 @@ from ckpt_storage.options import RetryPolicy
 from .backend import Backend, Capabilities
 from .deadline import LOOK_S, Deadline
 from .problems import explain
-from .threads import TimedPool, as_many, is_one_of_many, moved
+from .threads import TimedPool, as_many, between_calls, is_one_of_many, moved
 
 log = logging.getLogger("ckpt_storage")
 
@@ -174,16 +174,14 @@ class Calls:
         Each has as long as it would have alone. All end by the deadline of this store, and what is
         done between them must end by itself.
         """
-        failures: list[BaseException] = []
 
-        def run(_: Backend) -> T | None:
+        def run(_: Backend) -> tuple[T | None, list[BaseException]]:
             try:
-                return as_many(calls)
+                return as_many(calls), []
             except BaseException as error:  # noqa: BLE001  # its calls were repeated already
-                failures.append(error)
-                return None
+                return None, [error]
 
-        result = self.run(operation, "", run)
+        result, failures = self.run(operation, "", run)
         if failures:
             raise failures.pop()
         return cast("T", result)
@@ -210,7 +208,10 @@ class Calls:
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
         if is_one_of_many(what):
-            return self._bordered(operation, path, call)
+            try:
+                return self._bordered(operation, path, call)
+            finally:
+                between_calls()
         return self._pool.run(
             lambda: self._bordered(operation, path, call),
             timeout_s=min(self._request_timeout_s + extra_s, left_s),

@@ -66,22 +66,28 @@ def moved() -> None:
     if worker is not None:
         if worker.is_abandoned:
             raise AbandonedError("Nobody waits for this call any more.")
-        worker.moved_s = time.monotonic()
+        worker.moved_s = max(worker.moved_s, time.monotonic())
 
 
 def is_one_of_many(what: str) -> bool:
-    """Return whether this thread makes many calls, of which this is the next."""
+    """Return whether this thread makes many calls, of which this is the next: its time begins."""
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is None or not worker.is_of_many:
         return False
     moved()
-    worker.what = what
+    worker.what, worker.moved_s = what, time.monotonic()
     return True
+
+
+def between_calls() -> None:
+    """Say that this thread of many calls makes none: what it does until the next takes its time."""
+    _serving.worker.moved_s = math.inf
 
 
 def as_many(calls: Callable[[], T]) -> T:
     """Return what `calls` returns; the calls that it makes itself are made in this thread."""
     _serving.worker.is_of_many = True
+    between_calls()
     try:
         return calls()
     finally:
@@ -172,7 +178,8 @@ class TimedPool:
         try:
             while True:
                 left_s = min(worker.moved_s + timeout_s, last_s) - time.monotonic()
-                wait_s = left_s if cancelled is None else min(LOOK_S, left_s)
+                looks = cancelled is not None or worker.is_of_many
+                wait_s = min(LOOK_S, left_s) if looks else left_s
                 try:
                     value, error = worker.answers.get(timeout=max(0.0, wait_s))
                     break

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import uuid
+from functools import partial
 from pathlib import Path
 
 import copy_cases as cases
@@ -15,13 +17,17 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import same
 from safetensors.torch import load_file, save_file
 
-from ckpt_storage import CheckpointManager, consolidate, copy, errors, verify
+from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.cleaning import delete, delete_attempt
 from ckpt_storage.export import plan as export_plan
+from ckpt_storage.export.places import place_within
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -159,16 +165,27 @@ def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None
 def test_what_lies_beside_an_export_is_never_believed_by_its_length(
     source: Path, target: Path
 ) -> None:
-    """A configuration that was edited to the same length is copied again; no weights are."""
+    """A configuration that was edited to the same length is copied again; nothing else is.
+
+    Who reads the copied export meanwhile is not disturbed.
+    """
     consolidate(source)
     (source / "hf" / "config.json").write_text('{"rope": 10000}')
     copy(source, target)
     (source / "hf" / "config.json").write_text('{"rope": 50000}')
-    kept = (target / "hf" / "model.safetensors").stat()
-    report = copy(source, target)
+
+    def below() -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in (target / "hf").rglob("*")}
+        return {path: (one.st_ino, one.st_mtime_ns) for path, one in found.items()}
+
+    kept = below()
+    with open_checkpoint(target / "hf") as opened:
+        report = copy(source, target)
+        assert opened.load()
     assert report.exports == ("hf",)
     assert (target / "hf" / "config.json").read_text() == '{"rope": 50000}'
-    assert (target / "hf" / "model.safetensors").stat().st_ino == kept.st_ino
+    changed = {path.name for path, mark in below().items() if kept.get(path) != mark}
+    assert changed == {"config.json"}
 
 
 def test_every_flipped_bit_of_the_source_is_found_and_nothing_is_committed(
@@ -226,6 +243,19 @@ def test_a_copy_into_or_around_its_source_is_refused(tmp_path: Path, server: S3S
     for address in ("s3://bkt/run/", "s3://bkt"):
         with pytest.raises(errors.InvalidInputError, match="inside"):
             copy("s3://bkt/run/step-1/", address, overwrite=True, storage_options=options)
+
+
+def test_a_place_that_may_not_be_listed_is_found_all_the_same() -> None:
+    """A probe that is written there is seen where is read; without rights to write it is not."""
+    inner = MemoryBackend(Location.of(f"memory://{uuid.uuid4().hex}/run"))
+    plain = Store(inner, url="memory://run")
+    plain.put("x", b"data")
+    deny = partial(Rule, action="error", hit_count=None, kind="permission", retryable=False)
+    closed = Store(FaultBackend(inner, [deny(operation="list")]), url="memory://run")
+    assert place_within(plain, closed) == ""
+    assert [entry.path for entry in plain.list("")] == ["x"]
+    closed = Store(FaultBackend(inner, [deny(operation="list|put")]), url="memory://run")
+    assert place_within(plain, closed) is None
 
 
 # Between storages.

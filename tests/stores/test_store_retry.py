@@ -365,6 +365,43 @@ def test_what_the_reader_raises_comes_back_as_it_is(bench: Bench) -> None:
     assert bench.calls == ["read"]
 
 
+def test_calls_of_one_thread_have_each_their_time(bench: Bench) -> None:
+    """What is done between them takes none of it; one that hangs is given up by its own name."""
+    store = bench.store(request_timeout_s=SHORT_S)
+
+    def calls(store: Store) -> bytes:
+        for _ in range(2):
+            time.sleep(1.5 * SHORT_S)
+            data = store.get("x").data
+        return data
+
+    assert store.in_one_thread("opening", partial(calls, store)) == b"data"
+    how: dict[str, Any] = {"request_timeout_s": SHORT_S, "policy": RetryPolicy(attempt_count=1)}
+    hanging = bench.store(fault("get", action="hang"), **how)
+    with pytest.raises(AbandonedError, match="read of test://root/x did not end"):
+        hanging.in_one_thread("opening", partial(calls, hanging))
+    bench.faults.script.release()
+    wait_until(lambda: abandoned_thread_count() == 0)
+
+
+def test_calls_that_were_left_behind_fail_no_later_ones(bench: Bench) -> None:
+    """They hear that nobody waits when they come further; what was begun after them counts."""
+    store, attempts = bench.store(request_timeout_s=SHORT_S), list[threading.Thread]()
+    released = threading.Event()
+
+    def calls() -> bytes:
+        attempts.append(threading.current_thread())
+        if len(attempts) == 1:
+            store.run("read", "x", lambda _: released.wait(WAIT_S))
+        else:
+            released.set()
+            attempts[0].join(WAIT_S)
+        return store.get("x").data
+
+    assert store.in_one_thread("opening", calls) == b"data"
+    assert len(attempts) == 2
+
+
 def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
     """Each page of a listing has the time of a request; the phase's deadline bounds them all."""
 
