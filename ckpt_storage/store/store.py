@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from ckpt_storage.errors import (
@@ -29,6 +30,9 @@ from .upload import Upload
 
 _DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
 """Answers that prove that nothing was put, and that change nothing about an earlier request."""
+
+_REPEATED_COUNT = 16
+"""Objects whose deletion is repeated together: most backends send a request for each."""
 
 
 class Store(Calls):
@@ -355,10 +359,11 @@ class Store(Calls):
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error; not atomic as a whole."""
-        if paths:
-            shown = paths[0] if len(paths) == 1 else ""
-            what = f"deletion of {len(paths)} objects"
-            self.run(what, shown, lambda backend: _delete(backend, paths))
+        shown = paths[0] if len(paths) == 1 else ""
+        what = f"deletion of {len(paths)} objects"
+        for start in range(0, len(paths), _REPEATED_COUNT):
+            some = paths[start : start + _REPEATED_COUNT]
+            self.run(what, shown, partial(_delete, paths=some))
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of the version that `get` told.

@@ -116,6 +116,22 @@ def test_a_refused_deletion_is_told_when_those_beside_it_have_ended(server: S3Se
     assert server.dump("bkt") == {}
 
 
+def test_a_long_deletion_survives_more_passing_faults_than_a_request_has_attempts(
+    server: S3Server,
+) -> None:
+    """What is deleted is not asked for again, and each group has its own attempts."""
+    names = [f"saves/a/{i:03}" for i in range(160)]
+    for name in names:
+        server.put("bkt", f"run/{name}", b"data")
+    throttled = [
+        FaultRule(op="delete", key=f"{i}5$", action="status", status=503) for i in range(8)
+    ]
+    server.faults(throttled)
+    retrying(server).delete(names)
+    assert server.dump("bkt") == {}
+    assert ops(server)["delete"] <= len(names) + 16 * len(throttled)
+
+
 def test_a_server_without_checksums_is_asked_for_them_once(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
