@@ -176,7 +176,7 @@ def test_only_what_is_not_sound_is_made_again(tmp_path: Path) -> None:
 
 
 def test_another_content_replaces_an_export(tmp_path: Path) -> None:
-    """Another save, dtype or cut goes to other names, back again too; old files are deleted."""
+    """Another save, dtype, cut or naming goes elsewhere, back again too; old files are deleted."""
     url = tmp_path / "run"
     ckpt_storage.save(model(1), url)
     first = consolidate(url)
@@ -193,7 +193,10 @@ def test_another_content_replaces_an_export(tmp_path: Path) -> None:
     assert list(cast.removed) == [name]
     check(files_in(url / "hf"), {name: one.bfloat16() for name, one in model(2)["model"].items()})
     assert [file.name for file in consolidate(url).files] == [name]
-    check(files_in(url / "hf"), model(2)["model"])
+    weights = model(2)["model"]
+    check(files_in(url / "hf"), weights)
+    consolidate(url, rename={"model.w0": "w1", "model.w1": "w0"})
+    check(files_in(url / "hf"), weights | {"w0": weights["w1"], "w1": weights["w0"]})
 
 
 def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ def test_stock_readers_load_ours(ours: Path, make: Callable[[Path], Any]) -> Non
     dcp_cases.assert_holds(ours, whole_state(), by)
 
 
+def load_stock_sharded(_rank: int, path: Path) -> None:
+    """Load with torch's reader into DTensors on another mesh."""
+    by = [lambda state, at: dcp.load(state, storage_reader=dcp.FileSystemReader(at))]
+    dcp_cases.assert_holds(path, {"sharded": local_state((1, 3))["sharded"]}, by)
+
+
+def test_stock_readers_reshard_ours(ranks: RankPool, ours: Path) -> None:
+    """Torch's reader loads a checkpoint of four ranks on three."""
+    ranks.run(load_stock_sharded, ours, world_size=3)
+
+
 def test_dcp_to_torch_save_converts_ours(ours: Path, tmp_path: Path) -> None:
     """Torch's converter makes one file of ours, with the nesting of the state."""
     dcp_to_torch_save(ours, tmp_path / "one.pt")

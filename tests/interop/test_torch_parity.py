@@ -394,7 +394,8 @@ def test_background_saves(ranks: RankPool, tmp_path: Path, how: str, kind: Kind)
 def hf_round_trip(_rank: int, kind: Kind, path: Path) -> None:
     """Save safetensors by torch's writer, and load them into another sharding."""
     state = {"a": distributed(numbers(8, 4), ONE_D[0]), "b": distributed(numbers(6, 2), ONE_D[2])}
-    hf = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    files = {"a": 1, "b": 2}
+    hf = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
     dcp.save(dict(state), storage_writer=hf)
     found = {
         "a": distributed(torch.zeros(8, 4), ONE_D[1]),

@@ -149,6 +149,17 @@ def test_a_load_fetches_the_bytes_it_needs_and_few_more(
             assert (needed_bytes > 0) <= count <= fetched_bytes // MIB + 3 * run_count
 
 
+def test_small_tensors_share_requests(tmp_path: Path) -> None:
+    """A thousand small tensors cost a handful of reads of a disk, not one each."""
+    state = {f"t{number}": seeded(number, 50) for number in range(1000)}
+    dcp_cases.save(state, tmp_path)
+    with counted_reads() as lengths:
+        dcp_cases.assert_holds(tmp_path, state, [dcp_cases.load])
+    (file,) = tmp_path.rglob("*.distcp")
+    assert sum(lengths) <= file.stat().st_size
+    assert len(lengths) <= 4
+
+
 def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
     """Values are converted to the target's dtype; strided and conjugate targets are filled."""
     flat, wide = whole("narrow"), whole("wide")

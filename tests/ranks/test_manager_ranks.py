@@ -22,7 +22,8 @@ from ckpt_storage.errors import (
     InvalidInputError,
     PhaseTimeoutError,
 )
-from ckpt_storage.inspect.verify import part_bytes
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.inspect.verify import divided, part_bytes
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.resume import Check
@@ -270,6 +271,7 @@ def test_a_check_that_does_not_end_is_given_up(
 def test_ranks_divide_a_deep_check(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks read a file each of two; what one finds ends the check of one that never ends.
 
+    However many files and ranks: each file is in one part, and parts differ by one at most.
     Each knows the largest part, so that who has nothing to read waits as long as the others.
     """
     saved(tmp_path, 1)
@@ -278,6 +280,13 @@ def test_ranks_divide_a_deep_check(ranks: RankPool, tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in files]
     found = ranks.run(cases.resume_watched, str(tmp_path), -1, world_size=2)
     assert sorted(count for *_, count in found) == sorted(sizes)
+    refs = [(FileRef(path=f"{n}", size_bytes=n * 7 % 50, crc32c=0), 0) for n in range(9)]
+    for count in range(1, 12):
+        parts = divided(refs, count)
+        held = sorted(pair for part in parts for pair in part.items())
+        assert held == [(ref.path, ref.size_bytes) for ref, _ in refs]
+        lengths = [sum(part.values()) for part in parts]
+        assert max(lengths) - min(lengths) <= 49
     store = open_store(tmp_path / NEWEST)
     assert sorted(part_bytes(store, 3, Deadline("load", 60))) == sorted([*sizes, 0])
     data = bytearray(files[1].read_bytes())

@@ -97,7 +97,8 @@ def _denied(*ops: str) -> list[FaultRule]:
 def test_what_cannot_be_deleted_is_named(server: S3Server) -> None:
     """Without the right to delete, the folder that stays is named, and the right is missed."""
     server.faults(_denied("delete"))
-    found = seen(server)
+    found = seen(server, storage_options=server.storage_options | {"secret": SECRET})
+    assert SECRET not in repr(found)
     assert outcomes(found)["delete"] == "no"
     assert found.ok
     assert any("delete" in one for one in found.advice)

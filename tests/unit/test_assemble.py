@@ -123,6 +123,14 @@ def test_a_cover_is_taken_if_and_only_if_it_is_exact(
     assert len(record.boxes) == len(expected)
 
 
+def test_tensors_that_are_cut_alike_share_one_grid() -> None:
+    """However many tensors and ranks there are, a layout is kept once."""
+    ranks = [[Written(f"t{n}", (8 * rank, 0), (8, 4)) for n in range(50)] for rank in range(64)]
+    manifest = assembled(ranks, planned(**{f"t{n}": (512, 4) for n in range(50)}))
+    assert len({id(tensor.boxes) for tensor in manifest.tensors.values()}) == 1
+    assert len(manifest.to_body()["layouts"]) == 1
+
+
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [

@@ -138,17 +138,19 @@ def test_a_worker_that_does_not_give_up_is_ended(*, is_silent: bool, monkeypatch
 
 
 def test_an_error_of_the_trainer_itself_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it goes on to tell is not taken for the next save's."""
-    operation = operation_of()
+    """What it goes on to tell is not taken for the next save's, and its end is no news."""
+    operation, told = operation_of(), list[CheckpointError]()
 
     def broken(*_given: object, **_more: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(operation, "phase", broken)
+    monkeypatch.setattr(operation, "_tell", told.append)
     worker = Scripted(lambda pipe: pipe.send("write"))
     with pytest.raises(RuntimeError, match="can't start"):
         called(worker, operation)
     assert worker.was_closed
+    assert told == []
 
 
 @pytest.mark.parametrize(
