@@ -302,6 +302,9 @@ class _CopyOfOthers(_CopyOfFiles, PlainFolder[CopyReport]):
         size_bytes = self.found.files[self.last][0]
         data = self.site.source.get(self.last, max_bytes=size_bytes).data
         self.check_unchanged()
+        if len(data) != size_bytes:
+            what = f"{self.last} has {len(data)} bytes; {size_bytes} were listed."
+            raise IntegrityError(what, path=self.last, offset=0, next_step="Copy again.")
         return data
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ckpt_storage.export.places import place_within
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Content
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
@@ -348,6 +350,23 @@ def test_a_shorter_file_of_a_stock_checkpoint_is_found(tmp_path: Path, target: P
     with pytest.raises(errors.IntegrityError):
         copy(tmp_path / "src", target)
     assert not (target).exists()
+
+
+def test_a_last_file_that_comes_short_shows_nothing(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compared by length, too, though a listing tells of no change."""
+    cases.saved_stock(cases.state_of(1), tmp_path / "src")
+    size_bytes, get = (tmp_path / "src" / ".metadata").stat().st_size, Store.get
+
+    def short(store: Store, path: str, *, max_bytes: int | None = None) -> Content:
+        found = get(store, path, max_bytes=max_bytes)
+        return replace(found, data=found.data[:-9]) if max_bytes == size_bytes else found
+
+    monkeypatch.setattr(Store, "get", short)
+    with pytest.raises(errors.IntegrityError, match=r"\.metadata has"):
+        copy(tmp_path / "src", target)
+    assert not (target / ".metadata").exists()
 
 
 def test_weights_of_an_older_export_do_not_mix_in(tmp_path: Path, target: Path) -> None:
