@@ -302,8 +302,10 @@ def test_what_cannot_run_exits_with_two_and_one_line(
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "two.pt")
     (tmp_path / "run" / "checkpoint-900").mkdir(parents=True)
     saved_stock({"w": torch.ones(1)}, tmp_path / "stock")
+    before = files_below(tmp_path)
     result = call(*(one.format(tmp=tmp_path, last=last) for one in arguments))
     assert result.exit_code == 2, result.output
+    assert files_below(tmp_path) == before
     assert result.stdout == ""
     assert result.stderr.startswith("ckpt-storage: ")
     assert result.stderr.count("\n") == 1

@@ -144,10 +144,37 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
 
 
 def test_the_map_shows_each_room() -> None:
-    """A box for each folder of the package, and for nothing else."""
+    """A box for each folder of the package; arrows are imports, and lead to all there are."""
     map_text = (ROOT / "docs" / "site" / "rooms.svg").read_text(encoding="utf-8")
-    rooms = [path.parent.name for path in (ROOT / "ckpt_storage").glob("*/__init__.py")]
-    assert sorted(re.findall(r'font-weight="600"[^>]*>(\w+)<', map_text)) == sorted(rooms)
+    box = r'<rect x="(\d+)" y="(\d+)".*\n.*?font-weight="600"[^>]*>(\w+)<'
+    boxes: dict[str, tuple[int, int]] = {
+        name: (int(x), int(y)) for x, y, name in re.findall(box, map_text)
+    }
+    imports: dict[str, set[str]] = {
+        path.parent.name: {
+            room
+            for module in path.parent.rglob("*.py")
+            for room in re.findall(r"from ckpt_storage\.(\w+)", module.read_text(encoding="utf-8"))
+        }
+        for path in (ROOT / "ckpt_storage").glob("*/__init__.py")
+    }
+    assert boxes.keys() == imports.keys()
+
+    def room_at(x: str, y: str) -> str:
+        (name,) = (
+            name
+            for name, (left, top) in boxes.items()
+            if left <= int(x) <= left + 132 and top <= int(y) <= top + 36
+        )
+        return name
+
+    def reached(room: str) -> set[str]:
+        return {room}.union(*(reached(end) for begin, end in arrows if begin == room))
+
+    ends = re.findall(r'd="M(\d+) (\d+)C.* (\d+) (\d+)"', map_text)
+    arrows = {(room_at(*each[:2]), room_at(*each[2:])) for each in ends}
+    assert [arrow for arrow in arrows if arrow[1] not in imports[arrow[0]]] == []
+    assert [room for room in boxes if imports[room] & boxes.keys() - reached(room)] == []
 
 
 DOCS = ROOT / "docs"

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import commit_tools as tools
 
-from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.cleaning import remove_tombstone
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.store.backend import Capabilities
@@ -209,13 +209,15 @@ def save(store: tools.DictStore) -> str:
     record = tools.committed(store, attempt)
     tools.published(store, attempt, record)
     if attempt.grant.previous is not None:
+        cleaning.free_leftovers(store)
         tools.cleaned(store)
     return attempt.save_id
 
 
 def prune(store: tools.DictStore) -> None:
     """Free all that may be freed, even what was superseded a moment ago."""
-    tools.cleaned(store, keep_previous=0)
+    cleaning.free_leftovers(store, keep_previous=0)
+    tools.cleaned(store)
 
 
 def open_it(store: tools.DictStore) -> None:
