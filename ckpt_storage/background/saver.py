@@ -55,10 +55,13 @@ class AsyncSaver:
 
     Args:
         process_group: the ranks that save; default: the default group; without one, this process.
-        mode: "process": one spawned worker a rank does all work but a consolidation after the
-            save, beside the trainer's interpreter lock; it starts now and again after it died. The
-            script must be importable (`if __name__ == "__main__":`), planners must pickle.
-            "thread": a thread of this process.
+        mode: "process": each rank spawns a worker now, and anew after it died. The trainer makes
+            the local plan and copies the state; the worker writes, and that of rank 0 also makes
+            the global plan and commits. A consolidation runs in the trainer's thread for saves. A
+            worker killed before its part is written, or that of rank 0 before it commits, fails
+            the save on all ranks. If that of rank 0 is killed in the commit, the storage is asked
+            for the outcome. The script must be importable (`if __name__ == "__main__":`), planners
+            must pickle. "thread": a thread of this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: ten minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.

@@ -25,7 +25,7 @@ from ckpt_storage.format.names import (
     save_folder,
     slot_path,
 )
-from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -84,7 +84,7 @@ def begin(
         )
     save_id = save_id or new_save_id()
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
-    if why_not := probe_exclusive_create(store):
+    if why_not := why_no_exclusive_create(store):
         log.warning(
             "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
             "apart there.",

@@ -29,7 +29,7 @@ from ckpt_storage.format.names import (
     slot_path,
 )
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_conditional_delete
+from ckpt_storage.store.probe import why_no_conditional_delete
 from ckpt_storage.store.store import Store
 
 from .publishing import publish_head, read_footer
@@ -344,7 +344,7 @@ def _removed(store: Store, found: CommitLog) -> bool | None:
         return False
     try:
         for slot, content in slots.items():
-            if content.version is None or probe_conditional_delete(store):
+            if content.version is None or why_no_conditional_delete(store):
                 return None
             store.delete_version(slot_path(slot), content.version)
     except UnsupportedByStoreError:

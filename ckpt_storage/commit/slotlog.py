@@ -29,7 +29,7 @@ from ckpt_storage.format.names import (
 )
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
-from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -192,6 +192,15 @@ def stamp() -> dict[str, Any]:
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
+def how_to_settle(url: str) -> str:
+    """Return how to find out whether a save to `url` is committed, where that is unknown."""
+    return (
+        f"Once rank 0 has given up or ended, run `ckpt-storage show {url} --history`. A commit "
+        "record with this save id: committed, perhaps superseded since. None, or no checkpoint, "
+        "after Timeouts.request: not committed. Saving again is safe."
+    )
+
+
 def take_slot(
     store: Store,
     kind: Literal["commit", "fence", "deleted"],
@@ -207,7 +216,7 @@ def take_slot(
     record = SlotRecord(type=kind, slot=slot, head=head, write_id=new_write_id(), **stamp(), **said)
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = slot_path(slot), record.encode()
-    create = store.create_alone if probe_exclusive_create(store) else store.create
+    create = store.create_alone if why_no_exclusive_create(store) else store.create
     try:
         try:
             create(path, data)
@@ -231,13 +240,14 @@ def take_slot(
             failure.add_note(f"Reading slot {slot} failed: {error}")
     if holder is not None:
         return holder, holder.write_id == record.write_id
-    who = f"save {record.save_id}" if record.save_id else f"a {kind} record"
+    who, next_step = f"a {kind} record", "When the storage answers again, repeat the call."
+    if record.save_id:
+        who, next_step = f"save {record.save_id}", how_to_settle(store.url)
     raise CommitUnknownError(
         f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}",
         save_id=record.save_id or "",
         slot=slot,
         path=path,
         phase="commit",
-        next_step="When the storage answers again, look at the slot: the save is committed if and "
-        "only if its record names this save id.",
+        next_step=next_step,
     ) from failure

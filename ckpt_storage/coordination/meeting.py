@@ -5,8 +5,8 @@ believes only what stands under a random name of its own: answers stand under th
 verdict under the answer's nonce. So nothing that a dead process left is ever believed.
 
 Operations are numbered on each rank. A rank that comes to one which the others have given up is
-told so alone, and its next answer is awaited. One that missed a call altogether comes with another
-number but the same terms, and is counted right again.
+told so alone, and its next answer is awaited. A rank that missed a whole call comes with another
+number but the same terms. It is admitted, and all go on from the highest number.
 """
 
 from __future__ import annotations
@@ -310,6 +310,6 @@ def _order(
         # Late for what was given up. Its state is older than what the others bring now.
         return "earlier"
     if terms is None or terms == own.terms:
-        # One that missed a call altogether counts less, and means the same.
+        # Equal terms mean this operation; a rank that missed a whole call has a lower number.
         return "same"
     return "earlier" if answer.number < own.number else "later"

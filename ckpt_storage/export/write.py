@@ -42,7 +42,7 @@ _COPY_REFUSALS = frozenset({"permission", "unsupported"})
 """Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
-"""How long the reason may take to arrive for which a shared upload was discarded."""
+"""How long a rank whose shared upload was discarded waits to hear the reason."""
 
 
 @dataclass
@@ -198,7 +198,8 @@ class Work:
             )
         job = _Job(region, file, self._begin(region.file), unit, region.size_bytes)
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
-            # First a place: a failure is heard there, and our own parts leave memory.
+            # A free place before memory: this wait raises failures, and parts that end meanwhile
+            # release their memory.
             workers.wait_for_place()
             BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=site.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))

@@ -39,7 +39,7 @@ from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 
 from .retention import (
@@ -105,7 +105,7 @@ class Pruner:
         self.last: PruneReport | None = None
 
     def prune(self, deadline: Deadline, *, dry_run: bool = False) -> PruneReport:
-        """Plan, and unless `dry_run` carry the plan out, oldest first; cut, the next goes on."""
+        """Plan; unless `dry_run`, delete, oldest first. The next prune ends one that was cut."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.error(f"Another prune of {self._root.location.url}")
         try:
@@ -157,13 +157,13 @@ class Pruner:
     def execute(
         self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[Found] = ()
     ) -> PruneReport:
-        """Carry out what a dry run planned, and clean up; one thread at a time. As `prune`.
+        """Delete what `plan` says, then free leftovers; one thread at a time. Raises as `prune`.
 
-        What is in use stays; what fails is noted, and the others go on.
+        What is in use stays. A deletion that fails is noted, and the others go on.
         """
         if plan.planned or plan.leftovers:
             # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
-            probe_exclusive_create(self._root.open(deadline))
+            why_no_exclusive_create(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()

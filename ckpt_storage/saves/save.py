@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.slotlog import how_to_settle
 from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, place_of, told_by
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import COORDINATOR
@@ -281,8 +282,7 @@ def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUn
         save_id=save_id,
         rank=COORDINATOR,
         phase="commit",
-        next_step="Open the checkpoint once that rank has ended: the save is committed if and only "
-        "if the newest save there has its save id, or a later one replaced it.",
+        next_step=how_to_settle(session.url),
     )
 
 

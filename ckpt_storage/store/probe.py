@@ -23,14 +23,14 @@ _TRIES = 3
 _RESULTS: dict[tuple[int, Hashable, str], str] = {}
 
 
-def probe_exclusive_create(store: Store) -> str:
+def why_no_exclusive_create(store: Store) -> str:
     """Return why creation is not exclusive, "" if `store` refuses to create a name twice."""
     if not store.capabilities.exclusive_create:
         return "This storage has no exclusive creation to offer."
     return _asked(store, try_exclusive_create)
 
 
-def probe_conditional_delete(store: Store) -> str:
+def why_no_conditional_delete(store: Store) -> str:
     """Return why `delete_version` is no help, "" if it spares another version."""
     return "" if store.capabilities.kind == "posix" else _asked(store, _try_conditional_delete)
 

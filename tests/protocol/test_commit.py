@@ -219,7 +219,7 @@ def test_a_commit_ends_as_its_answers_say(
         error = caught.value
         if isinstance(error, CommitUnknownError):
             assert (error.save_id, error.slot) == (attempt.save_id, 1)
-            assert "its record names this save id" in (error.next_step or "")
+            assert "ckpt-storage show" in (error.next_step or "")
         else:
             assert isinstance(error, StorageError)
             assert error.kind == rules[0].kind

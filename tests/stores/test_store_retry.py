@@ -28,7 +28,7 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.upload import Upload
@@ -561,7 +561,7 @@ def test_the_probe_tells_who_keeps_the_promise(
     for rules in ([], *([rule] for rule in LOST)):
         store = bench.store(*rules, backend=kind(bench.location))
         store.scope = object
-        assert (probe_exclusive_create(store) == "") is exclusive
+        assert (why_no_exclusive_create(store) == "") is exclusive
         assert [entry.path for entry in store.list("")] == ["x"]
 
 
@@ -570,7 +570,7 @@ def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
     for skip_count in (0, 1):
         store = bench.store(fault("put_absent", hit_count=None, skip_count=skip_count))
         store.scope = lambda: bench
-        probe = partial(probe_exclusive_create, store)
+        probe = partial(why_no_exclusive_create, store)
         assert error_of(probe).kind in {"connection", "unknown"}
     bench.plain.scope = lambda: bench
-    assert probe_exclusive_create(bench.plain) == ""
+    assert why_no_exclusive_create(bench.plain) == ""
