@@ -25,7 +25,7 @@ from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.pacing import BUDGET, Budget
+from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024
@@ -238,3 +238,20 @@ def test_a_forked_child_holds_nothing() -> None:
     finally:
         BUDGET.release(7)
     assert process.exitcode == 0
+
+
+def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> None:
+    """Sixteen requests that are refused together are one word; one a round more follows."""
+    now_s = [0.0]
+    pacer = Pacer(16, clock=lambda: now_s[0])
+    for _ in range(16):
+        pacer.succeeded(1.0)
+    for after_s, count, limit in ((1.0, 16, 8), (2.0, 1, 4), (2.0, 1, 2), (2.0, 1, 1), (2.0, 1, 1)):
+        now_s[0] += after_s
+        for _ in range(count):
+            pacer.slowed_down()
+        assert pacer.limit() == limit
+    for limit in range(1, 18):
+        assert pacer.limit() == min(limit, 16)
+        for _ in range(limit):
+            pacer.succeeded(1.0)

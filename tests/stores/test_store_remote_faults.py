@@ -70,6 +70,19 @@ def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: An
     assert server.open_upload_count == retrying(server).abort_uploads("saves/a") == 0
 
 
+@pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
+def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
+    """After lost answers and an abort there is neither object nor open upload."""
+    server.faults([FaultRule(op=f"{op}|head", times=0, action="lost")])
+    upload = plain(server).upload("saves/a/x")
+    with pytest.raises(StorageError):
+        upload.complete(send(upload, PARTS))
+    server.faults([])
+    upload.abort()
+    assert server.dump("bkt") == {}
+    assert server.open_upload_count == 0
+
+
 def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -> None:
     """The deletion holds for the object that was looked at, and for no later one of the name."""
     upload = plain(server).upload("saves/a/x")
