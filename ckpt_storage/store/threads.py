@@ -177,8 +177,9 @@ class TimedPool:
         is_cancelled = False
         try:
             while True:
-                left_s = min(worker.moved_s + timeout_s, last_s) - time.monotonic()
-                looks = cancelled is not None or worker.is_of_many
+                moved_s = worker.moved_s
+                left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
+                looks = cancelled is not None or math.isinf(moved_s)
                 wait_s = min(LOOK_S, left_s) if looks else left_s
                 try:
                     value, error = worker.answers.get(timeout=max(0.0, wait_s))
