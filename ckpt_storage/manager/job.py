@@ -37,14 +37,18 @@ class Job(Watch):
         return self._stopped
 
     def wake(self) -> None:
-        """Ask for a run that begins from now on; without effect after `close`."""
+        """Ask for a run that begins from now on; without effect after `close`. Never raises."""
         with self._changed:
             if self._is_closing:
                 return
             self._wish_count += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # no more threads; or the interpreter is ending
+                    self._thread, self._done_count, self.error = None, self._wish_count, error
+                    log.warning("%s is tried again later: %s", self._name, error)
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether all that was asked for so far has been done, within `timeout_s`."""

@@ -168,6 +168,7 @@ class Pruner:
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
         doomed = {one.name: one for one in plan.planned}
+        tried = {one.name: {(one.name, one.slot)} for one in tombstones}
         for name in (*doomed, *plan.leftovers, *self._to_clean(plan.kept, tombstones)):
             deadline.check(what)
             try:
@@ -188,16 +189,16 @@ class Pruner:
                 failed[name] = str(error)
             else:
                 skipped |= {name: why_not} if why_not else {}
+            self._tried_tombstones |= tried.get(name, set())
         told = replace(plan, is_dry_run=False, skipped=skipped, failed=failed)
         return replace(told, deleted=tuple(deleted), freed=tuple(freed))
 
     def _to_clean(self, kept: Sequence[Decision], tombstones: Sequence[Found]) -> list[str]:
         """Return tombstones, each once in a process, and the kept step whose turn it is."""
         new = {(one.name, one.slot) for one in tombstones} - self._tried_tombstones
-        self._tried_tombstones |= new
         used = self._root.uses.now()
-        own = [one for one in kept if self._sweeps and one.name not in used]
-        steps = [(one.step, one.name) for one in own if one.step is not None]
+        own = [one for one in kept if self._sweeps and one.info is not None and one.info.save_id]
+        steps = [(o.step, o.name) for o in own if o.step is not None and o.name not in used]
         later = [one for one in steps if one[0] > self._swept_step] or steps
         self._swept_step = later[0][0] if later else -1
         return [name for name, _ in sorted(new)] + [name for _, name in later[:1]]

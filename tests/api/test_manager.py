@@ -160,6 +160,7 @@ def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
         ]
         report = cases.pruned(manager)
         assert report.deleted == ("step-00000005",)
+        assert not report.skipped, "nobody meant to delete or to free what others wrote"
         kept = {decision.name: decision.reasons[0] for decision in report.kept}
         assert kept["step-00000001"] == "another tool wrote it (dcp)"
         assert kept["mine"] == kept["stock"] == kept["logs"] == "it does not belong to this run"
@@ -346,6 +347,23 @@ def test_a_wish_during_a_run_gets_a_run_of_its_own() -> None:
     job.close(LONG_S)
     job.wake()
     assert len(runs) == 4
+
+
+def test_who_gets_no_thread_is_told_and_kept_waiting_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no thread is to be had, training goes on; the next wish is as the first."""
+    job = Job(lambda _: None, name="ckpt-storage test", timeout_s=LONG_S)
+    with monkeypatch.context() as patch:
+        refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        patch.setattr(threading.Thread, "start", refuse)
+        job.wake()
+        assert job.wait(0)
+        assert isinstance(job.error, RuntimeError)
+    job.wake()
+    assert job.wait(LONG_S)
+    assert job.error is None
+    job.close(LONG_S)
 
 
 def test_closing_stops_a_run_that_takes_too_long() -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import commit_tools as tools
 import manager_cases as cases
@@ -18,7 +19,7 @@ import ckpt_storage
 from ckpt_storage import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, RetentionPolicy
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.errors import FormatError
+from ckpt_storage.errors import FormatError, PhaseTimeoutError
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import Candidate, KeepAny, StepNames
@@ -134,6 +135,23 @@ def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> No
     # The disk's clock is years behind this machine's: by this one all are old.
     assert [decision.step for decision in plan.planned] == [1, 2, 3]
     assert (disk.files, disk.changes) == (files, changes)
+
+
+def test_a_prune_without_time_for_old_slots_leaves_them_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only what was tried to the end is not tried again in a process."""
+    disk = tools.Disk()
+    again = pruner(at_times(disk, 1, 2), KeepLatest(1), disk)
+    again.prune(deadline())
+    disk.clock_s += 7.1 * tools.DAY_S
+    with monkeypatch.context() as patch:
+        late = mock.Mock(side_effect=PhaseTimeoutError("late", phase="commit", timeout_s=1.0))
+        patch.setattr("ckpt_storage.commit.cleaning.remove_tombstone", late)
+        with pytest.raises(PhaseTimeoutError, match="late"):
+            again.prune(deadline())
+    again.prune(deadline())
+    assert left(disk) == {name_of(2)}
 
 
 def test_of_a_deleted_checkpoint_nothing_is_left_after_a_week() -> None:
