@@ -110,12 +110,14 @@ class Worker:
         """Have the worker carry out `rank_save`; it may be closed then."""
         # Kept in no variable: an error, and with it this frame, may live longer than the copy.
         assert job.staging is not None  # noqa: S101  # or it were refused
-        call: Job | Call = Job(
-            url=os.fspath(job.url),
-            options=job.packed,
-            staged=pickle.dumps(job.staging.staged),
-            arena_bytes=job.staging.arena.size_bytes,
-        )
+        calls: list[Job | Call] = [
+            Job(
+                url=os.fspath(job.url),
+                options=job.packed,
+                staged=pickle.dumps(job.staging.staged),
+                arena_bytes=job.staging.arena.size_bytes,
+            )
+        ]
         file, progress = job.staging.arena.file, job.options.progress
 
         def lost() -> CheckpointError | None:
@@ -124,14 +126,18 @@ class Worker:
             is_gone = needs_it and self.pid is None
             return self._death(GoneError(self.how()), operation) if is_gone else None
 
+        def step() -> Any:  # noqa: ANN401  # as the call's own
+            try:
+                return self._call(calls.pop(), operation, progress, file)
+            except GoneError as gone:
+                return self._without(gone, operation, session)
+
         operation.lost = lost
         try:
             while True:
-                try:
-                    found = self._call(call, operation, progress, file)
-                except GoneError as gone:
-                    found = self._without(gone, operation, session)
-                call, file = Call(word=(yield found)), None
+                # Words of all ranks are many: neither what came nor what goes is kept here.
+                calls.append(Call(word=(yield step())))
+                file = None
         finally:
             operation.lost = lambda: None
             if not self._pipe.closed:
@@ -161,7 +167,10 @@ class Worker:
         """Return or raise what a call comes to. Raises `GoneError` if the worker is lost."""
         try:
             self._send(call, file)
-            found = self._answer(operation, progress)
+            answer = self._answer(operation, progress)
+            if answer.is_strange and operation.deadline.phase == "commit":
+                # It may have committed: as little is known as of one that died.
+                raise GoneError(f"broke and was ended ({answer.found})")  # noqa: TRY301  # as below
         except BaseException:
             # What it goes on to tell is of this save, and must not be taken for the next one's.
             self.process.kill()
@@ -172,11 +181,11 @@ class Worker:
                         operation.phase("commit")
             self.close()
             raise
-        if isinstance(found, CheckpointError):
-            raise found
-        return found
+        if isinstance(answer.found, CheckpointError):
+            raise answer.found
+        return answer.found
 
-    def _answer(self, operation: Operation, progress: Progress) -> Any:  # noqa: ANN401  # as `_call`
+    def _answer(self, operation: Operation, progress: Progress) -> Answer:
         """Take in what it tells until it answers; tell it if the operation fails elsewhere."""
         heard_s, told_s = time.monotonic(), math.inf
         show: Callable[[int], None] | None = None
@@ -193,13 +202,14 @@ class Worker:
                         raise GoneError(
                             f"gave no sign of life for {self._quiet_s:g} s and was ended"
                         )
-                    end_s = min(operation.deadline.at_monotonic_s, told_s) + self._quiet_s
-                    if now_s > end_s + _GRACE_S:
+                    # One that is starting has no part in a save that is over.
+                    late_s = operation.deadline.at_monotonic_s + self._quiet_s
+                    if now_s > min(late_s, told_s + self._silence_s) + _GRACE_S:
                         raise GoneError("did not give up the save and was ended")
                     continue
                 heard_s, self.has_spoken = now_s, True
                 if isinstance(message, Answer):
-                    return message.found
+                    return message
                 if isinstance(message, CheckpointError):
                     # Where no rank can be told, each learns it from its next step.
                     with contextlib.suppress(CheckpointError):

@@ -149,9 +149,12 @@ class SaveQueue:
         if job.refusal is not None:
             raise job.refusal
         assert copy is not None  # noqa: S101  # or it were refused
-        copy.wait(job.options.timeouts.stage)
+        try:
+            copy.wait(job.options.timeouts.stage)
+        finally:
+            # Also a rank that failed now waits for the others, to tell them.
+            operation.phase("plan")
         job.status.mark_staged()
-        operation.phase("plan")
         job.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
         if self.has_worker:
             if self.worker is None or not self.worker.is_ready():

@@ -59,9 +59,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call came to; an error is to be raised."""
+    """What a call came to; an error is to be raised, `is_strange` if of no kind of ours."""
 
     found: Any
+    is_strange: bool = False
 
 
 class _Watch:
@@ -113,17 +114,18 @@ class _Worker:
             self._answer(self._calls.get())
 
     def _answer(self, call: Callable[[], Any]) -> None:
-        self._is_busy = True
+        self._is_busy, is_strange = True, False
         try:
             with as_checkpoint_errors(self._what, self._rank, in_background=True):
                 found = call()
         except CheckpointError as error:
             found = travelling(error)
+            is_strange = type(error) is CheckpointError and error.__cause__ is not None
         with self._sending:
             # Its last beat; one that came after the answer would be taken for the next call's.
             self._pipe.send(self._watch.heartbeats.own())
             self._is_busy = False
-            self._pipe.send(Answer(found))
+            self._pipe.send(Answer(found, is_strange))
 
     def _begin(self, job: Job, memory: NDArray[np.uint8]) -> object:
         staged: StagedPlan = pickle.loads(job.staged)  # noqa: S301  # our trainer's

@@ -290,7 +290,7 @@ class Operation:
         keys = {rank: f"{step}/{rank}" for rank in self.others}
         self._await(keys)
         got = {rank: self._take(key) for rank, key in keys.items()}
-        return [pickle.loads(got.get(rank, packed)) for rank in range(self.world_size)]  # noqa: S301  # our own ranks
+        return [pickle.loads(got.pop(rank, packed)) for rank in range(self.world_size)]  # noqa: S301  # our own ranks
 
     def scatter(self, values: Sequence[_T]) -> _T:
         """Give each rank its own of the coordinator's `values` (others pass none)."""

@@ -222,8 +222,12 @@ def _lead(
 ) -> CheckpointInfo:
     """Write this rank's part, commit once all have written theirs, and tell what came of it."""
     try:
-        info: CheckpointInfo = steps.send(_gathered(operation, steps))
+        info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
     except CheckpointError as error:
+        if operation.deadline.phase != "commit":
+            # A storage or a rank that hangs would keep this one waiting once more.
+            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
+            operation.is_void = operation.save_id is not None and not hangs
         failure = operation.failure()
         is_open = isinstance(error, CommitUnknownError | NotPublishedError)
         if failure is not None and failure is not error and is_open:
@@ -243,17 +247,6 @@ def _lead(
         raise
     _announce(operation, info)
     return info
-
-
-def _gathered(operation: Operation, steps: Steps) -> list[Any]:
-    """Write this rank's part; return the reports of all ranks."""
-    try:
-        return operation.gather(_written(operation, steps))
-    except CheckpointError as error:
-        # A storage or a rank that hangs would keep this one waiting once more.
-        hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-        operation.is_void = operation.save_id is not None and not hangs
-        raise
 
 
 def _written(operation: Operation, steps: Steps) -> Any:  # noqa: ANN401  # a word

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage.background import saver
+from ckpt_storage.background.staging import StagingJob
+from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.saves import session
 from ckpt_storage.testing.ranks import RankPool
@@ -254,6 +257,32 @@ def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
     assert handle.state is ckpt_storage.SaveState.COMMITTED
 
 
+class Forgetful(DefaultSavePlanner):
+    """A planner in whose process the memory is full once the save is committed."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        commit: Any = assembly.__dict__["commit"]
+
+        def committed(*args: Any, **options: Any) -> NoReturn:
+            assembly.__dict__["commit"] = commit
+            commit(*args, **options)
+            raise MemoryError
+
+        assembly.__dict__["commit"] = committed
+        return super().create_global_plan(all_plans)
+
+
+@pytest.mark.parametrize("mode", cases.MODES)
+def test_what_breaks_after_the_commit_is_no_failure(tmp_path: Path, mode: Any) -> None:
+    """A committed save never ends FAILED, whatever was raised behind the commit; the next works."""
+    with cases.quick_saver(mode, on_error="warn") as ours:
+        first = cases.save_step(ours, tmp_path, 0, 0, planner=Forgetful())
+        first.exception(cases.END_S)
+        cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
+    assert first.state in {ckpt_storage.SaveState.UNKNOWN, ckpt_storage.SaveState.COMMITTED}
+    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-0", "step-1"}
+
+
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None:
     """A write that never ends is TIMED_OUT at its deadline; its memory is not used again."""
@@ -276,6 +305,28 @@ def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None
         cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
         pid = ours.worker_pid
     assert pid is None or not cases.is_alive(pid)
+
+
+def _copies_late(rank: int, folder: str) -> str:
+    """Copy longer than planning may take, on rank 0 in vain; return what is raised."""
+
+    def copied(_job: StagingJob) -> None:
+        time.sleep(3.0)
+        if rank == 0:
+            raise ckpt_storage.CheckpointError("the device is lost")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagingJob, "_copy", copied)
+        timeout = cases.quick_timeouts(plan=1.0)
+        with cases.quick_saver("thread", timeout=timeout, on_error="warn") as ours:
+            handle = cases.save_step(ours, folder, rank, 0, block_until_staged=False)
+            return str(handle.exception(cases.END_S))
+
+
+def test_a_copy_that_fails_late_is_told_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """The deadline for planning begins once the state is copied, or is not."""
+    for told in ranks.run(_copies_late, str(tmp_path), world_size=2):
+        assert "the device is lost" in told
 
 
 def _told_before_its_word(rank: int, folder: str) -> str:
@@ -306,3 +357,17 @@ def test_a_rank_that_has_told_nothing_is_in_no_doubt(ranks: RankPool, tmp_path: 
     """Nothing can be committed without its part: the save failed, for it as for the others."""
     names = ranks.run(_told_before_its_word, str(tmp_path), world_size=2)
     assert names == ["StorageError", "RankFailedError"]
+
+
+def test_a_save_that_ends_before_its_commit_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have written theirs, and whoever is to commit is lost before it begins to."""
+
+    def lost(*_given: Any) -> NoReturn:
+        raise ckpt_storage.RankFailedError("The worker is lost.", failures={0: "lost"})
+
+    monkeypatch.setattr(session.SaveSession, "finish", lost)
+    with pytest.raises(ckpt_storage.RankFailedError, match="is lost"):
+        ckpt_storage.save(cases.state_of(0, 0), tmp_path / "a")
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".distcp"]

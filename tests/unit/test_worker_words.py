@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 import types
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -68,6 +70,14 @@ def called(worker: Worker, operation: Operation, progress: Any = None) -> Any:
     return worker._call(Call(), operation, progress)  # noqa: SLF001  # the unit
 
 
+def staged_job() -> Any:
+    """Return a save that is staged."""
+    arena = types.SimpleNamespace(size_bytes=1, file=None)
+    staging = types.SimpleNamespace(staged=None, arena=arena)
+    options = types.SimpleNamespace(progress=None)
+    return types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
+
+
 def beat(phase: Phase, done_bytes: int) -> RankProgress:
     """Return a beat of four bytes in all."""
     return RankProgress(rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=1)
@@ -117,10 +127,16 @@ def test_a_failure_is_told_before_the_call_has_ended(
     assert not worker.was_closed
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_worker_that_does_not_give_up_is_ended(*, is_silent: bool, monkeypatch: Any) -> None:
-    """It is told that the save fails elsewhere; whether it then beats or not, it is not trusted."""
+@pytest.mark.parametrize(("is_silent", "has_spoken"), [(False, True), (True, True), (True, False)])
+def test_a_worker_that_does_not_give_up_is_ended(
+    *, is_silent: bool, has_spoken: bool, monkeypatch: Any
+) -> None:
+    """It is told that the save fails elsewhere; whether it then beats or not, it is not trusted.
+
+    One that is still starting, which may take long, is no longer waited for.
+    """
     monkeypatch.setattr(link, "_GRACE_S", 0.5)
+    monkeypatch.setattr(link, "_START_S", END_S)
     operation, has_ended = operation_of(), threading.Event()
 
     def does(pipe: Connection) -> None:
@@ -131,8 +147,11 @@ def test_a_worker_that_does_not_give_up_is_ended(*, is_silent: bool, monkeypatch
 
     operation._failure = CheckpointError("rank 0 failed")  # noqa: SLF001  # as it is told
     worker = Scripted(does)
-    with pytest.raises(link.GoneError, match="no sign of life" if is_silent else "give up"):
+    worker.has_spoken = has_spoken
+    begin, is_noticed = time.monotonic(), is_silent and has_spoken
+    with pytest.raises(link.GoneError, match="no sign of life" if is_noticed else "give up"):
         called(worker, operation)
+    assert time.monotonic() - begin < END_S
     has_ended.set()
     assert worker.was_closed
 
@@ -169,11 +188,7 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     operation = operation_of(0)
     operation.save_id = "a"
     session: Any = types.SimpleNamespace(outcome=lambda _: None, url="/x")
-    staging = types.SimpleNamespace(
-        staged=None, arena=types.SimpleNamespace(size_bytes=1, file=None)
-    )
-    options = types.SimpleNamespace(progress=None)
-    job: Any = types.SimpleNamespace(options=options, url="/x", packed=b"", staging=staging)
+    job = staged_job()
     worker = Scripted(lambda pipe: pipe.send(phase), last_word)
     with pytest.raises(kind, match="sign of life" if last_word else "SIGKILL"):
         next(worker.steps(operation, session, job))
@@ -182,3 +197,29 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     if phase == "commit":
         worker = Scripted(lambda pipe: pipe.send(phase))
         assert next(worker.steps(operation, session, job)) == "what was committed"
+
+
+class Plans:
+    """What all ranks sent."""
+
+
+def test_words_that_the_trainer_passes_on_are_not_kept() -> None:
+    """Those of all ranks are many: while one call is carried out, those of the last are gone."""
+    operation, kept = operation_of(0), list[bool]()
+
+    def does(pipe: Connection) -> None:
+        pipe.send(Answer(Plans()))
+        pipe.recv()
+        kept.append(answered() is not None)
+        pipe.send(Answer(Plans()))
+
+    steps = Scripted(does).steps(operation, types.SimpleNamespace(), staged_job())  # type: ignore[arg-type]
+    answered = weakref.ref(next(steps))
+    given = Plans()
+    passed_on = weakref.ref(given)
+    answered = weakref.ref(steps.send(given))
+    del given
+    assert kept == [False]
+    assert passed_on() is answered() is None
+    with pytest.raises(CheckpointError, match="end of the test"):
+        steps.throw(CheckpointError("the end of the test"))
