@@ -149,7 +149,7 @@ def load_columns(rank: int, options: dict[str, Any]) -> None:
 
 
 def load_small(rank: int, options: dict[str, Any], seed: int = 0, **more: Any) -> None:
-    """Load each tensor by rows, by columns or whole, as the seed says, or not; some ranks want all."""
+    """Load each tensor by rows, by columns or whole, as the seed says; some ranks want all."""
     drawn, own = random.Random(seed), random.Random(f"{seed} {rank}")
     dims = {name: drawn.choice([0, 1, None]) for name in small() if seed}
     parts = {name: placed(tensor, dims.get(name)) for name, tensor in small().items()}

@@ -19,6 +19,7 @@ from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.export import output
 from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
 from ckpt_storage.store.deadline import Stalling
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.pacing import BUDGET, READ_BUDGET, Pacer
 
@@ -77,16 +78,31 @@ def export(server: S3Server) -> None:
     )
 
 
-def copy(server: S3Server) -> None:
+def copy(server: S3Server, limit_bytes: int = LIMIT_BYTES) -> None:
     """Copy every byte through this process."""
     ckpt_storage.copy(
         "s3://bkt/run",
         f"s3://bkt/{uuid.uuid4().hex}",
         copies="never",
         storage_options=options_of(server),
-        memory_limit_bytes=LIMIT_BYTES,
+        memory_limit_bytes=limit_bytes,
         retry=RETRY,
     )
+
+
+def test_buffers_are_those_of_what_is_in_flight(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More threads than the memory has room for do not keep a buffer each."""
+    seen, write_part = dict[int, Any](), Upload.write_part
+
+    def noted(upload: Upload, number: int, offset: int, views: Any, **options: Any) -> None:
+        seen.update((id(view.obj), view.obj) for view in views)
+        write_part(upload, number, offset, views, **options)
+
+    monkeypatch.setattr(Upload, "write_part", noted)
+    copy(server, 24 * MIB)
+    assert 0 < sum(map(len, seen.values())) <= 24 * MIB
 
 
 @pytest.mark.parametrize(("job", "op"), [(export, "part"), (copy, "get")])
