@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib import format as npy
 
+from ckpt_storage import InvalidInputError
 from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.output import Made, Setting
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
 from ckpt_storage.export.run import run_together
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.names import checked_path
 from ckpt_storage.store import Location
 
 if TYPE_CHECKING:
@@ -41,10 +43,17 @@ class NpyExport(PlainFolder[list[str]]):
 
     def lay_out(self) -> list[OutFile]:
         """Return one file a tensor: its header, then all its elements."""
+        tensors = self.source.tensors
+        unknown = [fqn for fqn, tensor in tensors.items() if not DTYPES[tensor.dtype].numpy]
+        if unknown:
+            raise InvalidInputError(f"NumPy has no type for these tensors: {', '.join(unknown)}.")
         return [
-            OutFile(name=f"{fqn}.npy", segments=[Fixed(header(tensor)), elements_of(fqn, tensor)])
-            for fqn, tensor in self.source.tensors.items()
-            if DTYPES[tensor.dtype].numpy
+            OutFile(
+                # A name may not lead out of the folder.
+                name=checked_path(f"{fqn}.npy", where=self.setting.source.url),
+                segments=[Fixed(header(tensor)), elements_of(fqn, tensor)],
+            )
+            for fqn, tensor in tensors.items()
         ]
 
     def content(self) -> object:

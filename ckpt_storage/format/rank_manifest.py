@@ -230,15 +230,13 @@ class FileChecks:
         return wrong_block(self.path, self.edges[span], fqn=self.fqns[span], rank=self.rank)
 
 
-def wrong_block(
-    path: str, offset: int, *, fqn: str | None, rank: int | None, effect: str = ""
-) -> IntegrityError:
+def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) -> IntegrityError:
     """Return the error that says that what lies at a byte of a file is not what was written."""
     by = f" (written by rank {rank})" if rank is not None else ""
     what = f"a block of {fqn}" if fqn else "its content"
     return IntegrityError(
         f"{path}{by} is damaged: {what} at byte {offset} does not have the checksum it was "
-        f"written with.{effect}",
+        "written with.",
         fqn=fqn,
         offset=offset,
         path=path,

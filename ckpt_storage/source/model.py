@@ -267,14 +267,13 @@ def explained(
         return source.explain_missing(mine[0]) if error.kind == "not-found" else error
     offset = error.offset or 0
     place = next((p for p in mine if p.start <= offset < p.start + p.size_bytes), mine[0])
-    if error.fqn is not None or not place.fqn:
-        error.path = place.path
-        return error
-    by = f", written by rank {place.rank}" if place.rank is not None else ""
-    step = error.next_step or ""
+    told = str(error).removesuffix(error.next_step or "").strip()
+    if error.fqn is None and place.fqn:
+        by = f", written by rank {place.rank}" if place.rank is not None else ""
+        told += f" The file holds {place.fqn}{by}."
     return IntegrityError(
-        f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}. {effect}".strip(),
-        fqn=place.fqn,
+        f"{told} {effect}".strip(),
+        fqn=error.fqn or place.fqn or None,
         offset=error.offset,
         path=place.path,
         rank=place.rank,

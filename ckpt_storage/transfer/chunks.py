@@ -70,9 +70,8 @@ class ChunkPlace:
         size = self.block_bytes
         at = first_wrong_block(view, size, self.crcs, first_byte // size)
         if at is not None:
-            effect = " Targets of this load hold undefined values."
             offset = self.start + first_byte + at
-            raise wrong_block(self.path, offset, fqn=self.fqn, rank=self.rank, effect=effect)
+            raise wrong_block(self.path, offset, fqn=self.fqn, rank=self.rank)
 
     def unchecked(self) -> ChunkPlace:
         """Return the place without its checksums."""

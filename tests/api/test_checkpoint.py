@@ -329,6 +329,7 @@ def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(ckpt_storage.IntegrityError) as caught:
             read()
         assert caught.value.fqn == "a"
+        assert "of this load" not in str(caught.value)
         assert caught.value.path is not None
         assert caught.value.path.endswith(file.name)
         assert 0 <= at - (caught.value.offset or 0) < 65_536

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,6 +103,10 @@ def test_an_export_format_of_ones_own(tmp_path: Path) -> None:
         "model.b.npy",
         "model.w.npy",
     ]
+    for fqn, tensor in {"half": torch.ones(2, dtype=torch.bfloat16), "../out": model["w"]}.items():
+        ckpt_storage.save({fqn: tensor}, source, overwrite=True)
+        with pytest.raises(ckpt_storage.CheckpointError, match=re.escape(fqn)):
+            export_npy(source, str(tmp_path / "refused"))
 
 
 PLAIN = {
