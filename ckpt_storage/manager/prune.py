@@ -229,14 +229,17 @@ class Pruner:
         """Free what died saves and cut deletions have left, at last the slots; as `_delete`."""
         if name in self._root.links():
             return _LINK
-        if self._root.look_at(name, deadline).status == "foreign":
+        status = self._root.look_at(name, deadline).status
+        if status == "foreign":
             return "another tool wrote it"
         store = self._root.open(deadline, name)
-        # No save has this id: what is committed stays, what was being deleted goes.
-        _delete_with_exports(store, "none")
-        freed += cleaning.free_leftovers(store)
-        cleaning.remove_tombstone(store)
-        self._root.forget(name)
+        if status != "empty":
+            # No save has this id: what is committed stays, what was being deleted goes.
+            _delete_with_exports(store, "none")
+            freed += cleaning.free_leftovers(store)
+            self._root.forget(name)
+        if cleaning.remove_tombstone(store):
+            self._root.forget(name)
         return None
 
 

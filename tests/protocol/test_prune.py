@@ -186,6 +186,23 @@ def test_slots_that_cannot_be_removed_do_not_hide_what_was_deleted(
     assert left(disk) == set(map(name_of, (3, 4, 5)))
 
 
+def test_slots_that_stay_cost_little_and_are_tried_once_a_process() -> None:
+    """A storage deletes without conditions: thousands of old ones keep no prune for hours."""
+    disk = tools.Disk()
+    store = at_times(disk, 1, 2, 3, 4)
+    prune(store, KeepLatest(1), disk)
+    disk.clock_s += 8 * tools.DAY_S
+    rule = Rule(action="error", operation="delete_version", kind="unsupported", hit_count=None)
+    refusing = store.failing(rule)
+    again = pruner(refusing, KeepLatest(1), disk)
+    again.prune(deadline())
+    first = len(refusing.asked())
+    assert first < 3 * 35
+    again.prune(deadline())
+    assert len(refusing.asked()) <= first + 3
+    assert left(disk) == set(map(name_of, (1, 2, 3, 4)))
+
+
 def test_a_step_below_the_highest_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
