@@ -63,7 +63,7 @@ def make(kind: str, state: dict[str, Any], path: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
     else:  # "safetensors", or "unindexed" ones
         path.mkdir(parents=True)
-        files = {name: f"{at % 2}.safetensors" for at, name in enumerate(sorted(state))}
+        files = {name: f"{at % 3}.safetensors" for at, name in enumerate(sorted(state))}
         for file in {*files.values()}:
             held = {name: state[name].clone() for name in state if files[name] == file}
             save_file(held, path / file)
