@@ -152,9 +152,13 @@ class Worker:
         self, gone: GoneError, operation: Operation, session: SaveSession
     ) -> CheckpointInfo:
         """Return what became of a save whose worker is gone in the commit. Raises why it failed."""
-        error = self._death(gone, operation)
+        error, failure = self._death(gone, operation), operation.failure()
         if operation.deadline.phase != "commit":
-            raise error from None
+            if failure is None:
+                raise error from None
+            # The save had ended before, for all ranks alike.
+            log.warning("%s", error)
+            raise failure
         found = look_up_outcome(operation, session, error)
         if isinstance(found, CheckpointError):
             raise found from None

@@ -21,7 +21,12 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError, CommitUnknownError, RankFailedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    RankFailedError,
+    SaveCancelledError,
+)
 from ckpt_storage.options import Phase, Timeouts
 
 SILENCE_S = 1.0
@@ -223,3 +228,12 @@ def test_words_that_the_trainer_passes_on_are_not_kept() -> None:
     assert passed_on() is answered() is None
     with pytest.raises(CheckpointError, match="end of the test"):
         steps.throw(CheckpointError("the end of the test"))
+
+
+def test_a_worker_that_is_lost_in_a_save_that_has_failed_is_not_the_reason() -> None:
+    """A save that was cancelled ends so on all ranks, whatever becomes of one that gives it up."""
+    operation = operation_of()
+    operation._failure = SaveCancelledError("on rank 0")  # noqa: SLF001  # as it is told
+    steps = Scripted(lambda pipe: pipe.recv()).steps(operation, None, staged_job())  # type: ignore[arg-type]
+    with pytest.raises(SaveCancelledError):
+        next(steps)
