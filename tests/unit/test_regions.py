@@ -135,7 +135,8 @@ def test_extents_hold_all_intervals_and_respect_the_limits(
         assert end - begin <= max(max_bytes, longest)
         wanted = np.zeros(200, dtype=int)
         for start, stop in members:
-            wanted[start:stop] = 1
+            # Gaps are between intervals, also where one is empty.
+            wanted[start : max(stop, start + 1)] = 1
         read = "".join(map(str, wanted[begin:end]))
         assert all(len(bridged) <= gap for bridged in read.split("1"))
     for (begin, end, _), (_, _, which) in itertools.pairwise(extents):
@@ -227,6 +228,9 @@ def test_a_flaw_is_found_if_and_only_if_counting_finds_one(
     if found is not None:
         assert found.at is not None
         assert held[found.at] == len(found.holders) != 1
+    if find_grid(shape, boxes) is not None:
+        # Of equal ones one counts.
+        assert (np.sum([mask(shape, box) for box in {*boxes}], axis=0) == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -243,6 +247,7 @@ def test_a_box_that_cannot_be_of_the_tensor_is_named(shape: tuple[int, ...], box
     """Other dimensions, a negative size and a place outside are told by position."""
     sound = [Box((0, 0), (0, 2)), Box((0, 0), shape)]
     assert find_flaw(shape, sound) is find_flaw((0, *shape), []) is None
+    assert find_grid(shape, [sound[1], box]) is None
     found = find_flaw(shape, [*sound, box, box])
     assert found is not None
     assert found.outside == 2

@@ -119,23 +119,6 @@ def test_an_export_or_copy_hears_what_its_storages_ask_for(
     assert asked.lowest < asked.start == other.lowest
 
 
-def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> None:
-    """Sixteen refusals together are one word, later ones others; a round of answers adds one."""
-    now_s = [0.0]
-    pacer = Pacer(16, clock=lambda: now_s[0])
-    pacer.succeeded(1.0)
-    for count, limit in ((16, 8), (1, 4), (1, 2), (1, 1), (1, 1)):
-        now_s[0] += 2.0
-        for _ in range(count):
-            pacer.slowed_down()
-        assert pacer.limit() == limit
-    for count in (1, 2, 3):
-        assert pacer.limit() == count
-        for _ in range(count):
-            pacer.succeeded(1.0)
-    assert pacer.limit() == 4
-
-
 def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> None:
     """Together they claim no more than one may, they claim it, and all of it is given back."""
     copy(server)
