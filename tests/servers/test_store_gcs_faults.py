@@ -315,4 +315,11 @@ def test_a_session_refuses_a_name_that_was_taken_meanwhile(
     assert late.value.status == 412
     with pytest.raises(FileExistsError):
         begin()
-    assert state.objects["run/x"].data == b"another's"
+    upload = opened(options).upload("y", if_absent=True)
+    total_bytes = send(upload, PARTS)
+    backend.put("y", [memoryview(b"another's")])
+    with pytest.raises(StorageError) as taken:
+        upload.complete(total_bytes)
+    assert taken.value.kind == "exists"
+    upload.abort()
+    assert {found.data for found in state.objects.values()} == {b"another's"}
