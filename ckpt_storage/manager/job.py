@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from types import MethodType
+from weakref import WeakMethod
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.deadline import Deadline, Watch
@@ -15,14 +17,20 @@ _STOP_S = 10.0
 """How long a job that was told to stop may take; a request that hangs is then left behind."""
 
 
+_Work = Callable[[Deadline], object]
+
+
 class Job(Watch):
     """Runs `work(deadline)` in a named daemon thread, once for all wishes meanwhile.
 
     It is the `Watch` of the deadline: once told to stop it ends the requests of a run.
     """
 
-    def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
-        self._work = work
+    def __init__(self, work: _Work, *, name: str, timeout_s: float) -> None:
+        # Only a run keeps its owner: a manager that is forgotten is gone at once, and its saver.
+        self._work: Callable[[], _Work | None] = (
+            WeakMethod(work) if isinstance(work, MethodType) else lambda: work
+        )
         self._name = name
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -38,12 +46,15 @@ class Job(Watch):
 
     def wake(self) -> None:
         """Ask for a run that begins from now on; without effect after `close`. Never raises."""
+        work = self._work()
         with self._changed:
-            if self._is_closing:
+            if self._is_closing or work is None:
                 return
             self._wish_count += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(work,), name=self._name, daemon=True
+                )
                 try:
                     self._thread.start()
                 except RuntimeError as error:  # no more threads; or the interpreter is ending
@@ -70,21 +81,21 @@ class Job(Watch):
         if thread.is_alive():
             log.warning("%s hangs and is left behind.", self._name)
 
-    def _run(self) -> None:
+    def _run(self, work: _Work) -> None:
         is_over = False
         while not is_over:
             wished = self._wish_count
-            self._grant()
+            self._grant(work)
             with self._changed:
                 is_over = self._wish_count == wished or self._stopped is not None
                 self._done_count = self._wish_count if is_over else wished
                 self._thread = None if is_over else self._thread
                 self._changed.notify_all()
 
-    def _grant(self) -> None:
+    def _grant(self, work: _Work) -> None:
         self.error = None
         try:
-            self._work(Deadline("commit", self._timeout_s, watch=self))
+            work(Deadline("commit", self._timeout_s, watch=self))
         except CheckpointError as failure:
             self.error = failure
             if self._stopped is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
 import shutil
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -453,6 +456,24 @@ def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
     assert found is not None
     assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
     assert cases.step_in(state) == 77
+
+
+def test_a_forgotten_manager_is_gone_at_once_and_its_saver(tmp_path: Path) -> None:
+    """No cycle keeps it: the worker ends, and the name is free, where nobody collects garbage."""
+    manager = cases.manager_of(tmp_path, keep=KeepLatest(1), mirror=tmp_path / "mirror")
+    manager.save_async(1, cases.state_of(1), sync_files=False).result(60)
+    assert manager.wait_mirrored(60)
+    assert manager.wait_pruned(60)
+    there: list[weakref.ref[Any]] = [weakref.ref(manager), weakref.ref(manager.saver)]
+    gc.disable()
+    try:
+        del manager
+        end_s = time.monotonic() + 10
+        while any(one() for one in there) and time.monotonic() < end_s:
+            time.sleep(0.01)  # a thread may be at its end
+    finally:
+        gc.enable()
+    assert [one() for one in there] == [None, None]
 
 
 def test_what_is_overwritten_again_and_again_is_an_error(
