@@ -32,7 +32,7 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
 
-_MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 16
+_MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 15
 T = TypeVar("T")
 
 
