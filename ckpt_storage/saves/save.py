@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -222,12 +222,9 @@ def _lead(
 ) -> CheckpointInfo:
     """Write this rank's part, commit once all have written theirs, and tell what came of it."""
     try:
-        info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
+        with _voiding(operation):
+            info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
     except CheckpointError as error:
-        if operation.deadline.phase != "commit":
-            # A storage or a rank that hangs would keep this one waiting once more.
-            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            operation.is_void = operation.save_id is not None and not hangs
         failure = operation.failure()
         is_open = isinstance(error, CommitUnknownError | NotPublishedError)
         if failure is not None and failure is not error and is_open:
@@ -247,6 +244,19 @@ def _lead(
         raise
     _announce(operation, info)
     return info
+
+
+@contextmanager
+def _voiding(operation: Operation) -> Iterator[None]:
+    """Void a save that fails before its commit, with any error."""
+    try:
+        yield
+    except Exception as error:
+        if operation.deadline.phase != "commit":
+            # A storage or a rank that hangs would keep this one waiting once more.
+            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
+            operation.is_void = operation.save_id is not None and not hangs
+        raise
 
 
 def _written(operation: Operation, steps: Steps) -> Any:  # noqa: ANN401  # a word

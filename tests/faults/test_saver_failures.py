@@ -359,15 +359,16 @@ def test_a_rank_that_has_told_nothing_is_in_no_doubt(ranks: RankPool, tmp_path: 
     assert names == ["StorageError", "RankFailedError"]
 
 
+@pytest.mark.parametrize("kind", [ckpt_storage.RankFailedError, MemoryError])
 def test_a_save_that_ends_before_its_commit_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """All have written theirs, and whoever is to commit is lost before it begins to."""
+    """All have written theirs, and whoever is to commit is lost, or breaks, before it begins to."""
 
     def lost(*_given: Any) -> NoReturn:
-        raise ckpt_storage.RankFailedError("The worker is lost.", failures={0: "lost"})
+        raise kind("it is lost")
 
     monkeypatch.setattr(session.SaveSession, "finish", lost)
-    with pytest.raises(ckpt_storage.RankFailedError, match="is lost"):
+    with pytest.raises(ckpt_storage.CheckpointError, match="is lost"):
         ckpt_storage.save(cases.state_of(0, 0), tmp_path / "a")
-    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".distcp"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
