@@ -109,7 +109,8 @@ class Pacer:
         """
         with self._lock:
             now_s = self._clock()
-            if now_s - self._cut_at_s < self._typical_s:
+            # Before the first success all that is under way began together.
+            if now_s - self._cut_at_s < (self._typical_s or float("inf")):
                 return
             self._cut_at_s = now_s
             self._answer_count = 0

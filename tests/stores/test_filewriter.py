@@ -244,8 +244,14 @@ def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> Non
     """Sixteen requests that are refused together are one word; one a round more follows."""
     now_s = [0.0]
     pacer = Pacer(16, clock=lambda: now_s[0])
+    # Ranks begin together, so these may be the first answers.
     for _ in range(16):
-        pacer.succeeded(1.0)
+        now_s[0] += 0.1
+        pacer.slowed_down()
+    assert pacer.limit() == 8
+    for rounds in range(8, 16):
+        for _ in range(rounds):
+            pacer.succeeded(1.0)
     for after_s, count, limit in ((1.0, 16, 8), (2.0, 1, 4), (2.0, 1, 2), (2.0, 1, 1), (2.0, 1, 1)):
         now_s[0] += after_s
         for _ in range(count):
