@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
@@ -147,8 +148,10 @@ def free_leftovers(
         if not left or save_id not in times_s:
             break  # older ones went before
     told = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
-    now_s = store.server_time(probe_path()) if told else 0.0
-    old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
+    old: list[str] = []
+    with suppress(UnsupportedByStoreError):  # what a listing tells is no clock by itself
+        now_s = store.server_time(probe_path()) if told else 0.0
+        old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
     if old:
         commits = _commits(store, found)
     # The manifest of an attempt goes last, and older attempts go first.

@@ -22,7 +22,7 @@ from ckpt_storage.commit.cleaning import remove_tombstone
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
-from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store.backend import Backend, Capabilities, ObjectInfo
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -192,6 +192,27 @@ def test_age_is_told_by_the_storages_clock(
             os.utime(path, (then, then))
     monkeypatch.setattr(time, "time", lambda: real() + wrong_by_s)
     assert tools.cleaned(store, min_age_s=tools.DAY_S) == [ages[25.0].save_id]
+
+
+class Clockless(tools.DictBackend):
+    """A storage that tells times in listings alone."""
+
+    def stat(self, path: str) -> ObjectInfo:
+        found: ObjectInfo = super().stat(path)
+        return replace(found, modified_s=None)
+
+    server_time = Backend.server_time
+
+
+def test_without_a_clock_superseded_commits_go_and_attempts_stay() -> None:
+    """An attempt whose age cannot be told keeps no other files from being freed."""
+    store = tools.DictStore(tools.Disk(), tools.CAS, backend=Clockless)
+    ids = [tools.saved(store) for _ in range(2)]
+    dead = tools.attempted(store)
+    ids += [tools.saved(store) for _ in range(2)]
+    store.disk.clock_s += 100 * tools.DAY_S
+    assert cleaning.free_leftovers(store) == ids[:2]
+    assert tools.is_whole(store.disk.files, dead.save_id)
 
 
 def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import Candidate, KeepAny, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location, open_store, probe
-from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store.backend import Backend, Capabilities, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule
 
@@ -135,6 +136,34 @@ def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> No
     # The disk's clock is years behind this machine's: by this one all are old.
     assert [decision.step for decision in plan.planned] == [1, 2, 3]
     assert (disk.files, disk.changes) == (files, changes)
+
+
+class Timeless(tools.DictBackend):
+    """A storage that tells no times, such as some of fsspec's."""
+
+    def stat(self, path: str) -> ObjectInfo:
+        found: ObjectInfo = super().stat(path)
+        return replace(found, modified_s=None)
+
+    def list(self, prefix: str, **options: Any) -> Iterator[ObjectInfo]:
+        for entry in super().list(prefix, **options):
+            yield replace(entry, modified_s=None)
+
+    server_time = Backend.server_time
+
+
+def test_where_no_times_are_told_what_goes_by_age_stays() -> None:
+    """No clock of ours stands in for the storage's; what goes by steps is pruned all the same."""
+    disk = tools.Disk()
+    at_times(disk, 1, 2, 3)
+    store = tools.DictStore(disk, tools.CAS, backend=Timeless)
+    report = prune(store, KeepNewerThan(0), disk)
+    assert [one.step for one in report.kept] == [1, 2, 3]
+    assert "does not tell its age" in report.kept[0].reasons[0]
+    assert prune(store, KeepLatest(2), disk).deleted == (name_of(1),)
+    disk.clock_s += 8 * tools.DAY_S
+    assert prune(store, KeepLatest(2), disk).failed == {}
+    assert left(disk) == set(map(name_of, (1, 2, 3)))
 
 
 def test_a_prune_without_time_for_old_slots_leaves_them_to_the_next(
