@@ -116,7 +116,7 @@ def test_saving_takes_few_requests(server: S3Server) -> None:
 
 
 def test_a_refused_deletion_is_told_when_those_beside_it_have_ended(server: S3Server) -> None:
-    """None of them may land later; a longer list goes in groups, and ends with the first error."""
+    """None of them may land later; groups end with an error, a denial before what may pass."""
     store = plain(server)
     names = [f"saves/a/{i:02}" for i in range(20)]
     for name in names:
@@ -125,6 +125,12 @@ def test_a_refused_deletion_is_told_when_those_beside_it_have_ended(server: S3Se
     server.faults([denied, FaultRule(op="delete", key="04$", action="delay", delay_s=0.3)])
     assert error_of(lambda: store.delete(names)).kind == "permission"
     assert set(server.dump("bkt")) == {f"run/{name}" for name in (names[3], *names[16:])}
+    busy = FaultRule(op="delete", key="02$", times=0, action="status", status=503)
+    server.faults([busy, replace(denied, times=0)])
+    server.reset_counters()
+    assert error_of(lambda: retrying(server).delete(names[:16])).kind == "permission"
+    assert ops(server) == {"delete": 16}
+    server.faults([])
     store.delete_folder("saves")
     assert server.dump("bkt") == {}
 

@@ -153,8 +153,11 @@ class CloudBackend(ClientBackend):
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
             calls = (delete(fs, path) for path in some)
             # A deletion that outlives the call could hit what is written anew.
-            for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
-                raise error
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            failures = [error for error in ended if error is not None]
+            if failures:
+                # The one that trying again does not mend, if any.
+                raise min(failures, key=_is_passing)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -227,6 +230,10 @@ class CloudBackend(ClientBackend):
         except Exception as error:
             if self.kind_of(error) != "not-found":
                 raise
+
+
+def _is_passing(error: BaseException) -> bool:
+    return bool(getattr(explain(error, "request", ""), "retryable", False))
 
 
 def total_of(content_range: object) -> int | None:
