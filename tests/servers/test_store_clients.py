@@ -352,9 +352,15 @@ def test_nothing_delays_the_end_of_a_process(tmp_path: Path, code: str, told: st
 
 
 def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
-    """Names are deleted before the next page is asked for; folders go last, deepest first."""
+    """Names are deleted before the next page is asked for; folders go last, deepest first.
+
+    Other tools end the names of what stands for a folder with a slash.
+    """
     log: list[str] = []
-    pages = {None: [("a", False), ("d", True)], "2": [("b", False), ("d/e", True)]}
+    pages = {
+        None: [("a", False), ("d", True), ("other/", False)],
+        "2": [("b", False), ("d/e", True), ("rclone/", True)],
+    }
 
     class Answer:
         """One page of a listing, and which is the next."""
@@ -387,5 +393,9 @@ def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
             log.append(path)
             del fs
 
-    assert Paged(Location.of("az://box@acct/run"), Settings()).delete_folder("f")
-    assert log == ["page", "f/a", "page", "f/b", "f/d/e", "f/d", "f"]
+    paged = Paged(Location.of("az://box@acct/run"), Settings())
+    assert paged.delete_folder("f")
+    assert log[:4] == ["page", "f/a", "page", "f/b"]
+    assert log[4:] == ["f/rclone/", "f/other/", "f/d/e", "f/d", "f"]
+    log.clear()
+    assert [info.path for info in paged.list("f", recursive=True)] == ["f/a", "f/b"]

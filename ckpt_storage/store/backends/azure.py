@@ -85,7 +85,8 @@ class AzureBackend(CloudBackend):
         await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
 
     async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
-        await self._ask(fs, "delete_blob", path.rstrip("/"), **terms)
+        # A slash was put behind what stands for a folder; some bear one of their own.
+        await self._ask(fs, "delete_blob", path.removesuffix("/"), **terms)
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         container = fs.service_client.get_container_client(self._place[0])
@@ -95,9 +96,11 @@ class AzureBackend(CloudBackend):
         found = []
         async for page in pages:
             async for item in page:
-                if item.get("prefix") is not None or (recursive and _is_folder(item)):
+                if item.get("prefix") is not None:
                     found.append(self._listed(f"{item.name.rstrip('/')}/"))
-                elif not _is_folder(item):
+                elif _is_folder(item) or item.name.endswith("/"):
+                    found += [self._listed(f"{item.name}/")] if recursive else []
+                else:
                     changed_s = item.last_modified.timestamp()
                     found.append(self._listed(item.name, item.size, changed_s))
             break
