@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -28,7 +29,7 @@ from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.problems import changed
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer import workers
+from ckpt_storage.transfer.workers import some_at_once as side_by_side
 
 CAS = Capabilities(
     kind="s3",
@@ -61,7 +62,9 @@ def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
         found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
         return [found[i] for i in numbers]
 
-    monkeypatch.setattr(workers, "some_at_once", in_turn)
+    for module in list(sys.modules.values()):
+        if getattr(module, "some_at_once", None) is side_by_side:
+            monkeypatch.setattr(module, "some_at_once", in_turn)
 
 
 def ungated(operation: str, path: str) -> None:
