@@ -1,4 +1,4 @@
-"""The border to DCP: what its calls tell, and that nothing leaves ours that hangs other ranks."""
+"""The border to DCP: what its calls tell, and what may leave ours: errors and plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt_storage.errors import CheckpointError
 
@@ -46,3 +47,38 @@ def rank_of_call(kwargs: Mapping[str, Any]) -> int:
     if rank is not None:
         return rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class FoldedPlan(LoadPlan):
+    """A load plan whose items, once it has travelled, are unpickled when somebody asks for them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = vars(self)
+        if "folded" not in own:
+            own["sent"] = pickle.dumps(self.items)
+        folded = own.get("folded") or own["sent"]
+        return _arrived, (folded, self.storage_data, self.planner_data)
+
+    def __getattr__(self, name: str) -> list[ReadItem]:
+        own = vars(self)
+        if name != "items" or "folded" not in own:
+            raise AttributeError(name)
+        # A planner may change the list: from now on it counts.
+        items: list[ReadItem] = pickle.loads(own.pop("folded"))  # noqa: S301  # our ranks
+        own["items"] = items
+        return items
+
+    def unless_changed(self, plan: LoadPlan) -> LoadPlan:
+        """Return what came back as `plan`: with the items that were sent, if nobody looked."""
+        own = vars(self)
+        if "sent" in own and vars(plan).get("folded") == own["sent"]:
+            return LoadPlan(self.items, plan.storage_data, plan.planner_data)
+        return plan
+
+
+def _arrived(folded: bytes, *others: Any) -> FoldedPlan:  # noqa: ANN401  # a planner's own
+    plan = FoldedPlan([], *others)
+    own = vars(plan)
+    del own["items"]
+    own["folded"] = folded
+    return plan

@@ -6,7 +6,6 @@ Every rank holds one; all methods but `prepare_global_plan` run on every rank.
 from __future__ import annotations
 
 import os
-import pickle
 import uuid
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.coordination.failures import check_terms
@@ -26,42 +25,7 @@ from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import at_dcp_border, rank_of_call
-
-
-class FoldedPlan(LoadPlan):
-    """A load plan whose items, once it has travelled, are unpickled when somebody asks for them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        own = vars(self)
-        if "folded" not in own:
-            own["sent"] = pickle.dumps(self.items)
-        folded = own.get("folded") or own["sent"]
-        return _arrived, (folded, self.storage_data, self.planner_data)
-
-    def __getattr__(self, name: str) -> list[ReadItem]:
-        own = vars(self)
-        if name != "items" or "folded" not in own:
-            raise AttributeError(name)
-        # A planner may change the list: from now on it counts.
-        items: list[ReadItem] = pickle.loads(own.pop("folded"))  # noqa: S301  # our ranks
-        own["items"] = items
-        return items
-
-    def unless_changed(self, plan: LoadPlan) -> LoadPlan:
-        """Return what came back as `plan`: with the items that were sent, if nobody looked."""
-        own = vars(self)
-        if "sent" in own and vars(plan).get("folded") == own["sent"]:
-            return LoadPlan(self.items, plan.storage_data, plan.planner_data)
-        return plan
-
-
-def _arrived(folded: bytes, *others: Any) -> FoldedPlan:  # a planner's own
-    plan = FoldedPlan([], *others)
-    own = vars(plan)
-    del own["items"]
-    own["folded"] = folded
-    return plan
+from .border import FoldedPlan, at_dcp_border, rank_of_call
 
 
 class CheckpointStorageReader(StorageReader):

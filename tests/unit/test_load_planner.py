@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import ckpt_storage
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
-from ckpt_storage.dcp.reader import FoldedPlan
+from ckpt_storage.dcp.border import FoldedPlan
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
