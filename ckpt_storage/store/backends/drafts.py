@@ -17,6 +17,10 @@ from .posix import NO_CALL, Posix, sync_folder
 
 _DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
+_BLOCK_BYTES = 4096
+_WRITE_BACK_BYTES = 1 << 20
+"""Shorter writes are left to the kernel: a call costs more than it brings."""
+
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
 # which leaves room for the dots and the random part.
 _KEPT_NAME_CHARS = 50
@@ -84,6 +88,12 @@ class Draft:
         """Write buffers one after the other from `offset` on; after an error the same again."""
         with self._using() as fd:
             self._posix.pwritev_all(fd, buffers, offset)
+            length = sum(view.nbytes for view in buffers)
+            if self._sync and length >= _WRITE_BACK_BYTES:
+                # A block of which more will be written is not sent to the disk twice.
+                start = offset - offset % _BLOCK_BYTES
+                end = (offset + length) // _BLOCK_BYTES * _BLOCK_BYTES
+                self._posix.start_write_back(fd, start, end - start)
 
     def flush(self) -> None:
         """Make what this process wrote durable; close it until used again. A failure is final."""

@@ -28,6 +28,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _WRITE_BYTES = 1 << 20
 
 _AT_FDCWD = -100
+_SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -125,6 +126,13 @@ class Posix:
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill buffers from `offset` (bytes) on; return the bytes read, fewer only at the end."""
         return _move_all(self.preadv, fd, buffers, offset, sys.maxsize)
+
+    def start_write_back(self, fd: int, offset: int, length: int) -> None:
+        """Let the kernel begin to write a range to the disk, so that `fsync` waits for less."""
+        # Of Linux's C library. It promises nothing: errors are the next fsync's to tell.
+        call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if call is not None:
+            call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
     def forget(self, fd: int) -> None:
         """Let the kernel drop what it caches of an open file and has written; promises nothing."""
