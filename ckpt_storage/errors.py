@@ -7,7 +7,8 @@ message has three parts: what failed, on which object and rank, what to do next.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, ClassVar
 
 __all__ = [
     "CheckpointError",
@@ -32,13 +33,7 @@ __all__ = [
 ]
 
 
-def _rebuild(cls: type[CheckpointError], message: str, state: dict[str, Any]) -> CheckpointError:
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
-    error.__dict__.update(state)
-    return error
-
-
+@dataclass(eq=False, repr=False)
 class CheckpointError(Exception):
     """Base of all errors of this package.
 
@@ -47,25 +42,16 @@ class CheckpointError(Exception):
     the last part of the message.
     """
 
-    code = "checkpoint"
+    code: ClassVar[str] = "checkpoint"
+    message: InitVar[str]
+    _: KW_ONLY
+    next_step: str | None = None
+    rank: int | None = None
+    phase: str | None = None
+    path: str | None = None
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        next_step: str | None = None,
-        rank: int | None = None,
-        phase: str | None = None,
-        path: str | None = None,
-    ) -> None:
-        self.rank = rank
-        self.phase = phase
-        self.path = path
-        self.next_step = next_step
-        super().__init__(f"{message} {next_step}" if next_step else message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), str(self), dict(self.__dict__)))
+    def __post_init__(self, message: str) -> None:
+        self.args = (f"{message} {self.next_step}" if self.next_step else message,)
 
     def __str__(self) -> str:
         # OSError and its children print errno tuples; ours always print the sentence.
@@ -102,6 +88,7 @@ class CheckpointInProgressError(CheckpointError):
     code = "in-progress"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StorageError(CheckpointError, OSError):
     """The storage refused or failed an operation.
 
@@ -112,21 +99,8 @@ class StorageError(CheckpointError, OSError):
     """
 
     code = "storage"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        kind: str = "other",
-        retryable: bool = False,
-        next_step: str | None = None,
-        rank: int | None = None,
-        phase: str | None = None,
-        path: str | None = None,
-    ) -> None:
-        self.kind = kind
-        self.retryable = retryable
-        super().__init__(message, next_step=next_step, rank=rank, phase=phase, path=path)
+    kind: str = "other"
+    retryable: bool = False
 
 
 class UnsupportedByStoreError(StorageError):
@@ -135,6 +109,7 @@ class UnsupportedByStoreError(StorageError):
     code = "unsupported-by-store"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CommitConflictError(CheckpointError):
     """Another save won the slot, or this attempt was fenced; this save is not committed.
 
@@ -142,25 +117,19 @@ class CommitConflictError(CheckpointError):
     """
 
     code = "commit-conflict"
-
-    def __init__(self, message: str, *, winner: dict[str, Any] | None = None, **kw: Any) -> None:
-        self.winner = winner or {}
-        super().__init__(message, **kw)
+    winner: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CommitUnknownError(CheckpointError):
     """Whether the commit took place cannot be told; `save_id` and `slot` let one find out."""
 
     code = "commit-unknown"
-
-    def __init__(
-        self, message: str, *, save_id: str = "", slot: int | None = None, **kw: Any
-    ) -> None:
-        self.save_id = save_id
-        self.slot = slot
-        super().__init__(message, **kw)
+    save_id: str = ""
+    slot: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NotPublishedError(CheckpointError):
     """The save is committed (`info`), but `.metadata` could not be replaced after it.
 
@@ -169,24 +138,18 @@ class NotPublishedError(CheckpointError):
     """
 
     code = "not-published"
-
-    def __init__(self, message: str, *, info: Any = None, **kw: Any) -> None:
-        self.info = info
-        super().__init__(message, **kw)
+    info: Any = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RankMismatchError(CheckpointError, ValueError):
     """Ranks disagree on something they must share; `values` maps each value to its ranks."""
 
     code = "rank-mismatch"
-
-    def __init__(
-        self, message: str, *, values: dict[str, list[int]] | None = None, **kw: Any
-    ) -> None:
-        self.values = values or {}
-        super().__init__(message, **kw)
+    values: dict[str, list[int]] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RankFailedError(CheckpointError):
     """Another rank failed or died; `failures` maps rank to what it reported or was last heard of.
 
@@ -195,20 +158,9 @@ class RankFailedError(CheckpointError):
     """
 
     code = "rank-failed"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        failures: dict[int, str] | None = None,
-        is_silent: bool = False,
-        info: Any = None,
-        **kw: Any,
-    ) -> None:
-        self.failures = failures or {}
-        self.is_silent = is_silent
-        self.info = info
-        super().__init__(message, **kw)
+    failures: dict[int, str] = field(default_factory=dict)
+    is_silent: bool = False
+    info: Any = None
 
 
 class SaveCancelledError(CheckpointError):
@@ -217,16 +169,15 @@ class SaveCancelledError(CheckpointError):
     code = "cancelled"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PhaseTimeoutError(CheckpointError, TimeoutError):
     """A phase did not end before its deadline of `timeout_s` seconds."""
 
     code = "phase-timeout"
-
-    def __init__(self, message: str, *, timeout_s: float | None = None, **kw: Any) -> None:
-        self.timeout_s = timeout_s
-        super().__init__(message, **kw)
+    timeout_s: float | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IntegrityError(CheckpointError):
     """Stored bytes are not the bytes that were written.
 
@@ -235,18 +186,8 @@ class IntegrityError(CheckpointError):
     """
 
     code = "integrity"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        fqn: str | None = None,
-        offset: int | None = None,
-        **kw: Any,
-    ) -> None:
-        self.fqn = fqn
-        self.offset = offset
-        super().__init__(message, **kw)
+    fqn: str | None = None
+    offset: int | None = None
 
 
 class FormatError(CheckpointError, ValueError):
@@ -261,11 +202,9 @@ class UnsafeContentError(CheckpointError):
     code = "unsafe-content"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ConsolidationError(CheckpointError):
     """Consolidation failed; `info` is the committed checkpoint, which stays valid."""
 
     code = "consolidation"
-
-    def __init__(self, message: str, *, info: Any = None, **kw: Any) -> None:
-        self.info = info
-        super().__init__(message, **kw)
+    info: Any = None

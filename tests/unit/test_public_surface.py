@@ -80,9 +80,6 @@ def error_classes() -> list[type[errors.CheckpointError]]:
 
 def sample_arguments(cls: type[errors.CheckpointError]) -> dict[str, object]:
     """Return a value for every keyword argument that the constructors of `cls` take."""
-    both = (*inspect.signature(cls).parameters.values(),)
-    if any(one.kind is one.VAR_KEYWORD for one in both):
-        both += (*inspect.signature(errors.CheckpointError).parameters.values(),)
     samples: dict[str, object] = {
         "rank": 3,
         "slot": 7,
@@ -92,7 +89,8 @@ def sample_arguments(cls: type[errors.CheckpointError]) -> dict[str, object]:
     }
     samples |= {"retryable": True, "failures": {1: "died"}, "winner": {"pid": 1}}
     samples |= {"values": {"a": [1]}, "info": ("a", 1)}
-    names = [one.name for one in both if one.kind is one.KEYWORD_ONLY]
+    taken = inspect.signature(cls).parameters.values()
+    names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
     return {name: samples.get(name, "some text") for name in names}
 
 
