@@ -7,12 +7,13 @@ and time stay linear in the length of the pickle.
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 Builder = Callable[[tuple[object, ...]], object]
 Allowed = Mapping[str, Builder | None]
@@ -87,195 +88,132 @@ def interpret(data: bytes, allowed: Allowed) -> object:
 
     Raises `PickleMalformedError`, also as `PickleTruncatedError` or `ForbiddenGlobalError`.
     """
-    machine = _Machine(data, allowed)
+    file = _WholeReads(data)
+    machine = _Machine(file, allowed)
     try:
-        return machine.run()
-    except IndexError:
-        raise PickleMalformedError(f"the stack is empty at byte {machine.pos}") from None
-    except KeyError:
-        raise PickleMalformedError(f"the memo has no such entry at byte {machine.pos}") from None
-    except UnicodeDecodeError:
-        raise PickleMalformedError(f"a string before byte {machine.pos} is not UTF-8") from None
+        value: object = machine.load()
+    except KeyError as error:
+        raise PickleMalformedError(f"torch does not write opcode {error.args[0]:#04x}") from None
+    except (IndexError, ValueError, pickle.UnpicklingError) as error:
+        raise PickleMalformedError(f"{error} before byte {file.tell()}") from None
+    if machine.metastack or machine.stack:
+        raise PickleMalformedError(f"values are left over at byte {file.tell()}")
+    return value
 
 
-class _Machine:
-    __slots__ = ("allowed", "data", "marks", "memo", "pos", "stack")
+class _WholeReads(io.BytesIO):
+    """The bytes of a pickle, which end within no value."""
 
-    def __init__(self, data: bytes, allowed: Allowed) -> None:
-        self.data, self.allowed = data, allowed
-        self.pos = 0
-        self.stack: list[object] = []
-        self.marks: list[list[object]] = []
-        # A dict, not a list: a memo index of four billion then costs one entry.
-        self.memo: dict[int, object] = {}
-
-    def run(self) -> object:
-        data, end, table = self.data, len(self.data), _TABLE
-        while True:
-            pos = self.pos
-            if pos >= end:
-                raise PickleTruncatedError
-            code = data[pos]
-            if code == _STOP:
-                break
-            entry = table[code]
-            if entry is None:
-                raise PickleMalformedError(f"torch does not write opcode {code:#04x} (byte {pos})")
-            is_value, operand_bytes, unpack_from, operation = entry
-            self.pos = pos + 1 + operand_bytes
-            if self.pos > end:
-                raise PickleTruncatedError
-            if operand_bytes:
-                found = operation(self, unpack_from(data, pos + 1)[0])
-            else:
-                found = operation(self)
-            if is_value:
-                self.stack.append(found)
-        if self.marks or len(self.stack) != 1:
-            raise PickleMalformedError(f"values are left over at byte {pos}")
-        return self.stack[0]
-
-    def malformed(self, what: str) -> PickleMalformedError:
-        return PickleMalformedError(f"{what} before byte {self.pos}")
-
-    def take(self, length_bytes: int) -> bytes:
-        """Return the next bytes, which follow an operand that gave their length."""
-        start = self.pos
-        self.pos = start + length_bytes
-        if self.pos > len(self.data):
+    def read(self, size: int | None = -1) -> bytes:
+        found = super().read(size)
+        if size is not None and len(found) < size:
             raise PickleTruncatedError
-        return self.data[start : self.pos]
+        return found
 
-    def text(self, length_bytes: int) -> str:
-        return str(self.take(length_bytes), "utf-8")
+    def readline(self, size: int | None = -1) -> bytes:
+        del size  # whoever reads a pickle asks for whole lines
+        line = super().readline(_MAX_GLOBAL_NAME_BYTES)
+        if line.endswith(b"\n"):
+            return line
+        if len(line) < _MAX_GLOBAL_NAME_BYTES:
+            raise PickleTruncatedError
+        raise PickleMalformedError(f"the name before byte {self.tell()} has no end")
 
-    def line(self) -> str:
-        start = self.pos
-        stop = self.data.find(b"\n", start, start + _MAX_GLOBAL_NAME_BYTES)
-        if stop < 0:
-            if len(self.data) - start < _MAX_GLOBAL_NAME_BYTES:
-                raise PickleTruncatedError
-            raise PickleMalformedError(f"the name at byte {start} has no end")
-        self.pos = stop + 1
-        return str(self.data[start:stop], "utf-8")
 
-    def mark(self) -> None:
-        if len(self.marks) >= _MAX_MARKS:
-            raise PickleMalformedError(f"it nests deeper than {_MAX_MARKS} levels")
-        self.marks.append(self.stack)
-        self.stack = []
+_OPCODES = (
+    "proto frame stop mark none true false binint binint1 binint2 long1 binfloat binunicode "
+    "binunicode8 short_binunicode binbytes binbytes8 short_binbytes empty_tuple tuple tuple1 "
+    "tuple2 tuple3 empty_list append appends empty_dictionary setitem setitems empty_set additems "
+    "frozenset binget long_binget binput long_binput memoize global stack_global binpersid reduce "
+    "newobj build"
+)
+"""What torch writes: plain values, tuples, lists, dictionaries, sets, memo, names and calls."""
 
-    def since_mark(self) -> list[object]:
-        items = self.stack
-        self.stack = self.marks.pop()
-        return items
 
-    def last(self, count: int) -> tuple[object, ...]:
-        items = tuple(self.stack[-count:])
-        if len(items) < count:
-            raise IndexError
-        del self.stack[-count:]
-        return items
+_Unpickler: Any = pickle._Unpickler  # noqa: SLF001  # as torch.package does
 
-    def append(self, items: Sequence[object]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise self.malformed("something is appended to no list")
-        target.extend(items)
 
-    def set_items(self, items: Sequence[object]) -> None:
-        target = self.stack[-1]
-        if type(target) is not Pairs or len(items) % 2:
-            raise self.malformed("an item is set on no dict, or a key has no value")
-        target.extend(zip(items[::2], items[1::2], strict=True))
+class _Machine(_Unpickler):  # type: ignore[misc]  # its parts have no types
+    """Python's own reader of pickles, which does nothing where that would import, call or hash."""
 
-    def put(self, at: int) -> None:
-        self.memo[at] = self.stack[-1]
+    def __init__(self, file: _WholeReads, allowed: Allowed) -> None:
+        super().__init__(file)
+        self.allowed = allowed
 
-    def named(self, module: object, name: object) -> Global:
-        if type(module) is not str or type(name) is not str:
-            raise self.malformed("a global has no name")
+    def find_class(self, module: str, name: str) -> Global:
         dotted = f"{module}.{name}"
         if dotted not in self.allowed:
             raise ForbiddenGlobalError(dotted[:_MAX_GLOBAL_NAME_BYTES])
         return Global(dotted, self.allowed[dotted])
 
-    def call(self) -> object:
-        callee, args = self.last(2)
-        if type(callee) is not Global or type(args) is not tuple:
-            raise self.malformed("something uncallable is called")
-        return Record(callee.name, args) if callee.build is None else callee.build(args)
+    def persistent_load(self, pid: object) -> PersistentId:
+        return PersistentId(pid)
 
-    def build(self) -> None:
+    def load_mark(self) -> None:
+        if len(self.metastack) >= _MAX_MARKS:
+            raise PickleMalformedError(f"it nests deeper than {_MAX_MARKS} levels")
+        super().load_mark()
+
+    def load_appends(self) -> None:
+        self._extend(list, self.pop_mark())
+
+    def load_append(self) -> None:
+        self._extend(list, [self.stack.pop()])
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._extend(Pairs, zip(items[::2], items[1::2], strict=True))
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._extend(Pairs, [(key, value)])
+
+    def _extend(self, kind: type[list[Any]], items: Iterable[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not kind:
+            raise PickleMalformedError("something is put into no list or dict")
+        target.extend(items)
+
+    def load_empty_dictionary(self) -> None:
+        self.append(Pairs())
+
+    # Of a set the order is kept, and nothing is hashed.
+    def load_empty_set(self) -> None:
+        self.append([])
+
+    load_additems = load_appends
+
+    def load_frozenset(self) -> None:
+        self.load_tuple()
+
+    def load_reduce(self) -> None:
+        args, callee = self.stack.pop(), self.stack.pop()
+        if type(callee) is not Global or type(args) is not tuple:
+            raise PickleMalformedError("something uncallable is called")
+        self.append(Record(callee.name, args) if callee.build is None else callee.build(args))
+
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is not Record or target.state is not None or state is None:
-            raise self.malformed("state is set on a finished value")
+            raise PickleMalformedError("state is set on a finished value")
         target.state = state
 
-
-# Gets the machine and the operand, if there is one.
-Operation = Callable[..., object]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
 
 
-def _long(machine: _Machine, length_bytes: int) -> int:
-    return int.from_bytes(machine.take(length_bytes), "little", signed=True)
+def _load_text(load: Callable[[_Machine], None], machine: _Machine) -> None:
+    load(machine)
+    machine.stack[-1].encode()  # raises for half of a surrogate pair
 
 
-# The layout of the operand, and what makes the value that is pushed.
-_VALUES: dict[bytes, tuple[str, Operation]] = {
-    b"N": ("", lambda _machine: None),
-    b"\x88": ("", lambda _machine: True),
-    b"\x89": ("", lambda _machine: False),
-    b")": ("", lambda _machine: ()),
-    b"}": ("", lambda _machine: Pairs()),
-    b"]": ("", lambda _machine: []),
-    b"\x8f": ("", lambda _machine: []),  # EMPTY_SET: order kept, nothing hashed
-    b"K": ("<B", lambda _machine, number: number),
-    b"M": ("<H", lambda _machine, number: number),
-    b"J": ("<i", lambda _machine, number: number),
-    b"G": (">d", lambda _machine, number: number),
-    b"\x8a": ("<B", _long),
-    b"\x8c": ("<B", _Machine.text),
-    b"X": ("<I", _Machine.text),
-    b"\x8d": ("<Q", _Machine.text),
-    b"C": ("<B", _Machine.take),
-    b"B": ("<I", _Machine.take),
-    b"\x8e": ("<Q", _Machine.take),
-    b"h": ("<B", lambda machine, at: machine.memo[at]),
-    b"j": ("<I", lambda machine, at: machine.memo[at]),
-    b"t": ("", lambda machine: tuple(machine.since_mark())),
-    b"\x91": ("", lambda machine: tuple(machine.since_mark())),  # FROZENSET
-    b"\x85": ("", lambda machine: machine.last(1)),
-    b"\x86": ("", lambda machine: machine.last(2)),
-    b"\x87": ("", lambda machine: machine.last(3)),
-    b"c": ("", lambda machine: machine.named(machine.line(), machine.line())),
-    b"\x93": ("", lambda machine: machine.named(*machine.last(2))),  # STACK_GLOBAL
-    b"R": ("", _Machine.call),  # REDUCE
-    b"\x81": ("", _Machine.call),  # NEWOBJ
-    b"Q": ("", lambda machine: PersistentId(machine.stack.pop())),  # BINPERSID
-}
-_ACTIONS: dict[bytes, tuple[str, Operation]] = {
-    b"\x80": ("<B", lambda _machine, _protocol: None),
-    b"\x95": ("<Q", lambda _machine, _frame_bytes: None),
-    b"\x94": ("", lambda machine: machine.put(len(machine.memo))),
-    b"q": ("<B", _Machine.put),
-    b"r": ("<I", _Machine.put),
-    b"(": ("", _Machine.mark),
-    b"a": ("", lambda machine: machine.append(machine.last(1))),
-    b"e": ("", lambda machine: machine.append(machine.since_mark())),
-    b"\x90": ("", lambda machine: machine.append(machine.since_mark())),  # ADDITEMS
-    b"s": ("", lambda machine: machine.set_items(machine.last(2))),
-    b"u": ("", lambda machine: machine.set_items(machine.since_mark())),
-    b"b": ("", _Machine.build),
-}
-_STOP = ord(".")
-_TABLE: list[tuple[bool, int, Callable[[bytes, int], tuple[Any, ...]], Operation] | None]
-_TABLE = [None] * 256
-for _is_value, _operations in ((True, _VALUES), (False, _ACTIONS)):
-    for _code, (_layout, _operation) in _operations.items():
-        _operand = struct.Struct(_layout)
-        _TABLE[_code[0]] = (_is_value, _operand.size, _operand.unpack_from, _operation)
+for _code, _load in _Unpickler.dispatch.items():
+    _name = _load.__name__
+    if _name.removeprefix("load_") in _OPCODES.split():
+        _own = getattr(_Machine, _name)
+        _Machine.dispatch[_code] = partial(_load_text, _own) if "unicode" in _name else _own
 
 
 def build_ordered_dict(args: tuple[object, ...]) -> object:
