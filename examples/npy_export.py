@@ -20,9 +20,8 @@ from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.output import Made, Setting
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
 from ckpt_storage.export.run import run_together
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import checked_path
+from ckpt_storage.format.names import DTYPES, checked_path
 from ckpt_storage.store import Location
 
 if TYPE_CHECKING:

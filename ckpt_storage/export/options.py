@@ -115,7 +115,7 @@ class ConsolidateOptions:
 
     @property
     def cast_to(self) -> str | None:
-        """`dtype` as a name of `format.dtypes`; None: nothing is cast."""
+        """`dtype` as a name of `format.names`; None: nothing is cast."""
         # Without importing torch: a dtype prints as "torch.bfloat16".
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 

@@ -28,7 +28,6 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.source.opening import open_newest, open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
@@ -236,7 +235,7 @@ class Task(abc.ABC, Generic[R]):
             found = Found(record=source.record)
         else:
             # An output may lie below the source, and be another one by now.
-            own = {*_files_of(source), STOCK_METADATA, INDEX_NAME}
+            own = {*source.paths, STOCK_METADATA, INDEX_NAME}
             marks = {path: mark for path, mark in source.marks.of.items() if path in own}
             is_told = all(time_s is not None for _, time_s in marks.values())
             found = Found(state=sorted(marks.items()) if is_told else new_write_id())
@@ -289,11 +288,3 @@ class Task(abc.ABC, Generic[R]):
     @abc.abstractmethod
     def report(self, made: Made, seconds: float) -> R:
         """Say what was made, once it is published."""
-
-
-def _files_of(source: Source) -> set[str]:
-    """Return the paths of the files that hold the values of another writer's checkpoint."""
-    if isinstance(source, StockSource):
-        return {item.relative_path for item in source.items.values()}
-    held = source.held if isinstance(source, ForeignSource) else {}
-    return {place.path for place in held.values()}

@@ -144,7 +144,7 @@ class SegmentReader:
         self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
     ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        return explained(error, places, self._source, phase=self._ranges.deadline.phase)
+        return explained(error, places, self._source)
 
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.model import Source
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching

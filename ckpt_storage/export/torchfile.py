@@ -17,8 +17,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store

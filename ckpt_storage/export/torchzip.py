@@ -22,7 +22,7 @@ from ckpt_storage.errors import (
     StorageError,
     UnsafeContentError,
 )
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
@@ -159,7 +159,7 @@ def _reading(
     file = OutFile(name="", segments=parts)
     places = {one.fqn: (at, one) for at, one in zip(file.starts[::2], segments, strict=False)}
     options = site.options
-    ranges = RangeReader(site.source, options, site.deadline)
+    ranges = RangeReader(site.source, options)
     reader = SegmentReader([file], source, ranges)
     step = options.part_bytes - options.part_bytes % ELEMENTS_BYTES
     begin, window = 0, memoryview(b"")

@@ -80,7 +80,7 @@ class Work:
         self._free: list[memoryview] = []
         # Parallelism is ours: each thread reads for its own part.
         alone = replace(site.options, thread_count=1)
-        ranges = RangeReader(site.source, alone, site.deadline, pacer=site.source_pace)
+        ranges = RangeReader(site.source, alone, pacer=site.source_pace)
         self._reader = SegmentReader(task.plan.files, task.source, ranges)
 
     def make(self) -> Made:
@@ -152,7 +152,7 @@ class Work:
 
     def _is_sound(self, file: FileRef) -> bool:
         site = self._site
-        ranges = RangeReader(site.target, site.options, site.deadline, pacer=site.target_pace)
+        ranges = RangeReader(site.target, site.options, pacer=site.target_pace)
         return has_checksum(ranges, file)
 
     def _write(self, regions: Iterable[Region]) -> None:

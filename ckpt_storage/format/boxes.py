@@ -70,26 +70,21 @@ def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements [{start}, {stop}) of the shape {list(shape)}")
-    if start == stop:
-        return []
     if not shape:
-        return [Box((), ())]
-    inner = shape[1:]
+        return [Box((), ())] if start < stop else []
+    inner, found = shape[1:], list[Box]()
     row = math.prod(inner)
-    first, before = divmod(start, row)
-    last, behind = divmod(stop, row)
-    if first == last:
-        return _in_row(first, interval_boxes(inner, before, behind))
-    found = _in_row(first, interval_boxes(inner, before, row)) if before else []
-    first += bool(before)
-    if first < last:
-        found.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
-    return found + _in_row(last, interval_boxes(inner, 0, behind))
-
-
-def _in_row(index: int, boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of one row of an array as boxes of the array."""
-    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes]
+    while start < stop:
+        index, before = divmod(start, row)
+        count = 0 if before else (stop - start) // row
+        if count:
+            found.append(Box((index, *(0 for _ in inner)), (count, *inner)))
+        else:
+            end = min(stop - index * row, row)
+            parts = interval_boxes(inner, before, end)
+            found += (Box((index, *part.offsets), (1, *part.sizes)) for part in parts)
+        start = (index + max(count, 1)) * row
+    return found
 
 
 class Grid(LazyList[Box]):
@@ -307,20 +302,14 @@ def clip(ranges: Sequence[range], box: Box) -> tuple[Selection, tuple[slice, ...
     inside: list[range] = []
     where: list[slice] = []
     for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True):
-        low, high = _between(positions, offset, offset + size)
+        low = max(-((positions.start - offset) // positions.step), 0)
+        high = min(-((positions.start - offset - size) // positions.step), len(positions))
         if low >= high:
             return None
         found = positions[low:high]
         inside.append(range(found.start - offset, found.stop - offset, found.step))
         where.append(slice(low, high))
     return tuple(inside), tuple(where)
-
-
-def _between(positions: range, start: int, stop: int) -> tuple[int, int]:
-    """Return the interval of indices of `positions`, which ascend, that fall in [start, stop)."""
-    low = -((positions.start - start) // positions.step)
-    high = -((positions.start - stop) // positions.step)
-    return max(low, 0), min(high, len(positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,21 +400,17 @@ def selected_copies(
     strides = _strides(chunk_sizes)
     copies = []
     for box in interval_boxes(chunk_sizes, start_element, stop_element):
-        part = [
-            _between(positions, offset, offset + size)
-            for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True)
-        ]
-        if any(low >= high for low, high in part):
+        held = clip(ranges, box)
+        if held is None:
             continue
-        firsts = [r.start + low * r.step for r, (low, _) in zip(ranges, part, strict=True)]
+        inside, where = held
+        firsts = (r.start + offset for r, offset in zip(inside, box.offsets, strict=True))
         copies.append(
             WindowCopy(
                 source_offset_elements=sum(map(mul, firsts, strides)) - start_element,
-                source_strides=tuple(
-                    r.step * stride for r, stride in zip(ranges, strides, strict=True)
-                ),
-                sizes=tuple(high - low for low, high in part),
-                dest_offsets=tuple(low for low, _ in part),
+                source_strides=tuple(map(mul, (r.step for r in ranges), strides)),
+                sizes=tuple(map(len, inside)),
+                dest_offsets=tuple(part.start for part in where),
             )
         )
     return copies

@@ -32,8 +32,7 @@ from .documents import (
     pack_crcs,
     pack_names,
 )
-from .dtypes import DTYPES
-from .names import is_save_id, shard_path
+from .names import DTYPES, is_save_id, shard_path
 
 _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_storage.errors import FormatError, InvalidInputError
 
 from .documents import MOST_DIMS, are_counts, strict_json
-from .dtypes import DTYPES
+from .names import DTYPES
 from .shard_item import NeedMoreBytes
 
 # The reference implementation refuses longer headers.

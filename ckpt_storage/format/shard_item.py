@@ -16,7 +16,6 @@ from math import prod
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 
 from .documents import DAMAGED
-from .dtypes import DTYPES, DType
 from .inert_pickle import (
     Allowed,
     Global,
@@ -27,6 +26,7 @@ from .inert_pickle import (
     build_ordered_dict,
     interpret,
 )
+from .names import DTYPES, DType
 
 PAYLOAD_ALIGN_BYTES = 64
 """Raw bytes in an item begin at a multiple of this, as in torch's own files."""

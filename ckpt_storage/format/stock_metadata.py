@@ -13,7 +13,6 @@ from ckpt_storage.errors import FormatError, UnsafeContentError
 
 from .boxes import Box
 from .documents import MOST_DIMS, are_counts
-from .dtypes import DTYPES
 from .inert_pickle import (
     Allowed,
     ForbiddenGlobalError,
@@ -26,7 +25,7 @@ from .inert_pickle import (
     interpret,
 )
 from .manifest import TensorRecord
-from .names import STOCK_METADATA, checked_path
+from .names import DTYPES, STOCK_METADATA, checked_path
 
 MOST_STOCK_BYTES = 4 << 30
 """Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""

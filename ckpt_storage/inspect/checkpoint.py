@@ -16,8 +16,7 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, SourceFormat, gone, value_keys
+from ckpt_storage.source.model import CommittedSource, SourceFormat, gone
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import some_at_once
 
@@ -94,14 +93,14 @@ class Checkpoint(Mapping[str, Any]):
         return self._tensor(fqn)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._handle)
+        return iter(self._handle.values)
 
     def __len__(self) -> int:
-        return len(self._handle)
+        return len(self._handle.values)
 
     def __contains__(self, fqn: object) -> bool:
         # Mapping's own would read the object to find out.
-        return fqn in self._handle
+        return fqn in self._handle.values
 
     # Mapping compares all values, which would read the whole checkpoint; `diff` does that.
     __eq__ = object.__eq__
@@ -164,14 +163,11 @@ class Checkpoint(Mapping[str, Any]):
                 for ref, rank in source.manifest.files
             )
         with handle.session("Listing") as store:
-            if isinstance(source, StockSource):
-                paths = {item.relative_path for item in source.items.values()}
-            else:
-                places = handle.places(value_keys(source.tensors, source.blobs), store)
-                paths = {place.path for place in places}
-            seen = source.marks.of
-            sizes = {path: (seen.get(path) or (store.stat(path).size_bytes,))[0] for path in paths}
-            return tuple(StoredFile(path=path, size_bytes=sizes[path]) for path in sorted(paths))
+            seen = {path: size_bytes for path, (size_bytes, _) in source.marks.of.items()}
+            return tuple(
+                StoredFile(path=path, size_bytes=seen.get(path) or store.stat(path).size_bytes)
+                for path in sorted(source.paths)
+            )
 
     @property
     def history(self) -> tuple[SlotRecord, ...]:
@@ -191,7 +187,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
-        return tuple(map(self._handle.entry, self._handle))
+        return tuple(map(self._handle.entry, self._handle.values))
 
     def tree(self, depth: int | None = None) -> TreeView:
         """Return the names as a tree with shapes and sizes, down to `depth` levels."""
@@ -326,7 +322,7 @@ class Checkpoint(Mapping[str, Any]):
         return rows_of(self.entries())
 
     def _facts(self) -> dict[str, object]:
-        info, object_count = self.info, len(self._handle.objects)
+        info, object_count = self.info, len(self._handle.source.blobs)
         facts = {
             "format": self.format,
             "step": self.step,

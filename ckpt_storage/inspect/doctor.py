@@ -238,7 +238,7 @@ class _Visit:
         """Read the first large object as a load does, and compare it."""
         path = f"{self._folder}/large-0"
         sent = FileRef(path=path, size_bytes=self._large_bytes, crc32c=self._crc32c)
-        ranges = RangeReader(self.store, self._options, self._deadline)
+        ranges = RangeReader(self.store, self._options)
         return "" if has_checksum(ranges, sent) else "other bytes came back than were sent"
 
     def _delete(self, path: str) -> str:

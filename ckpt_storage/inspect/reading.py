@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import (
     CheckpointError,
     FormatError,
-    IntegrityError,
     InvalidInputError,
-    StorageError,
 )
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.model import CommittedSource, Key, Source, explained
+from ckpt_storage.source.model import CommittedSource, Key, Source, explaining
 from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
@@ -86,7 +84,7 @@ class Handle:
         self._pacer = Pacer(self.options.thread_count)
         self.manifest = source.manifest if isinstance(source, CommittedSource) else None
         self.tensors = source.tensors
-        self.objects = tuple(sorted(source.blobs))
+        self.values = {**source.tensors, **dict.fromkeys(sorted(source.blobs))}
         telling = partial(reporting, phase="load", rank=0, with_bar=True)
         self.reporting = partial(telling, save_id=source.save_id)
 
@@ -105,39 +103,29 @@ class Handle:
         self._is_closed = True
         self._store.close()
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self.tensors
-        yield from self.objects
-
-    def __len__(self) -> int:
-        return len(self.tensors) + len(self.objects)
-
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self.tensors or fqn in self.source.blobs
-
     def unknown(self, fqn: object) -> KeyError:
         """Return the error that says that there is no such name, and which are like it."""
         near: list[str] = []
-        if isinstance(fqn, str) and len(self) <= _MOST_SUGGESTED_FROM:
-            near = difflib.get_close_matches(fqn, list(self), n=3)
+        if isinstance(fqn, str) and len(self.values) <= _MOST_SUGGESTED_FROM:
+            near = difflib.get_close_matches(fqn, list(self.values), n=3)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
 
     def chosen(self, names: Names, prefix: str | None, other: Handle | None = None) -> list[str]:
         """Return the names that are wanted. Raises `KeyError` for one in neither of two."""
         if names is None or callable(names):
-            found = [fqn for fqn in self if names is None or names(fqn)]
+            found = [fqn for fqn in self.values if names is None or names(fqn)]
         else:
             wanted = dict.fromkeys([names] if isinstance(names, str) else names)
             for fqn in wanted:
-                if fqn not in self and (other is None or fqn not in other):
+                if fqn not in self.values and (other is None or fqn not in other.values):
                     raise self.unknown(fqn)
-            found = [fqn for fqn in wanted if fqn in self]
+            found = [fqn for fqn in wanted if fqn in self.values]
         return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
 
     def entry(self, fqn: str) -> Entry:
         """Return what a value is."""
-        info = self.tensors.get(fqn)
+        info = self.values.get(fqn)
         if info is None:
             return Entry(fqn=fqn)
         return Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
@@ -145,8 +133,7 @@ class Handle:
     def sharding(self, fqn: str) -> Sharding:
         """Return how a tensor is cut into chunks. Raises `KeyError`."""
         info = self.tensors[fqn]
-        owners = None if self.manifest is None else self.manifest.tensors[fqn].owners
-        return Sharding(shape=tuple(info.shape), boxes=info.boxes, owners=owners)
+        return Sharding(shape=info.shape, boxes=info.boxes, owners=info.owners or None)
 
     @contextmanager
     def session(self, what: str) -> Iterator[Store]:
@@ -170,22 +157,9 @@ class Handle:
     def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
         """Give a reader, and the places of chunks and blobs; explain errors of the block."""
         places: list[ChunkPlace] = []
-        with self.session("Reading from") as store:
-            try:
-                places += self.places(keys, store)
-                ranges = RangeReader(store, self.options, store.deadline, pacer=self._pacer)
-                yield ChunkReader(ranges), places
-            except (StorageError, IntegrityError, FormatError) as error:
-                # Gone or damaged, unless another writer has replaced files since.
-                if not isinstance(error, StorageError) or error.kind == "not-found":
-                    self._check_unchanged(store, places)
-                if isinstance(error, FormatError):
-                    raise
-                raise explained(error, places, self.source, phase=error.phase) from error
-            self._check_unchanged(store, places)
-
-    def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
-        self.source.check_unchanged(store, {place.path for place in places})
+        with self.session("Reading from") as store, explaining(self.source, store, places):
+            places += self.places(keys, store)
+            yield ChunkReader(RangeReader(store, self.options, pacer=self._pacer)), places
 
 
 OnBytes = Callable[[int], None]

@@ -100,7 +100,7 @@ def verify(  # the public surface, all keyword-only
     what = f"Verifying {location.url}"
     deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
-    ranges = _reader(store, deadline, thread_count, memory_limit_bytes)
+    ranges = _reader(store, thread_count, memory_limit_bytes)
     with deadline.governs(what):
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
@@ -137,7 +137,7 @@ def check_part(
     first problem, `CheckpointGoneError` if the save was replaced or deleted meanwhile, what opening
     raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
-    reader = _reader(store, deadline)
+    reader = _reader(store)
     check = _Check(reader, is_deep=deep, is_strict=True, part=number, part_count=count)
     with deadline.governs(f"Checking {store.url}"):
         try:
@@ -159,10 +159,7 @@ def part_bytes(store: Store, count: int, deadline: Deadline) -> list[int]:
 
 
 def _reader(
-    store: Store,
-    deadline: Deadline,
-    thread_count: int | None = None,
-    memory_limit_bytes: int | None = None,
+    store: Store, thread_count: int | None = None, memory_limit_bytes: int | None = None
 ) -> RangeReader:
     options = TransferOptions.for_storage(
         is_remote=store.capabilities.is_remote,
@@ -172,7 +169,7 @@ def _reader(
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
     )
-    return RangeReader(store, options, deadline)
+    return RangeReader(store, options)
 
 
 _Rank = tuple[int, dict[str, FileRef], list[Key]]

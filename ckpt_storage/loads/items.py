@@ -9,11 +9,11 @@ from functools import cache, lru_cache
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, box_selection
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
-from ckpt_storage.source.model import Source, explained
+from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
 from .resolving import dtype_name, is_freed
@@ -142,11 +142,6 @@ class LoadItems:
         """Return when all that is on its way to devices has arrived."""
         for ring in self._rings.values():
             ring.finish()
-
-    def explain(self, error: StorageError | IntegrityError) -> Exception:
-        """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
-        effect = "Targets of this load hold undefined values."
-        return explained(error, self.places, self._source, phase="load", effect=effect)
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Hand everything to the planner; all bytes were read and verified."""

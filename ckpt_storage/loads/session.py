@@ -21,11 +21,10 @@ from ckpt_storage.commit import publishing
 from ckpt_storage.errors import (
     CheckpointError,
     FormatError,
-    IntegrityError,
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     Phase,
@@ -33,15 +32,15 @@ from ckpt_storage.options import (
     RetryPolicy,
     Timeouts,
     TransferOptions,
+    check_choice,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import told_from_damage
-from ckpt_storage.source.model import Source
+from ckpt_storage.source.model import Source, explaining
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader
 from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -84,10 +83,7 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
-        if self.shared_reads not in {"auto", "never"}:
-            raise InvalidInputError(
-                f"shared_reads is {self.shared_reads!r}.", next_step="Give 'auto' or 'never'."
-            )
+        check_choice("shared_reads", self.shared_reads, Literal["auto", "never"])
         self.transfer_options(is_remote=True)
 
     def transfer_options(self, *, is_remote: bool) -> TransferOptions:
@@ -240,11 +236,13 @@ class LoadSession:
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
         options = settings.transfer_options(is_remote=store.capabilities.is_remote)
-        ranges = RangeReader(store, options, deadline)
+        ranges = RangeReader(store, options)
+        places: list[ChunkPlace] = []
+        effect = "Targets of this load hold undefined values."
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         with (
             deadline.governs(f"Loading from {store.url}", rank=self.rank),
-            told_from_damage(partial(source.check_unchanged, store)),
+            explaining(source, store, places, effect=effect),
             # Else torch makes a view of each sharded target that gradients would flow through.
             torch.no_grad(),
         ):
@@ -257,12 +255,12 @@ class LoadSession:
                 verify=settings.verify,
                 allow_lossy=settings.allow_lossy,
             )
+            places += items.places
             split = None if settings.shared_reads == "never" else items.split
             with nullcontext() if links is None else links.joined(ranges, split) as parts:
                 own, shared = parts or (items.reads, None)
                 self._read(items, own, ranges, shared)
             items.finish()
-            source.check_unchanged(store, {place.path for place in items.places})
         items.commit(unsafe_pickle=settings.unsafe_pickle)
         self._finish_publishing(deadline)
 
@@ -279,7 +277,7 @@ class LoadSession:
         reads = chunks.plan(own, turn=self.rank if is_remote else None)
         total_bytes = sum(read.stop - read.start for read in reads)
         total_bytes += 0 if shared is None else shared.total_bytes
-        ranges.deadline.watch.expect(total_bytes)
+        ranges.store.deadline.watch.expect(total_bytes)
         with reporting(
             self._settings.progress,
             phase="load",
@@ -289,14 +287,11 @@ class LoadSession:
             with_bar=self._is_coordinator,
         ) as on_bytes:
             run = partial(ranges.run, reads, on_bytes=on_bytes)
-            try:
-                if shared is None:
-                    run()
-                else:
-                    shared.run(run, on_bytes=on_bytes)
-                items.read_opaque(chunks)
-            except (StorageError, IntegrityError) as error:
-                raise items.explain(error) from error
+            if shared is None:
+                run()
+            else:
+                shared.run(run, on_bytes=on_bytes)
+            items.read_opaque(chunks)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:

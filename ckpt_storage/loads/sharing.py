@@ -211,10 +211,10 @@ class SharedReads:
         self._order = order
         self._reads = reads
         self._peers = peers
-        self._deadline = ranges.deadline
+        self._deadline = ranges.store.deadline
         # Each thread has one request under way.
         options = dataclasses.replace(ranges.options, thread_count=1)
-        alone = RangeReader(ranges.store, options, ranges.deadline, pacer=ranges.pacer)
+        alone = RangeReader(ranges.store, options, pacer=ranges.pacer)
         self._chunks = ChunkReader(alone, REMOTE_COSTS)
         self._window = window
         self._failures: list[BaseException] = []
@@ -361,12 +361,12 @@ class Links:
 
     def _has_reached(self, ranges: RangeReader) -> bool:
         try:
-            self.peers.join(self.operation, ranges.deadline, limit_s=_LINK_S)
+            self.peers.join(self.operation, ranges.store.deadline, limit_s=_LINK_S)
         except CheckpointError as error:
             failure = self.operation.failure()
             if failure is not None:
                 raise failure from error
-            ranges.deadline.check("Joining the ranks that share reads")
+            ranges.store.deadline.check("Joining the ranks that share reads")
             log.warning("Each rank reads for itself: %s", error)
             return False
         return True

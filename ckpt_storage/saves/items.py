@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.resolving import dtype_name, is_freed, plain_names
 

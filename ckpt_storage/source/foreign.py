@@ -20,9 +20,8 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, checked_path
+from ckpt_storage.format.names import BLOCKER, DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
@@ -58,6 +57,11 @@ class ForeignSource(Source):
         """Return where chunks and blobs lie."""
         return [self.held[key] for key in keys]
 
+    @property
+    def paths(self) -> set[str]:
+        """The files that hold the values."""
+        return {place.path for place in self.held.values()}
+
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is not there."""
         what = f"{self.store.url}: {place.path}, which {place.fqn} needs, is missing."
@@ -72,9 +76,9 @@ class StockSource(ForeignSource):
     options: TransferOptions
 
     @property
-    def lies_in_folders(self) -> bool:
-        """Whether a file of it lies in a folder of its own."""
-        return any("/" in item.relative_path for item in self.items.values())
+    def paths(self) -> set[str]:
+        """The files that hold the values."""
+        return {item.relative_path for item in self.items.values()}
 
     def _item_place(self, key: Key) -> ChunkPlace:
         fqn, offsets = key
@@ -106,7 +110,7 @@ class StockSource(ForeignSource):
         items = {key: self._item_place(key) for key in keys if key not in self.held}
         self.held.update((key, place) for key, place in items.items() if place.kind == "raw")
         unknown = {key: place for key, place in items.items() if key not in self.held}
-        ranges = RangeReader(self.store, self.options, self.store.deadline)
+        ranges = RangeReader(self.store, self.options)
         try:
             self.held.update(_heads(ranges, unknown, _HEAD_BYTES, self._raw_place))
         except StorageError as error:
@@ -230,7 +234,7 @@ def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -
         name: ChunkPlace(path=name, fqn="", start=0, size_bytes=size_bytes, file_bytes=size_bytes)
         for name, size_bytes in sizes.items()
     }
-    ranges = RangeReader(store, options, store.deadline)
+    ranges = RangeReader(store, options)
     headers = _heads(ranges, files, _HEADER_GUESS_BYTES, _header)
     sharded = any(header.saved_offsets is not None for header in headers.values())
     boxes: dict[str, list[Box]] = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
@@ -24,7 +25,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, concerns
 from ckpt_storage.transfer.workers import Workers
 
-from .filemarks import FileMarks
+from .filemarks import FileMarks, told_from_damage
 
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
@@ -33,7 +34,7 @@ SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", 
 
 
 _MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 15
-T = TypeVar("T")
+_M = TypeVar("_M", Manifest, RankManifest)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +65,11 @@ class Source(ABC):
     def check_unchanged(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if another writer touched its files, or these, since."""
         self.marks.check(store, paths)
+
+    @property
+    def paths(self) -> set[str]:
+        """The files that hold the values, as far as another writer's metadata tells them."""
+        return set()
 
     @abstractmethod
     def explain_missing(self, place: ChunkPlace) -> Exception:
@@ -253,7 +259,6 @@ def explained(
     places: Iterable[ChunkPlace],
     source: Source,
     *,
-    phase: str | None,
     effect: str = "",
 ) -> Exception:
     """Return `error`, which reading `places` raised, with what it means for their values.
@@ -277,9 +282,29 @@ def explained(
         offset=error.offset,
         path=place.path,
         rank=place.rank,
-        phase=phase,
+        phase=error.phase,
         next_step=error.next_step,
     )
+
+
+@contextmanager
+def explaining(
+    source: Source, store: Store, places: Sequence[ChunkPlace], *, effect: str = ""
+) -> Iterator[None]:
+    """Explain errors of the block, which reads `places`; these may grow meanwhile.
+
+    In place of damage, and at the end, raises `CheckpointGoneError` if another writer's files
+    changed.
+    """
+    with told_from_damage(partial(source.check_unchanged, store)):
+        try:
+            yield
+        except (StorageError, IntegrityError) as error:
+            told = explained(error, places, source, effect=effect)
+            if told is error:
+                raise
+            raise told from error
+    source.check_unchanged(store, {place.path for place in places})
 
 
 def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
@@ -320,14 +345,17 @@ def read_document(
         ) from error
 
 
-def _once(store: Store, reference: FileRef, read: Callable[[], T]) -> T:
-    """Return what `read` makes of a document, or made of it before: no save writes it again."""
-    kept = store.kept
-    if kept is None or reference.size_bytes > _MOST_KEPT_BYTES:
-        return read()
-    found: T | None = kept.get(reference)
-    if found is None:
-        found = read()
+def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
+    """Return a document of a save, or what was made of it before: no save writes it again."""
+    kept, path = store.kept, reference.path
+    if kept is not None and (known := kept.get(reference)) is not None:
+        return cast("_M", known)
+    data = read_document(store, reference, save_id=save_id)
+    found = kind.from_body(unseal(data, path=path), where=path)
+    if found.save_id != save_id:
+        what = f"{path} belongs to save {found.save_id}."
+        raise FormatError(what, path=path, next_step=DAMAGED)
+    if kept is not None and reference.size_bytes <= _MOST_KEPT_BYTES:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
         kept[reference] = found
@@ -337,19 +365,10 @@ def _once(store: Store, reference: FileRef, read: Callable[[], T]) -> T:
 def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
     """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
     reference = manifest.ranks[rank]
-    return _once(store, reference, partial(_read_rank_manifest, store, manifest, rank))
-
-
-def _read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
-    path, save_id = manifest.ranks[rank].path, manifest.save_id
-    document = read_document(store, manifest.ranks[rank], save_id=save_id)
-    found = RankManifest.from_body(unseal(document, path=path), where=path)
-    if (found.rank, found.save_id) != (rank, save_id):
-        raise FormatError(
-            f"{path} is the manifest of rank {found.rank} of save {found.save_id}.",
-            path=path,
-            next_step=DAMAGED,
-        )
+    found = _read(store, reference, manifest.save_id, RankManifest)
+    if found.rank != rank:
+        what = f"{reference.path} is the manifest of rank {found.rank}."
+        raise FormatError(what, path=reference.path, next_step=DAMAGED)
     return found
 
 
@@ -358,25 +377,11 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
 
     Raises as `read_document`, and `FormatError` if it is missing because newer slots were lost.
     """
-    reference, save_id = record.manifest, record.save_id
-    if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
+    if record.manifest is None or record.save_id is None:  # pragma: no cover  # never decoded so
         raise FormatError(f"{slot_path(record.slot)} names no manifest.")
-    return _once(store, reference, partial(_read_manifest, store, record, reference, save_id))
-
-
-def _read_manifest(store: Store, record: SlotRecord, reference: FileRef, save_id: str) -> Manifest:
     try:
-        document = read_document(store, reference, save_id=save_id)
+        return _read(store, record.manifest, record.save_id, Manifest)
     except IntegrityError:
         # Perhaps of a save that was superseded and freed, and the newer slots were lost.
         publishing.check_newest(store, record)
         raise
-    body = unseal(document, path=reference.path)
-    manifest = Manifest.from_body(body, where=reference.path)
-    if manifest.save_id != save_id:
-        raise FormatError(
-            f"{reference.path} belongs to save {manifest.save_id}.",
-            path=reference.path,
-            next_step=DAMAGED,
-        )
-    return manifest

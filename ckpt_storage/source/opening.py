@@ -18,7 +18,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 
 from .filemarks import FileMarks, listed
-from .foreign import ForeignSource, StockSource, open_safetensors, open_stock
+from .foreign import ForeignSource, open_safetensors, open_stock
 from .model import CommittedSource, Source, read_manifest
 
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
@@ -63,7 +63,7 @@ def open_source(store: Store, options: TransferOptions) -> Source:
         if ours is not None:
             return ours
         source = _open_foreign(store, found, options, is_deep=is_deep)
-        if is_deep or not isinstance(source, StockSource) or not source.lies_in_folders:
+        if is_deep or not any("/" in path for path in source.paths):
             return source
         # A save that ends between the listing and `.metadata` is seen by it.
         is_deep = True

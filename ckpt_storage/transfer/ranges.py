@@ -13,7 +13,6 @@ from itertools import groupby
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import Range
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
 from .pacing import READ_BUDGET, Pacer
@@ -56,17 +55,13 @@ class RangeReader:
     At most `options.thread_count` requests are under way in each `run`, fewer where the storage
     bears fewer; readers that follow one another pass the same `pacer`, which remembers. Buffers,
     and answers that clients hold, take at most `memory_limit_bytes` in all reads of the process.
+    All end by the deadline of the store.
     """
 
     def __init__(
-        self,
-        store: Store,
-        options: TransferOptions,
-        deadline: Deadline,
-        *,
-        pacer: Pacer | None = None,
+        self, store: Store, options: TransferOptions, *, pacer: Pacer | None = None
     ) -> None:
-        self.store, self.options, self.deadline = store, options, deadline
+        self.store, self.options = store, options
         # All at once: reads wait for the first byte, and a storage that has too many says so.
         self.pacer = pacer or Pacer(options.thread_count)
 
@@ -90,7 +85,7 @@ class _Run:
         self, reader: RangeReader, reads: Sequence[RangeRead], on_bytes: Callable[[int], None]
     ) -> None:
         self.given_up = threading.Event()
-        self.deadline = reader.deadline
+        self.deadline = reader.store.deadline
         self.on_bytes = on_bytes
         self._is_remote = reader.store.capabilities.is_remote
         self._limit_bytes = reader.options.memory_limit_bytes

@@ -29,7 +29,7 @@ from torch.utils import serialization
 
 from ckpt_storage import errors, verify
 from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3_server import S3Server

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.format.safetensors import (
     SafetensorsEntry,
     SafetensorsHeader,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.loads import resolving
 from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.testing.ranks import RankPool

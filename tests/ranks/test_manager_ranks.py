@@ -256,9 +256,9 @@ def test_a_check_that_does_not_end_is_given_up(
 
     def moves_for_ever(reader: RangeReader, *_: object, **__: object) -> None:
         while True:
-            reader.deadline.watch.advanced(1)
-            reader.deadline.check("The read")
-            reader.deadline.sleep(0.01)
+            reader.store.deadline.watch.advanced(1)
+            reader.store.deadline.check("The read")
+            reader.store.deadline.sleep(0.01)
 
     monkeypatch.setattr(RangeReader, "run", moves_for_ever)
     with (

@@ -76,7 +76,7 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
     ]
     threading.Timer(0.3, release.set).start()
     with pytest.raises(StorageError, match="no"):
-        RangeReader(store, TransferOptions(thread_count=2), Deadline("load", 60)).run(reads)
+        RangeReader(store, TransferOptions(thread_count=2)).run(reads)
     assert release.is_set()
     assert done == []
     assert READ_BUDGET.held_bytes == 0
@@ -271,7 +271,7 @@ def options_for(parts: int, threads: int = 16) -> TransferOptions:
 
 def read(store: Backend, options: TransferOptions, reads: list[RangeRead]) -> None:
     """Do the reads."""
-    RangeReader(Store(store, url="test://"), options, Deadline("load", 60)).run(reads)
+    RangeReader(Store(store, url="test://"), options).run(reads)
 
 
 @pytest.mark.parametrize("parts", [1, 3, 8])
@@ -302,9 +302,9 @@ def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
     got: dict[int, bytes] = {}
     options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
     with pytest.raises(AbandonedError):
-        RangeReader(store, options, Deadline("load", 60)).run(reads_of(4, got))
+        RangeReader(store, options).run(reads_of(4, got))
     again: dict[int, bytes] = {}
-    RangeReader(store, options, Deadline("load", 5)).run(reads_of(4, again))
+    RangeReader(store, options).run(reads_of(4, again))
     assert b"".join(again[number] for number in range(4)) == content(4)
     faults.script.release()
     store.close()
@@ -345,7 +345,7 @@ def test_a_piece_that_is_read_again_is_checked_again() -> None:
     size = 8 * len(block)
     into = memoryview(bytearray(size))
     whole = RangeRead(path="x", start=0, stop=size, into=into, check=check, block_bytes=len(block))
-    RangeReader(store, TransferOptions(thread_count=1), Deadline("load", 60)).run([whole])
+    RangeReader(store, TransferOptions(thread_count=1)).run([whole])
     store.close()
     assert backend.attempt_count == 2
     assert wrong == [0]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage import ConsolidationReport, RetryPolicy, consolidate
-from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import DTYPES
 
 INDEX = "model.safetensors.index.json"
 QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.01, max_delay_s=0.02)

@@ -21,7 +21,6 @@ from ckpt_storage.options import DEFAULT_PART_BYTES, TransferOptions
 from ckpt_storage.source.model import Source, SourceFormat
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.ranges import RangeReader
@@ -148,7 +147,7 @@ def reading(plan: Plan, source: MemorySource) -> Iterator[SegmentReader]:
     with contextlib.closing(open_store(f"memory://{uuid.uuid4().hex}")) as store:
         for key, data in source.payloads.items():
             store.put(source.place(*key).path, data)
-        ranges = RangeReader(store, TransferOptions(), Deadline("load", 60.0))
+        ranges = RangeReader(store, TransferOptions())
         yield SegmentReader(plan.files, source, ranges)
 
 

@@ -262,8 +262,8 @@ def resume_watched(rank: int, root: str, hanging_rank: int) -> tuple[int, list[s
         def run(self, reads: Any, **options: Any) -> None:
             counts.append(sum(read.stop - read.start for read in reads))
             while rank == hanging_rank and counts[-1] > 1_000_000:
-                self.deadline.check("The read")
-                self.deadline.sleep(0.01)
+                self.store.deadline.check("The read")
+                self.store.deadline.sleep(0.01)
             super().run(reads, **options)
 
     with (

@@ -18,7 +18,6 @@ from ckpt_storage.format.boxes import Box, WindowCopy
 from ckpt_storage.loads import sharing
 from ckpt_storage.loads.sharing import Key, ShareOrder, plan_shares
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
 from ckpt_storage.transfer.pacing import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
@@ -118,7 +117,7 @@ def planned(
     options = TransferOptions(
         thread_count=thread_count, part_bytes=part_bytes, block_bytes=BLOCK_BYTES
     )
-    ranges = RangeReader(cast("Store", None), options, Deadline("load", 60))
+    ranges = RangeReader(cast("Store", None), options)
     return ChunkReader(ranges, costs).plan(reads, gaps=gaps, turn=turn)
 
 

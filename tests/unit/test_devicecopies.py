@@ -24,7 +24,6 @@ from ckpt_storage.loads.targets import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves import items
 from ckpt_storage.saves.items import HostCopies, host_bytes
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, put
 from ckpt_storage.transfer.pacing import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
@@ -268,7 +267,7 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(
     ]
     options = TransferOptions(thread_count=4, part_bytes=8 * 1024, block_bytes=1024)
     costs = replace(LOCAL_COSTS, part_min_bytes=4 * 1024, window_bytes=8 * 1024)
-    ranges = RangeReader(local_store(str(tmp_path)), options, Deadline("load", 60))
+    ranges = RangeReader(local_store(str(tmp_path)), options)
     ChunkReader(ranges, costs).read(reads)
     ring.finish()
     assert torch.equal(targets[0], wanted[:, 24:].double())
