@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -19,7 +19,7 @@ from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.cleaning import delete_attempt
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.commit.slotlog import is_there, stat_if_there
 from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.errors import (
     CheckpointError,
@@ -36,9 +36,10 @@ from ckpt_storage.format.names import (
     shard_path,
 )
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import told_from_damage, watch_file
+from ckpt_storage.source.filemarks import FileMarks, told_from_damage
 from ckpt_storage.source.model import value_keys
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 
 from .folder import PlainFolder
@@ -266,8 +267,8 @@ class _Conversion(Task[ConvertReport]):
         """Open a checkpoint, or a file; nothing may be missing of it."""
         site, setting, file = self.site, self.setting, self.setting.source_file
         if file:
-            self.watch = watch_file(lambda: site.source, file)
             at = site.source.stat(file)
+            self.watch = partial(self._check_file, at)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
             found = Found(state=state or new_write_id())
             self.open(found)
@@ -286,6 +287,12 @@ class _Conversion(Task[ConvertReport]):
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.places(part)
         return found
+
+    def _check_file(self, before: ObjectInfo) -> None:
+        now = stat_if_there(self.site.source, self.setting.source_file)
+        if now != before:
+            what = "was written again" if now else "is gone"
+            raise FileMarks(url=self.site.source.url).gone(self.setting.source_file, what)
 
     def open(self, found: Found) -> None:
         setting = self.setting

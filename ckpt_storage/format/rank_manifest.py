@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,47 +185,30 @@ class RankManifest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileChecks:
-    """The checksums of one file: `crcs[i]` is of its bytes from `edges[i]` to `edges[i + 1]`.
+def checksums_of(
+    document: RankManifest, file: ShardFile
+) -> tuple[Sequence[int], Sequence[int], Sequence[str | None]]:
+    """Return the edges of the frames and blocks of a file, their checksums and their values.
 
-    They belong to the value `fqns[i]`, None in a file without values.
+    There is one edge more. The value is None in a file without any.
     """
-
-    path: str
-    rank: int
-    edges: Sequence[int]
-    crcs: Sequence[int]
-    fqns: Sequence[str | None]
-
-    @classmethod
-    def of_shard(cls, document: RankManifest, file: ShardFile) -> FileChecks:
-        """Return the checksums of the frames and blocks of a shard file."""
-        edges, crcs, fqns = array("q"), array("I"), list[str | None]()
-        frames, blocks, end = iter(file.frame_crcs), iter(file.block_crcs), 0
-        items = zip(file.fqn, file.payload_start, file.payload_bytes, strict=True)
-        for name, start, length in itertools.chain(items, [(-1, file.size_bytes, 0)]):
-            frame = next(frames)
-            if end < start:
-                edges.append(end)
-                crcs.append(frame)
-            starts = range(start, start + length, file.block_bytes)
-            edges.extend(starts)
-            crcs.extend(itertools.islice(blocks, len(starts)))
-            # The frame behind the last item is told by that item.
-            last = fqns[-1] if fqns else None
-            fqns += [last if name < 0 else document.fqns[name]] * (len(edges) - len(fqns))
-            end = start + length
-        edges.append(file.size_bytes)
-        return cls(path=file.path, rank=document.rank, edges=edges, crcs=crcs, fqns=fqns)
-
-    def span_of(self, offset: int) -> int:
-        """Return the number of the span that holds the byte at `offset`, the last one behind it."""
-        return min(bisect_right(self.edges, offset), len(self.crcs)) - 1
-
-    def damage(self, span: int) -> IntegrityError:
-        """Return the error that says that a span is not what was written."""
-        return wrong_block(self.path, self.edges[span], fqn=self.fqns[span], rank=self.rank)
+    edges, crcs, fqns = array("q"), array("I"), list[str | None]()
+    frames, blocks, end = iter(file.frame_crcs), iter(file.block_crcs), 0
+    items = zip(file.fqn, file.payload_start, file.payload_bytes, strict=True)
+    for name, start, length in itertools.chain(items, [(-1, file.size_bytes, 0)]):
+        frame = next(frames)
+        if end < start:
+            edges.append(end)
+            crcs.append(frame)
+        starts = range(start, start + length, file.block_bytes)
+        edges.extend(starts)
+        crcs.extend(itertools.islice(blocks, len(starts)))
+        # The frame behind the last item is told by that item.
+        last = fqns[-1] if fqns else None
+        fqns += [last if name < 0 else document.fqns[name]] * (len(edges) - len(fqns))
+        end = start + length
+    edges.append(file.size_bytes)
+    return edges, crcs, fqns
 
 
 def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) -> IntegrityError:

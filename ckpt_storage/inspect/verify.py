@@ -24,7 +24,7 @@ from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, begun_path
-from ckpt_storage.format.rank_manifest import FileChecks
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, gone, read_manifest
@@ -296,35 +296,37 @@ class _Check(Findings):
                 if file.path not in files:
                     continue
                 with self.noting(file.path, number):
-                    checks = FileChecks.of_shard(document, file)
                     size_bytes = self.store.stat(file.path).size_bytes
-                    if self.is_deep:
-                        reads += self._reads(checks, size_bytes)
-                    if size_bytes != file.size_bytes:
-                        end = min(size_bytes, file.size_bytes)
-                        cut = checks.span_of(min(end, file.size_bytes - 1))
-                        raise IntegrityError(
-                            f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
-                            offset=end,
-                            fqn=checks.fqns[cut] if checks.fqns else None,
-                            next_step=RESTORE,
-                        )
+                    reads += self._reads(document, file, size_bytes)
         return reads
 
-    def _reads(self, checks: FileChecks, size_bytes: int) -> Iterator[RangeRead]:
-        """Yield reads of the spans that are there, as many at a time as fit into a part."""
-        edges, first = checks.edges, 0
-        end = bisect_right(edges, size_bytes) - 1
+    def _reads(
+        self, document: RankManifest, file: ShardFile, size_bytes: int
+    ) -> Iterator[RangeRead]:
+        """Yield reads of what is there of a file, up to a part at a time; judge its length."""
+        edges, crcs, fqns = checksums_of(document, file)
+        first, end = 0, bisect_right(edges, size_bytes) - 1 if self.is_deep else 0
+
+        def judge(spans: range, view: memoryview) -> None:
+            origin, rank = edges[spans.start], document.rank
+            for span in spans:
+                part = view[edges[span] - origin : edges[span + 1] - origin]
+                if crc32c_of(part) != crcs[span]:
+                    self.add(wrong_block(file.path, edges[span], fqn=fqns[span], rank=rank))
+
         while first < end:
             fitting = bisect_right(edges, edges[first] + self.ranges.options.part_bytes) - 1
             stop = min(max(fitting, first + 1), end)
-            judge = partial(self._judge, checks, range(first, stop))
-            yield RangeRead(path=checks.path, start=edges[first], stop=edges[stop], done=judge)
+            done = partial(judge, range(first, stop))
+            yield RangeRead(path=file.path, start=edges[first], stop=edges[stop], done=done)
             first = stop
-
-    def _judge(self, checks: FileChecks, spans: range, view: memoryview) -> None:
-        origin = checks.edges[spans.start]
-        for span in spans:
-            part = view[checks.edges[span] - origin : checks.edges[span + 1] - origin]
-            if crc32c_of(part) != checks.crcs[span]:
-                self.add(checks.damage(span))
+        if size_bytes != file.size_bytes:
+            offset = min(size_bytes, file.size_bytes)
+            cut = min(bisect_right(edges, min(offset, file.size_bytes - 1)), len(crcs)) - 1
+            error = IntegrityError(
+                f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
+                offset=offset,
+                fqn=fqns[cut] if fqns else None,
+                next_step=RESTORE,
+            )
+            self.add(error, path=file.path, rank=document.rank)

@@ -109,22 +109,6 @@ def told_from_damage(check: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def watch_file(store: Callable[[], Store], path: str) -> Callable[[], None]:
-    """Return what raises `CheckpointGoneError` if a file changed since this call.
-
-    `store` returns the store of the phase. Raises `StorageError` if the file is not there now.
-    """
-    before = store().stat(path)
-    marks = FileMarks(url=store().url, of={}, is_deep=False)
-
-    def check() -> None:
-        now = slotlog.stat_if_there(store(), path)
-        if now != before:
-            raise marks.gone(path, "was written again" if now else "is gone")
-
-    return check
-
-
 def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
     """Return what lies in a folder; nothing if that is not there."""
     return slotlog.if_there(partial(store.list, folder, recursive=recursive)) or ()
