@@ -7,30 +7,9 @@ message has three parts: what failed, on which object and rank, what to do next.
 
 from __future__ import annotations
 
+import copyreg
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, ClassVar
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointGoneError",
-    "CheckpointInProgressError",
-    "CheckpointNotFoundError",
-    "CommitConflictError",
-    "CommitUnknownError",
-    "ConsolidationError",
-    "FormatError",
-    "IntegrityError",
-    "InvalidInputError",
-    "NotPublishedError",
-    "PhaseTimeoutError",
-    "RankFailedError",
-    "RankMismatchError",
-    "SaveCancelledError",
-    "StorageError",
-    "UnsafeContentError",
-    "UnsupportedByStoreError",
-]
 
 
 @dataclass(eq=False, repr=False)
@@ -52,6 +31,10 @@ class CheckpointError(Exception):
 
     def __post_init__(self, message: str) -> None:
         self.args = (f"{message} {self.next_step}" if self.next_step else message,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by `__init__`, which a derived class may have changed.
+        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         # OSError and its children print errno tuples; ours always print the sentence.
