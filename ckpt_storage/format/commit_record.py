@@ -88,11 +88,8 @@ class SlotRecord:
         get = Fields.of(body, "commit", where)
         kind = get.value("type", str)
         if kind not in {"commit", "fence", "deleted"}:
-            raise FormatError(
-                f"{where} is a record of type {kind!r}, which this release does not know.",
-                path=where,
-                next_step="Install a newer ckpt_storage.",
-            )
+            what = f"{where} is a record of type {kind!r}, which this release does not know."
+            raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
         user, is_commit = body.get("user"), kind == "commit"

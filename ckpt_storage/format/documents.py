@@ -98,27 +98,19 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
     actual, recorded = b"%08x" % crc32c_of(text), data[_DIGITS]
     begins = _HEAD.startswith(data[: len(_HEAD)])
     if not begins and _MIDDLE not in data[: _BODY_START + 1]:
-        raise FormatError(
-            f"{name} is not a document of a checkpoint: it begins with {data[:16]!r}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
+        what = f"{name} is not a document of a checkpoint: it begins with {data[:16]!r}."
+        raise FormatError(what, path=path, next_step=_WRONG_FILE)
     if data != b"".join((_HEAD, actual, _MIDDLE, text, _TAIL)):
-        raise IntegrityError(
+        what = (
             f"{name} is damaged: its body has CRC-32C {actual.decode()}, and {recorded!r} is "
-            "recorded.",
-            path=path,
-            offset=0,
-            next_step=DAMAGED,
+            "recorded."
         )
+        raise IntegrityError(what, path=path, offset=0, next_step=DAMAGED)
     try:
         return strict_json(text, dict)
     except (RecursionError, ValueError) as error:
-        raise FormatError(
-            f"{path} was written with a body that is not valid JSON: {error}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        ) from error
+        what = f"{path} was written with a body that is not valid JSON: {error}."
+        raise FormatError(what, path=path, next_step=_WRONG_FILE) from error
 
 
 def strict_json(text: bytes, kind: type[_T]) -> _T:
@@ -240,11 +232,8 @@ class Fields:
         found = body.get("format")
         match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
         if match is None or match[1] != kind or int(match[2]) < _MAJOR:
-            raise FormatError(
-                f"{where} has the format {found!r}; {format_of(kind)!r} belongs there.",
-                path=where,
-                next_step=_WRONG_FILE,
-            )
+            what = f"{where} has the format {found!r}; {format_of(kind)!r} belongs there."
+            raise FormatError(what, path=where, next_step=_WRONG_FILE)
         if int(match[2]) > _MAJOR:
             raise FormatError(
                 f"{where} has the format {found!r}; the highest version that this release of "

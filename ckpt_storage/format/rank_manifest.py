@@ -215,15 +215,11 @@ def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) ->
     """Return the error that says that what lies at a byte of a file is not what was written."""
     by = f" (written by rank {rank})" if rank is not None else ""
     what = f"a block of {fqn}" if fqn else "its content"
-    return IntegrityError(
+    told = (
         f"{path}{by} is damaged: {what} at byte {offset} does not have the checksum it was "
-        "written with.",
-        fqn=fqn,
-        offset=offset,
-        path=path,
-        rank=rank,
-        next_step=DAMAGED,
+        "written with."
     )
+    return IntegrityError(told, fqn=fqn, offset=offset, path=path, rank=rank, next_step=DAMAGED)
 
 
 def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:

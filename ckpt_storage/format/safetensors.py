@@ -80,10 +80,8 @@ def encode_safetensors_header(
         elif entry.dtype == _PAIRED and not shape:
             why = f"is a single {_PAIRED}"
         if why is not None or kind is None:
-            raise InvalidInputError(
-                f"The tensor {entry.name!r} {why}, so it cannot be written to safetensors.",
-                next_step="Exclude, rename or convert it.",
-            )
+            what = f"The tensor {entry.name!r} {why}, so it cannot be written to safetensors."
+            raise InvalidInputError(what, next_step="Exclude, rename or convert it.")
         if entry.dtype == _PAIRED:
             shape[-1] *= 2
         offsets = [entry.start, entry.end]
@@ -97,10 +95,8 @@ def encode_safetensors_header(
         ) from error
     text += b" " * (-(_LENGTH_BYTES + len(text)) % align_bytes)
     if len(text) > _MAX_HEADER_BYTES:
-        raise InvalidInputError(
-            f"The safetensors header would be {len(text)} bytes long; readers accept 100 MB.",
-            next_step="Spread the tensors over more files.",
-        )
+        what = f"The safetensors header would be {len(text)} bytes long; readers accept 100 MB."
+        raise InvalidInputError(what, next_step="Spread the tensors over more files.")
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -115,11 +111,8 @@ def parse_safetensors_header(
     try:
         return _parse(prefix, file_bytes)
     except _BadHeaderError as error:
-        raise FormatError(
-            f"The safetensors file {path} {error}.",
-            path=path,
-            next_step="Fetch or export it again.",
-        ) from error
+        what = f"The safetensors file {path} {error}."
+        raise FormatError(what, path=path, next_step="Fetch or export it again.") from error
 
 
 class _BadHeaderError(Exception):

@@ -225,10 +225,8 @@ class Checkpoint(Mapping[str, Any]):
             raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
         elif unknown := [one for one in tensors if numpy_name(one.dtype) is None]:
             listing = ", ".join(f"{one.fqn} ({one.dtype})" for one in unknown)
-            raise CheckpointError(
-                f"numpy has no types for {len(unknown)} tensors: {listing}.",
-                next_step="Pass kind='torch', or load the others by name.",
-            )
+            what = f"numpy has no types for {len(unknown)} tensors: {listing}."
+            raise CheckpointError(what, next_step="Pass kind='torch', or load the others by name.")
         total_bytes = sum(tensor.nbytes for tensor in tensors)
         with handle.reporting(progress, total_bytes=total_bytes) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]

@@ -169,12 +169,9 @@ def check_foreign(findings: Findings, source: Source) -> None:
             if found is None:
                 raise source.explain_missing(place)
             if found.size_bytes < end:
+                what = f"{path} has {found.size_bytes} bytes; {place.fqn} ends at byte {end}."
                 raise IntegrityError(
-                    f"{path} has {found.size_bytes} bytes; {place.fqn} ends at byte {end}.",
-                    path=path,
-                    fqn=place.fqn,
-                    offset=found.size_bytes,
-                    next_step=RESTORE,
+                    what, path=path, fqn=place.fqn, offset=found.size_bytes, next_step=RESTORE
                 )
 
 
@@ -278,23 +275,18 @@ def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
-    size_bytes, step = file.size_bytes, ranges.options.part_bytes
-    starts = range(0, size_bytes, step)
-    lengths = [min(step, size_bytes - start) for start in starts]
-    crcs = [0] * len(lengths)
+    step, crcs = ranges.options.part_bytes, dict[int, int]()
 
-    def take(number: int, view: memoryview) -> None:
-        crcs[number] = crc32c_of(view)
+    def take(start: int, view: memoryview) -> None:
+        crcs[start] = crc32c_of(view)
 
+    read = partial(RangeRead, path=file.path, file_bytes=file.size_bytes)
+    starts = range(0, file.size_bytes, step)
+    stops = [*starts[1:], file.size_bytes]
     reads = [
-        RangeRead(
-            path=file.path,
-            start=start,
-            stop=start + length,
-            done=partial(take, number),
-            file_bytes=size_bytes,
-        )
-        for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        read(start=start, stop=stop, done=partial(take, start))
+        for start, stop in zip(starts, stops, strict=False)
     ]
     ranges.run(reads, on_bytes=on_bytes)
-    return combine_many(crcs, lengths) == file.crc32c
+    lengths = [read.stop - read.start for read in reads]
+    return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c

@@ -73,11 +73,8 @@ def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
     except Exception as error:
         raise _not_loadable(error, place, "add_safe_globals.") from error
     if not isinstance(tensor, Tensor):
-        raise FormatError(
-            f"The item of {place.fqn} in {place.path} holds a {type(tensor).__name__}.",
-            path=place.path,
-            next_step="Check the metadata beside it.",
-        )
+        what = f"The item of {place.fqn} in {place.path} holds a {type(tensor).__name__}."
+        raise FormatError(what, path=place.path, next_step="Check the metadata beside it.")
     return tensor.detach()
 
 

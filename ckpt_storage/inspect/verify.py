@@ -273,11 +273,8 @@ class _Check(Findings):
         with self.noting(path, number):
             document = source.rank_manifest(number)
             if {file.path: file.ref() for file in document.files} != refs:
-                raise IntegrityError(
-                    f"{path} and the manifest do not describe the same files.",
-                    offset=0,
-                    next_step=RESTORE,
-                )
+                what = f"{path} and the manifest do not describe the same files."
+                raise IntegrityError(what, offset=0, next_step=RESTORE)
             for key in keys:
                 with self.noting():
                     source.places([key])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
 from .session import LoadSession, LoadSettings
-from .sharing import Links, ShareOrder
+from .sharing import ShareOrder, joined
 
 _MOST_LOOKS = 8
 """How often the newest checkpoint is looked for while saves overwrite what is read."""
@@ -154,5 +155,4 @@ def _run(
     final, order = operation.exchange((told, session.found()), decide)
     if final is not None:
         plan = planner.finish_plan(final)
-    links = None if order is None else Links(order=order, operation=operation, peers=peers)
-    session.read(plan, planner, links)
+    session.read(plan, planner, None if order is None else partial(joined, operation, peers, order))

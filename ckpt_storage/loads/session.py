@@ -257,7 +257,7 @@ class LoadSession:
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split
-            with nullcontext() if links is None else links.joined(ranges, split) as parts:
+            with nullcontext() if links is None else links(ranges, split) as parts:
                 own, shared = parts or (items.reads, None)
                 self._read(items, own, ranges, shared)
             items.finish()

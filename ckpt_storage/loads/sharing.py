@@ -15,7 +15,7 @@ import logging
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,6 +25,7 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
 from ckpt_storage.transfer.pacing import REMOTE_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
@@ -317,56 +318,57 @@ class SharedReads:
 
 
 _Split = tuple[Sequence[ChunkRead], Mapping[Key, Sequence[ChunkRead]]]
+Links = Callable[
+    [RangeReader, Callable[[ShareOrder], _Split | None] | None],
+    AbstractContextManager[tuple[Sequence[ChunkRead], SharedReads] | None],
+]
+"""The ways between ranks that share reads: `joined` on one of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """What one rank reads for others and they for it, and the ways between them."""
+@contextmanager
+def joined(
+    operation: Operation,
+    peers: Peers,
+    order: ShareOrder,
+    ranges: RangeReader,
+    split: Callable[[ShareOrder], _Split | None] | None,
+) -> Iterator[tuple[Sequence[ChunkRead], SharedReads] | None]:
+    """Give what this rank reads alone, and with others; None on all ranks if any cannot share.
 
-    order: ShareOrder
-    operation: Operation
-    peers: Peers
+    `split` tells the reads of a rank apart by what is shared; None: this rank shares nothing.
+    """
+    options, parts = ranges.options, None
+    # A unit goes through one buffer, which must not be more than a part may be.
+    most_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
+    if split is not None and order.unit_bytes <= most_bytes:
+        parts = split(order)
+    gather, deadline = operation.all_gather, ranges.store.deadline
+    is_joined = all(gather(parts is not None)) and all(gather(_join(operation, peers, deadline)))
+    try:
+        if parts is None or not is_joined:
+            yield None
+        else:
+            # With what a client holds of each; the rest is for this rank's own reads.
+            window = options.memory_limit_bytes // (4 * order.unit_bytes)
+            window = max(1, min(window, options.thread_count))
+            yield parts[0], SharedReads(order, parts[1], peers, ranges, window=window)
+    except BaseException:
+        # What is under way between these ranks belongs to nobody now.
+        is_joined = False
+        raise
+    finally:
+        if not is_joined:
+            peers.drop()
 
-    @contextmanager
-    def joined(
-        self, ranges: RangeReader, split: Callable[[ShareOrder], _Split | None] | None
-    ) -> Iterator[tuple[Sequence[ChunkRead], SharedReads] | None]:
-        """Give what this rank reads alone, and with others; None on all ranks if any cannot share.
 
-        `split` tells the reads of a rank apart by what is shared; None: this rank shares nothing.
-        """
-        order, options = self.order, ranges.options
-        parts = None
-        # A unit goes through one buffer, which must not be more than a part may be.
-        most_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
-        if split is not None and order.unit_bytes <= most_bytes:
-            parts = split(order)
-        gather = self.operation.all_gather
-        is_joined = all(gather(parts is not None)) and all(gather(self._has_reached(ranges)))
-        try:
-            if parts is None or not is_joined:
-                yield None
-            else:
-                # With what a client holds of each; the rest is for this rank's own reads.
-                window = options.memory_limit_bytes // (4 * order.unit_bytes)
-                window = max(1, min(window, options.thread_count))
-                yield parts[0], SharedReads(order, parts[1], self.peers, ranges, window=window)
-        except BaseException:
-            # What is under way between these ranks belongs to nobody now.
-            is_joined = False
-            raise
-        finally:
-            if not is_joined:
-                self.peers.drop()
-
-    def _has_reached(self, ranges: RangeReader) -> bool:
-        try:
-            self.peers.join(self.operation, ranges.store.deadline, limit_s=_LINK_S)
-        except CheckpointError as error:
-            failure = self.operation.failure()
-            if failure is not None:
-                raise failure from error
-            ranges.store.deadline.check("Joining the ranks that share reads")
-            log.warning("Each rank reads for itself: %s", error)
-            return False
-        return True
+def _join(operation: Operation, peers: Peers, deadline: Deadline) -> bool:
+    try:
+        peers.join(operation, deadline, limit_s=_LINK_S)
+    except CheckpointError as error:
+        failure = operation.failure()
+        if failure is not None:
+            raise failure from error
+        deadline.check("Joining the ranks that share reads")
+        log.warning("Each rank reads for itself: %s", error)
+        return False
+    return True

@@ -85,11 +85,9 @@ class FileMarks:
 
     def gone(self, path: str, what: str) -> CheckpointGoneError:
         """Return the error that says what became of a file."""
+        told = f"{self.url}: {path} {what} since this checkpoint was opened."
         return CheckpointGoneError(
-            f"{self.url}: {path} {what} since this checkpoint was opened.",
-            path=path,
-            phase="load",
-            next_step="Open it again to see what is there now.",
+            told, path=path, phase="load", next_step="Open it again to see what is there now."
         )
 
 

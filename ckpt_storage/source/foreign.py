@@ -235,7 +235,11 @@ def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -
         for name, size_bytes in sizes.items()
     }
     ranges = RangeReader(store, options)
-    headers = _heads(ranges, files, _HEADER_GUESS_BYTES, _header)
+
+    def parse(place: ChunkPlace, head: bytes) -> SafetensorsHeader | NeedMoreBytes:
+        return parse_safetensors_header(head, file_bytes=place.size_bytes, path=place.path)
+
+    headers = _heads(ranges, files, _HEADER_GUESS_BYTES, parse)
     sharded = any(header.saved_offsets is not None for header in headers.values())
     boxes: dict[str, list[Box]] = {}
     kinds: dict[str, tuple[str, int, str]] = {}
@@ -284,10 +288,6 @@ def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -
     )
 
 
-def _header(place: ChunkPlace, head: bytes) -> SafetensorsHeader | NeedMoreBytes:
-    return parse_safetensors_header(head, file_bytes=place.size_bytes, path=place.path)
-
-
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     """Return the tensor that chunks make: as large as they reach, without a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
@@ -322,9 +322,6 @@ def _read_index(store: Store) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(key, str) and isinstance(value, str) for key, value in weight_map.items()
     ):
-        raise FormatError(
-            f"{store.url}: {INDEX_NAME} has no readable weight_map.",
-            path=INDEX_NAME,
-            next_step=_RESTORE,
-        )
+        what = f"{store.url}: {INDEX_NAME} has no readable weight_map."
+        raise FormatError(what, path=INDEX_NAME, next_step=_RESTORE)
     return {fqn: checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}

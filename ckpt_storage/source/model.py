@@ -23,7 +23,7 @@ from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, concerns
-from ckpt_storage.transfer.workers import Workers
+from ckpt_storage.transfer.workers import some_at_once
 
 from .filemarks import FileMarks, told_from_damage
 
@@ -158,18 +158,6 @@ class CommittedSource(Source):
             self._ranks[rank] = read_rank_manifest(self.store, self.manifest, rank)
         return self._ranks[rank]
 
-    def _fetch_all(self, ranks: set[int]) -> None:
-        if len(ranks) == 1:
-            # A thread for it would take longer than a read from a disk.
-            self.rank_manifest(*ranks)
-        elif ranks:
-            count = min(self.options.thread_count, len(ranks))
-            deadline = self.store.deadline
-            with Workers(count, name="read rank manifests", deadline=deadline) as workers:
-                for rank in sorted(ranks):
-                    workers.submit(partial(self.rank_manifest, rank))
-                workers.drain()
-
     def _chunk(self, fqn: str, offsets: tuple[int, ...] | None) -> tuple[Box | None, int]:
         """Return the chunk at `offsets`, None for a blob, and the rank that wrote it."""
         if offsets is None:
@@ -198,7 +186,14 @@ class CommittedSource(Source):
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie; the manifests of their ranks are fetched."""
         chunks = [self._chunk(*key) for key in keys]
-        self._fetch_all({rank for _, rank in chunks} - self._ranks.keys())
+        ranks = sorted({rank for _, rank in chunks} - self._ranks.keys())
+        fetch = [partial(self.rank_manifest, rank) for rank in ranks]
+        if len(fetch) == 1:
+            # A thread for it would take longer than a read from a disk.
+            fetch[0]()
+        elif fetch:
+            what, deadline = "read rank manifests", self.store.deadline
+            some_at_once(fetch, self.options.thread_count, name=what, deadline=deadline)
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
 
     def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:
@@ -235,12 +230,8 @@ class CommittedSource(Source):
         )
 
     def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
-        return FormatError(
-            f"The manifest says that {what}; the rank manifest of rank {rank} {instead}.",
-            path=self.manifest.ranks[rank].path,
-            rank=rank,
-            next_step=DAMAGED,
-        )
+        told = f"The manifest says that {what}; the rank manifest of rank {rank} {instead}."
+        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=DAMAGED)
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""

@@ -109,11 +109,9 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
     """Return the error that says why nothing can be loaded, and what to do."""
     last = found.last
     if last is not None and last.type == "deleted":
+        told = f"{store.url} was deleted at {last.created_at} by process {last.pid} on {last.host}."
         return CheckpointGoneError(
-            f"{store.url} was deleted at {last.created_at} by process {last.pid} on {last.host}.",
-            path=store.url,
-            phase="load",
-            next_step="Load another checkpoint.",
+            told, path=store.url, phase="load", next_step="Load another checkpoint."
         )
     local = next((name for name in names if _RANK_LOCAL.fullmatch(name)), None)
     if local is not None and f"{SAVES}/" not in names:
