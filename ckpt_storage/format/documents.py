@@ -13,7 +13,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -388,13 +388,7 @@ class LazyList(Sequence[_T]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> _T: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[_T]: ...
-
-    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # a value; of a slice a list
         found = range(self._count)[index]
         return self._make(found) if isinstance(found, int) else list(map(self._make, found))
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ckpt_storage.errors import FormatError
-
 from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import INDEX_NAME, is_save_id
 
@@ -69,44 +67,23 @@ def _to_json(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _string(get: Fields, key: str) -> str:
-    return get.value(key, str)
+def _is_fingerprint(text: str) -> bool:
+    return _FINGERPRINT.fullmatch(text) is not None
+
+
+def _are_parts(parts: list[Any]) -> bool:
+    return all(isinstance(part, list) for part in parts)
 
 
 def _text(get: Fields, key: str) -> str:
-    return str(get.body.get(key, ""))
-
-
-def _fingerprint(get: Fields, key: str) -> str:
-    text = get.value(key, str)
-    if not _FINGERPRINT.fullmatch(text):
-        raise FormatError(
-            f"{get.where} has {text!r:.80} where a fingerprint should be.",
-            path=get.where,
-            next_step="Delete the folder of the export and consolidate again.",
-        )
-    return text
-
-
-def _save_id(get: Fields, key: str) -> str | None:
-    save_id = get.body.get(key)
-    if save_id is not None and not (isinstance(save_id, str) and is_save_id(save_id)):
-        get.fail(f"has {save_id!r:.80} where a save id should be")
-    return save_id
-
-
-def _parts(get: Fields, key: str) -> list[list[Any]]:
-    parts: list[list[Any]] = get.value(key, list, [])
-    if not all(isinstance(part, list) for part in parts):
-        get.fail("has no list of parts")
-    return parts
+    return get.value(key, str, "")
 
 
 _FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
-    "fingerprint": _fingerprint,
-    "save_id": _save_id,
-    "run_id": _string,
-    "source_format": _string,
+    "fingerprint": lambda get, key: get.value(key, str, ok=_is_fingerprint),
+    "save_id": lambda get, key: get.value(key, str, ok=is_save_id) if key in get else None,
+    "run_id": _text,
+    "source_format": _text,
     "source": _text,
     "index": lambda get, key: get.object(key).ref(),
     "files": lambda get, key: tuple(one.ref() for one in get.objects(key)),
@@ -114,7 +91,7 @@ _FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
     "file": lambda get, key: get.object(key).ref(),
     "token": _text,
     "write_id": _text,
-    "parts": _parts,
+    "parts": lambda get, key: get.value(key, list, [], ok=_are_parts),
 }
 
 
@@ -209,7 +186,7 @@ class IndexTag:
             fingerprint, save_id = metadata["fingerprint"], metadata["save_id"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+        if not isinstance(fingerprint, str) or not _is_fingerprint(fingerprint):
             return None
         return cls(
             fingerprint=fingerprint,

@@ -28,8 +28,8 @@ from .documents import (
     pack_crcs,
     pack_names,
 )
-from .names import rank_manifest_path, shard_path, stock_copy_path
-from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, save_id_of, ties_of
+from .names import is_save_id, rank_manifest_path, shard_path, stock_copy_path
+from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, ties_of
 
 PlannerData = dict[str, tuple[str | int, ...]]
 
@@ -129,7 +129,8 @@ class Manifest:
         that leaves the checkpoint.
         """
         get = Fields.of(body, "manifest", where)
-        save_id, world_size = save_id_of(get), get.count("world_size")
+        save_id = get.value("save_id", str, ok=is_save_id)
+        world_size = get.count("world_size")
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
         tensors = _tensors_of(get, world_size)

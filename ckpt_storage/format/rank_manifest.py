@@ -162,7 +162,9 @@ class RankManifest:
         Raises `FormatError` for anything that contradicts itself.
         """
         get = Fields.of(body, "rank", where)
-        save_id, rank, fqns = save_id_of(get), get.count("rank"), get.names("fqns")
+        # Paths are made of it.
+        save_id = get.value("save_id", str, ok=is_save_id)
+        rank, fqns = get.count("rank"), get.names("fqns")
         dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
         item_bytes = np.array([DTYPES[name].item_bytes for name in dtypes], dtype=np.int64)
         volumes = [box.volume if box.volume <= MOST_COUNT else -1 for box in boxes]
@@ -242,14 +244,6 @@ def boxes_from_json(get: Fields) -> list[Box]:
         Box(tuple(offsets[start:end]), tuple(sizes[start:end]))
         for start, end in zip([0, *ends], ends, strict=False)
     ]
-
-
-def save_id_of(get: Fields) -> str:
-    """Return the save id of a document; paths are made of it."""
-    save_id = get.value("save_id", str)
-    if not is_save_id(save_id):
-        get.fail(f"has {save_id!r:.80} where a save id should be")
-    return save_id
 
 
 def dtypes_of(get: Fields) -> list[str]:
