@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import itemgetter
 from typing import Literal
 
@@ -254,30 +255,20 @@ class _Plan:
         if memory is None:
             self._add_windows(read, first, last)
             return
-        ranges = self._direct.setdefault(read.place.path, [])
-        if self._copies_beat_requests:
-            # A part that holds an edge is copied: no request for the edge alone.
-            step = self._even_step(last - first, read)
-            for at in range(first, last, step):
-                end = min(at + step, last)
-                if start <= at and end <= stop:
-                    ranges.append(_into(read.place, memory[at - start : end - start], at))
-                else:
-                    self._add_windows(read, at, end)
-            return
         step = self._step(self._part_bytes, read)
-        for at in range(inner_start, inner_stop, step):
-            end = min(at + step, inner_stop)
-            ranges.append(_into(read.place, memory[at - start : end - start], at))
-        self._add_windows(read, first, inner_start)
-        self._add_windows(read, inner_stop, last)
-
-    def _even_step(self, length: int, read: ChunkRead) -> int:
-        """Return a step that cuts `length` into parts of nearly one size, none beyond a part's."""
-        most = self._step(self._part_bytes, read)
-        part_count = -(-length // most)
-        fair = -(-length // part_count)
-        return min(most, fair + -fair % read.place.block_bytes)
+        if self._copies_beat_requests:
+            # Parts of nearly one size. One that holds an edge is copied: no request for it alone.
+            fair = -(-(last - first) // -(-(last - first) // step))
+            step = min(step, fair + -fair % block)
+            cuts = [*range(first, last, step), last]
+        else:
+            cuts = sorted({first, *range(inner_start, inner_stop, step), inner_stop, last})
+        ranges = self._direct.setdefault(read.place.path, [])
+        for at, end in pairwise(cuts):
+            if start <= at and end <= stop:
+                ranges.append(_into(read.place, memory[at - start : end - start], at))
+            else:
+                self._add_windows(read, at, end)
 
     def _step(self, most: int, read: ChunkRead) -> int:
         block = read.place.block_bytes
