@@ -57,7 +57,7 @@ _LONG = (
     "test_integration_examples",
     "test_integration_transformers",
     "test_saver_workers",
-    "test_dcp_modes",
+    "test_dcp_saves",
     "test_benchmarks",
     "test_consolidate",
 )
@@ -65,8 +65,10 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of each tier, and let long files begin."""
+    """Mark the tests of each tier, and let long files begin; each test states its fact."""
     for item in items:
+        if item.name.startswith("test_") and not getattr(item, "obj", item).__doc__:
+            raise pytest.UsageError(f"{item.nodeid} needs a docstring: the fact that it holds")
         if item.path.parent.name in _TIERS:
             item.add_marker(item.path.parent.name)
     rank = {name: number for number, name in enumerate(_LONG)}
@@ -107,49 +109,44 @@ webdav_server = _session_server("webdav", servers.webdav)
 sftp_server = _session_server("sftp", servers.sftp)
 
 
-@pytest.fixture
-def moto_root(moto_server: Running) -> Running:
-    """A new bucket at moto."""
-    bucket = _bucket()
-    assert servers.ask(moto_server.url, "PUT", f"/{bucket}")[0] == 200
-    return replace(moto_server, url=f"s3://{bucket}/run")
+def _new_root(
+    name: str, make: Callable[[Running, str], str]
+) -> Callable[[pytest.FixtureRequest], Running]:
+    """Return a fixture: a root at a server, in a bucket or folder of its own."""
+
+    @pytest.fixture(name=f"{name}_root")
+    def root(request: pytest.FixtureRequest) -> Running:
+        running: Running = request.getfixturevalue(f"{name}_server")
+        return replace(running, url=make(running, f"test-{uuid.uuid4().hex[:20]}"))
+
+    return root
 
 
-@pytest.fixture
-def gcs_root(gcs_server: Running) -> Running:
-    """A new bucket at fake-gcs-server."""
-    bucket = _bucket()
-    given = f'{{"name": "{bucket}"}}'.encode(), {"Content-Type": "application/json"}
-    assert servers.ask(gcs_server.url, "POST", "/storage/v1/b?project=test", *given)[0] == 200
-    return replace(gcs_server, url=f"gs://{bucket}/run")
+def _moto_bucket(running: Running, name: str) -> str:
+    assert servers.ask(running.url, "PUT", f"/{name}")[0] == 200
+    return f"s3://{name}/run"
 
 
-@pytest.fixture
-def azure_root(azure_server: Running) -> Running:
-    """A new container at Azurite."""
+def _gcs_bucket(running: Running, name: str) -> str:
+    given = f'{{"name": "{name}"}}'.encode(), {"Content-Type": "application/json"}
+    assert servers.ask(running.url, "POST", "/storage/v1/b?project=test", *given)[0] == 200
+    return f"gs://{name}/run"
+
+
+def _azure_container(running: Running, name: str) -> str:
     from azure.storage.blob import BlobServiceClient  # noqa: PLC0415  # not on every machine
 
-    container = _bucket()
-    connection = azure_server.storage_options["connection_string"]
+    connection = running.storage_options["connection_string"]
     with BlobServiceClient.from_connection_string(connection) as client:
-        client.create_container(container)
-    return replace(azure_server, url=f"az://{container}/run")
+        client.create_container(name)
+    return f"az://{name}/run"
 
 
-@pytest.fixture
-def webdav_root(webdav_server: Running) -> Running:
-    """A new folder at WsgiDAV, not yet made."""
-    return replace(webdav_server, url=f"webdav://{_bucket()}/run")
-
-
-@pytest.fixture
-def sftp_root(sftp_server: Running) -> Running:
-    """A new folder at the SFTP server, not yet made."""
-    return replace(sftp_server, url=f"{sftp_server.url}/{_bucket()}/run")
-
-
-def _bucket() -> str:
-    return f"test-{uuid.uuid4().hex[:20]}"
+moto_root = _new_root("moto", _moto_bucket)
+gcs_root = _new_root("gcs", _gcs_bucket)
+azure_root = _new_root("azure", _azure_container)
+webdav_root = _new_root("webdav", lambda _, name: f"webdav://{name}/run")
+sftp_root = _new_root("sftp", lambda running, name: f"{running.url}/{name}/run")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class EndedKeys(threads.MemoryKeys):
     """A store as a process sees it that is ended as soon as it has left a message."""
 
     def __init__(self, keys: threads.MemoryKeys) -> None:
-        self._values, self._lock = keys._values, keys._lock  # noqa: SLF001  # the same memory
+        self._values = keys._values  # noqa: SLF001  # the same memory
         self._has_ended = False
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:

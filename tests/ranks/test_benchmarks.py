@@ -14,7 +14,6 @@ from scale import Figures, simulate  # noqa: E402
 
 
 def grown(few: Figures, many: Figures) -> dict[str, float]:
-    """Return how many times as much more ranks take."""
     return {name: many[name] / few[name] for name in few if few[name]}
 
 

@@ -1,11 +1,16 @@
-"""Ranks export, convert and copy exactly what was saved, after a save or by themselves."""
+"""Ranks export, convert and copy exactly what was saved, after a save or by themselves.
+
+Consolidation keeps all ranks busy, wherever it goes (pytorch/torchtitan#1625).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +21,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate_cases import check, check_report, files_in
 from copy_cases import files_below, head_of, save, save_files
-from dcp_cases import seeded
+from dcp_cases import assert_holds, cut, seeded
+from front_door_cases import caught
+from on_ranks import gathered, on_ranks
 from safetensors import safe_open
-from test_dcp_memory import Peak
+from test_dcp_memory import peak_mib
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, ConsolidateOptions, ConsolidationError, SaveState
-from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
+from ckpt_storage import AsyncSaver, ConsolidateOptions, SaveState, errors
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import TargetFormat, convert
 from ckpt_storage.export.copy import copy
@@ -32,6 +42,7 @@ from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.options import ProgressEvent, Timeouts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3_server import S3Server
 
 MIB = 1 << 20
 TIMEOUT_S = 60.0
@@ -59,10 +70,8 @@ def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path) -> No
     assert weights(tmp_path / "one") == weights(url / "hf")
 
 
-def save_foreign(_rank: int, folder: Path) -> None:
-    """Save with torch's own writers; the first keeps strides, so views are left out."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
-
+def _save_foreign(_rank: int, folder: Path) -> None:
+    # The first keeps strides, so views are left out.
     state = cases.sharded_state(["bfloat16"])
     plain = {name: value for name, value in state.items() if "turned" not in name}
     dcp.save(plain, storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=False))
@@ -74,68 +83,57 @@ def save_foreign(_rank: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checkpoints_of_torchs_writers_are_exported(ranks: RankPool, tmp_path: Path) -> None:
     """Shards of both of torch's writers; without a save id, changed files make the export anew."""
-    ranks.run(save_foreign, tmp_path, world_size=2)
-    for kind in ("dcp", "dcp_safetensors"):
+    ranks.run(_save_foreign, tmp_path, world_size=2)
+    for kind in ("dcp_safetensors", "dcp"):
         url = tmp_path / kind
         first = ranks.run(cases.export, url, world_size=2)[0]
-        kept = {
-            name: value
-            for name, value in cases.whole_state(["bfloat16"]).items()
-            if "large" in name or (kind == "dcp" and "turned" not in name)
-        }
-        check(files_in(url / "hf"), kept)
+        state = cases.whole_state(["bfloat16"])
+        kept = [n for n in state if "large" in n or (kind == "dcp" and "turned" not in n)]
+        check(files_in(url / "hf"), {name: state[name] for name in kept})
         assert (first.source_format, first.save_id) == (kind, None)
-    url = tmp_path / "dcp"
-    first, again = (ranks.run(cases.export, url, world_size=count)[0] for count in (2, 3))
-    assert again.resumed == ("model.safetensors",)
-    ranks.run(save_foreign, tmp_path, world_size=2)
-    again = ranks.run(cases.export, url, world_size=2)[0]
-    assert not again.resumed
-    assert again.fingerprint != first.fingerprint
+        again = ranks.run(cases.export, url, world_size=3)[0]
+        assert again.resumed == ("model.safetensors",)
+    ranks.run(_save_foreign, tmp_path, world_size=2)
+    last = ranks.run(cases.export, tmp_path / "dcp", world_size=2)[0]
+    assert not last.resumed
+    assert last.fingerprint != first.fingerprint
 
 
 def model() -> dict[str, Any]:
-    """Return a small model."""
     return {"model": {f"w{i}": seeded(i, 4000, 50) for i in range(6)}}
 
 
-def disagree(rank: int, url: Path, limit: str) -> None:
-    """Consolidate with a function that answers differently, and an option of rank 1's own."""
-    consolidate(url, max_file_bytes=limit if rank else "5GB", rename=lambda fqn: f"{rank}.{fqn}")
-
-
-def test_ranks_that_disagree_are_told_so(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks()
+def test_ranks_that_disagree_are_told_so(rank: int, tmp_path: Path) -> None:
     """What differs, or is wrong on one rank, is an error on all that names it; nothing is made."""
-    ckpt_storage.save(model(), tmp_path / "run")
-    outcomes = ranks.outcomes(disagree, tmp_path / "run", "5GB", world_size=2)
-    assert {type(outcome.error) for outcome in outcomes} == {RankMismatchError}
-    zero, one = ranks.outcomes(disagree, tmp_path / "run", "much", world_size=2)
-    assert "much" in str(zero.error)
-    assert "ank 1" in str(zero.error)
-    assert isinstance(one.error, InvalidInputError)
-    assert files_in(tmp_path / "run" / "hf") == {}
+    url = tmp_path / "run"
+    ckpt_storage.save(model(), url)
+    error = caught(consolidate, url, rename=lambda fqn: f"{rank}.{fqn}")
+    assert isinstance(error, errors.RankMismatchError)
+    error = caught(consolidate, url, max_file_bytes="much" if rank else "5GB")
+    assert type(error) is (errors.InvalidInputError if rank else errors.RankFailedError)
+    assert "much" in str(error)
+    assert error.rank == 1
+    assert files_in(url / "hf") == {}
 
 
-def export_in_a_group(rank: int, url: Path) -> tuple[Any, list[ProgressEvent]]:
-    """Consolidate on ranks 1 and 2, and note the progress."""
-    events: list[ProgressEvent] = []
-    group = dist.new_group([1, 2], backend="gloo")
-    report = consolidate(url, process_group=group, progress=events.append) if rank else None
-    return report, events
-
-
-def test_a_group_of_some_ranks_exports(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(3)
+def test_a_group_of_some_ranks_exports(rank: int, tmp_path: Path) -> None:
     """`process_group=` of two of three ranks: these do it, each told of its own bytes."""
     ckpt_storage.save(model(), tmp_path / "run")
-    (nothing, _), *told = ranks.run(export_in_a_group, tmp_path / "run", world_size=3)
-    assert nothing is None
-    assert told[0][0] == told[1][0]
-    check(files_in(tmp_path / "run" / "hf"), model()["model"])
-    for rank, (report, events) in enumerate(told):
+    group = dist.new_group([1, 2], backend="gloo")
+    report = None
+    if rank:
+        events: list[ProgressEvent] = []
+        report = consolidate(tmp_path / "run", process_group=group, progress=events.append)
         last = events[-1]
-        assert (last.phase, last.rank) == ("consolidate", rank)
-        assert last.done_bytes == last.total_bytes == report.rank_bytes[rank]
+        assert (last.phase, last.rank) == ("consolidate", rank - 1)
+        assert last.done_bytes == last.total_bytes == report.rank_bytes[rank - 1]
         assert last.save_id is not None
+        check(files_in(tmp_path / "run" / "hf"), model()["model"])
+    reports = gathered(report)
+    assert reports[0] is None
+    assert reports[1] == reports[2]
 
 
 LIMIT_MIB = 64
@@ -143,37 +141,32 @@ SLACK_MIB = 64
 ROWS = 300 * MIB // 2 // 8192
 
 
-def save_big(rank: int, path: Path) -> None:
-    """Save one tensor of 300 MiB, in column shards."""
+def _save_columns(rank: int, path: Path) -> None:
     local = torch.full((ROWS, 4096), rank + 0.5, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2,))
     tensor = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
     ckpt_storage.save({"w": tensor}, path, sync_files=False)
 
 
-def peak_of_a_consolidation(_rank: int, path: Path) -> float:
-    """Consolidate after a small one that starts what the first one starts."""
+def _peak_mib(_rank: int, path: Path) -> float:
+    # What the first consolidation starts does not count.
     ckpt_storage.save({"x": torch.ones(8)}, path / "warm")
     consolidate(path / "warm")
-    with Peak() as peak:
-        consolidate(path / "run", memory_limit_bytes=LIMIT_MIB * MIB)
-    return peak.mib
+    return peak_mib(consolidate, path / "run", memory_limit_bytes=LIMIT_MIB * MIB)
 
 
 def test_one_large_tensor_is_never_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     """300 MiB in two shards are exported within 64 MiB of buffers and what a process needs."""
-    ranks.run(save_big, tmp_path / "run", world_size=2)
-    (peak_mib,) = ranks.run(peak_of_a_consolidation, tmp_path, world_size=1)
-    assert peak_mib < LIMIT_MIB + SLACK_MIB
+    ranks.run(_save_columns, tmp_path / "run", world_size=2)
+    assert ranks.run(_peak_mib, tmp_path, world_size=1)[0] < LIMIT_MIB + SLACK_MIB
     with safe_open(tmp_path / "run" / "hf" / "model.safetensors", framework="pt") as found:
         part = found.get_slice("w")
         assert part.get_shape() == [ROWS, 8192]
-        corners = torch.stack([part[:1, :1], part[:1, -1:], part[-1:, :1], part[-1:, -1:]])
-    assert corners.flatten().tolist() == [0.5, 1.5, 0.5, 1.5]
+        corners = [float(part[row][column]) for row in (0, -1) for column in (0, -1)]
+    assert corners == [0.5, 1.5, 0.5, 1.5]
 
 
 def state() -> dict[str, Any]:
-    """Return a model with other things beside it."""
     return {
         "model": {"a.weight": torch.arange(1000.0).reshape(10, 100), "b": torch.ones(3)},
         "optimizer": {"moment": torch.zeros(4)},
@@ -181,64 +174,49 @@ def state() -> dict[str, Any]:
     }
 
 
-def saved(_rank: int, folder: str, mode: Any) -> tuple[str | None, str]:
-    """Save with an export at its usual place, or in the background to several files elsewhere."""
-    if mode is None:
-        info = ckpt_storage.save(state(), f"{folder}/one", consolidate=True, timeout=TIMEOUT_S)
-        assert info.save_id == ckpt_storage.list_checkpoints(folder)[0].save_id
-        return info.export, "COMMITTED"
-    options = ConsolidateOptions(max_file_bytes=3000, output=f"{folder}/out")
-    with AsyncSaver(mode=mode, timeout=TIMEOUT_S) as saver:
-        handle = saver.save(state(), f"{folder}/one", consolidate=options)
-        return handle.result().export, handle.state.name
-
-
 @pytest.mark.parametrize("mode", [None, "thread", "process"])
-def test_a_save_exports_what_it_committed(ranks: RankPool, tmp_path: Path, mode: Any) -> None:
+@on_ranks()
+def test_a_save_exports_what_it_committed(tmp_path: Path, mode: Any) -> None:
     """Saves in the foreground, in threads and workers export, with all options, and say where."""
-    outcomes = ranks.run(saved, str(tmp_path), mode, world_size=2)
-    output = tmp_path / ("out" if mode else "one/hf")
-    assert outcomes == [(output.as_uri(), "COMMITTED")] * 2
+    url, output = tmp_path / "one", tmp_path / ("out" if mode else "one/hf")
+    if mode is None:
+        info = ckpt_storage.save(state(), url, consolidate=True, timeout=TIMEOUT_S)
+    else:
+        options = ConsolidateOptions(max_file_bytes=3000, output=output)
+        with AsyncSaver(mode=mode, timeout=TIMEOUT_S) as saver:
+            handle = saver.save(state(), url, consolidate=options)
+            info = handle.result()
+            assert handle.state is SaveState.COMMITTED
+    assert info.export == output.as_uri()
+    assert info.save_id == ckpt_storage.list_checkpoints(tmp_path)[0].save_id
     check(files_in(output), state()["model"])
     assert len(list(output.glob("*.safetensors"))) == (2 if mode else 1)
-    assert ckpt_storage.verify(str(tmp_path / "one")).ok
+    assert ckpt_storage.verify(url).ok
 
 
-def failed(rank: int, folder: str) -> tuple[str, Any, str]:
-    """Fail after the commit; return the error, what it carries, and the state of the save."""
+@on_ranks()
+def test_a_failed_export_leaves_the_checkpoint_committed(tmp_path: Path) -> None:
+    """The error carries the committed checkpoint, the state stays COMMITTED, on all ranks."""
     options = ConsolidateOptions(include=["nothing.like.it"])
     with AsyncSaver(mode="process", timeout=TIMEOUT_S) as saver:
-        handle = saver.save(state(), f"{folder}/one", consolidate=options)
+        handle = saver.save(state(), tmp_path / "one", consolidate=options)
         error = handle.exception()
-        assert isinstance(error, ConsolidationError), (rank, error)
-        return str(error), error.info.save_id, handle.state.name
+        assert isinstance(error, errors.ConsolidationError), error
+    assert "nothing.like.it" in str(error)
+    assert "is committed" in str(error)
+    assert handle.state is SaveState.COMMITTED
+    assert error.info.save_id == ckpt_storage.list_checkpoints(tmp_path)[0].save_id
+    assert_holds(tmp_path / "one", state(), [ckpt_storage.load])
 
 
-def test_a_failed_export_leaves_the_checkpoint_committed(ranks: RankPool, tmp_path: Path) -> None:
-    """The error carries the committed checkpoint, the state stays COMMITTED, on all ranks."""
-    committed = []
-    for text, save_id, save_state in ranks.run(failed, str(tmp_path), world_size=2):
-        assert "nothing.like.it" in text
-        assert "is committed" in text
-        assert save_state == SaveState.COMMITTED.name
-        committed.append(save_id)
-    assert committed == [ckpt_storage.list_checkpoints(str(tmp_path))[0].save_id] * 2
-    target = state()
-    target["model"]["b"].zero_()
-    ckpt_storage.load(target, str(tmp_path / "one"))
-    assert torch.equal(target["model"]["b"], torch.ones(3))
-
-
-def consolidate_and_die(
+def _consolidate_and_die(
     rank: int, url: Path, victim: int, holder: type, name: str
 ) -> tuple[str, float]:
-    """Consolidate; the victim is killed at a method. Others return their error and how long."""
     if rank == victim:
         setattr(holder, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     start_s = time.monotonic()
-    with pytest.raises(CheckpointError) as caught:
-        consolidate(url, timeout=Timeouts(consolidate=60, plan=60, silence=SILENCE_S))
-    return str(caught.value), time.monotonic() - start_s
+    timeouts = Timeouts(consolidate=60, plan=60, silence=SILENCE_S)
+    return str(caught(consolidate, url, timeout=timeouts)), time.monotonic() - start_s
 
 
 @pytest.mark.parametrize(
@@ -252,7 +230,7 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
     url = tmp_path / "run"
     ckpt_storage.save(model(), url)
     consolidate(url, tmp_path / "reference")
-    outcomes = ranks.outcomes(consolidate_and_die, url, victim, holder, name, world_size=3)
+    outcomes = ranks.outcomes(_consolidate_and_die, url, victim, holder, name, world_size=3)
     assert "died" in str(outcomes.pop(victim).failure)
     for outcome in outcomes:
         assert outcome.value is not None, outcome
@@ -273,16 +251,14 @@ STATE: dict[str, Any] = {f"t{number}": seeded(number, 40_000) for number in rang
 OPTIONS: dict[str, Any] = {"unsupported": "drop", "max_file_bytes": 200_000}
 
 
-def move_together(_rank: int, folder: Path, formats: list[TargetFormat]) -> list[Any]:
-    """Convert to each format, copy, and be refused; return the reports."""
+def _move_together(_rank: int, folder: Path, formats: list[TargetFormat]) -> list[Any]:
     world = dist.group.WORLD
     told: list[Any] = []
     for to in formats:
         source = folder / ("state.pt" if to == "ckpt_storage" else "src")
         told.append(convert(source, folder / f"three-{to}", process_group=world, to=to, **OPTIONS))
     told.append(copy(folder / "src", folder / "copy", process_group=world))
-    with pytest.raises(CheckpointError):
-        convert(folder / "src", folder / "refused", process_group=world, to="safetensors")
+    caught(convert, folder / "src", folder / "refused", process_group=world, to="safetensors")
     return told
 
 
@@ -291,14 +267,13 @@ def test_ranks_move_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None
     save(STATE, tmp_path / "src")
     torch.save(STATE, tmp_path / "state.pt")
     formats: list[TargetFormat] = ["dcp", "safetensors", "torch_save", "ckpt_storage"]
-    told = ranks.run(move_together, tmp_path, formats, world_size=3)
+    told = ranks.run(_move_together, tmp_path, formats, world_size=3)
     assert all(one == told[0] for one in told), told
     assert not list((tmp_path / "refused").glob("*.safetensors"))
     for to in formats[:-1]:
         convert(tmp_path / "src", tmp_path / f"one-{to}", to=to, **OPTIONS)
-    assert (tmp_path / "one-torch_save").read_bytes() == (
-        tmp_path / "three-torch_save"
-    ).read_bytes()
+    one, three = (tmp_path / f"{count}-torch_save" for count in ("one", "three"))
+    assert one.read_bytes() == three.read_bytes()
     for to in formats[:2]:
         made, expected = files_below(tmp_path / f"three-{to}"), files_below(tmp_path / f"one-{to}")
         made.pop(".metadata", None), expected.pop(".metadata", None)
@@ -310,3 +285,83 @@ def test_ranks_move_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None
     assert save_files(there) == save_files(here)
     for name in ("three-ckpt_storage", "copy"):
         assert ckpt_storage.verify(tmp_path / name).ok
+
+
+def large_model() -> dict[str, torch.Tensor]:
+    return {f"w{i}": seeded(i, 1024, 2048) for i in range(4)}
+
+
+def written_bytes() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@on_ranks(4)
+def test_regression_1625_one_file_is_written_by_all_ranks(tmp_path: Path) -> None:
+    """With torch one rank writes all; with ours the most is at most 1.05 times the mean."""
+    torchs, ours, out = tmp_path / "torch", tmp_path / "ours", tmp_path / "out"
+    state = {name: cut(tensor) for name, tensor in large_model().items()}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(torchs), save_distributed=True))
+    out.mkdir(exist_ok=True)
+    before = written_bytes()
+    consolidate_safetensors_files_on_every_rank(
+        str(torchs), str(out), dict.fromkeys(large_model(), 1), num_threads=1
+    )
+    written = sorted(gathered(written_bytes() - before))
+    assert written[-1] > 32 * MIB
+    assert all(count < MIB for count in written[:-1])
+    ckpt_storage.save(state, ours)
+    before = written_bytes()
+    shares = consolidate(ours, process_group=dist.group.WORLD).rank_bytes
+    written = gathered(written_bytes() - before)
+    assert max(shares) <= 1.05 * sum(shares) / 4
+    assert max(written) <= 1.05 * sum(written) / 4 + MIB
+    check(files_in(ours / "hf"), large_model())
+
+
+@on_ranks(4)
+def test_regression_1625_it_is_safe_beside_training(tmp_path: Path) -> None:
+    """Collectives of the trainer on the default group go on while the same ranks consolidate."""
+    ckpt_storage.save(large_model(), tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(consolidate, tmp_path)
+        total, count, is_over = torch.zeros(1), 0, torch.zeros(1)
+        while not is_over:
+            dist.all_reduce(total)
+            is_over = torch.tensor([float(ended.done())])
+            dist.all_reduce(is_over, op=dist.ReduceOp.MIN)
+            count += 1
+        ended.result()
+    assert count > 1
+    check(files_in(tmp_path / "hf"), large_model())
+
+
+COLLECTIVE = re.compile("all_|barrier|broadcast|gather|new_|reduce|scatter")
+
+
+@on_ranks()
+def test_regression_1625_no_collective_runs_on_any_group(tmp_path: Path) -> None:
+    """No group of the trainer takes part, so neither a GPU nor a short watchdog matters."""
+    ckpt_storage.save(large_model(), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in filter(COLLECTIVE.match, dir(dist.distributed_c10d)):
+            patch.delattr(dist, name, raising=False)
+            patch.delattr(dist.distributed_c10d, name)
+        consolidate(tmp_path)
+    check(files_in(tmp_path / "hf"), large_model())
+
+
+def test_regression_1625_all_ranks_write_one_object_on_s3(ranks: RankPool, tmp_path: Path) -> None:
+    """To S3, too, the bytes of one object are divided: at most 1.05 times the mean."""
+    big = {"w": torch.arange(110 * MIB, dtype=torch.int16).reshape(-1, 1024)}
+    ckpt_storage.save(big, tmp_path / "run", sync_files=False)
+    with S3Server() as server:
+        server.create_bucket("bkt")
+        options = {"output_storage_options": server.storage_options}
+        report = ranks.run(cases.export, tmp_path / "run", "s3://bkt/hf", options, world_size=2)[0]
+        (name,) = [name for name in server.dump("bkt") if name.endswith(".safetensors")]
+        data = server.dump("bkt")[name]
+    assert [file.ranks for file in report.files] == [(0, 1)]
+    assert max(report.rank_bytes) <= 1.05 * sum(report.rank_bytes) / 2
+    assert data.endswith(big["w"].numpy().tobytes())

@@ -6,17 +6,17 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import dcp_cases
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import ckpt_storage
 from ckpt_storage import open_checkpoint
-from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20
 STATE_MIB = 200
@@ -28,180 +28,125 @@ READ_SLACK_MIB = 60
 """Pieces of elements as float64, buffers of threads, and what the allocator keeps."""
 
 OPTIONS = {"memory_limit_bytes": 32 * MIB, "part_bytes": 4 * MIB}
+LIMIT_MIB = 32 + SLACK_MIB
 
 
-def status_mib(field: str) -> float:
-    """Return a field of this process' memory status in MiB."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(field)
+def peak_mib(call: Callable[..., object], *args: Any, **options: Any) -> float:
+    """Return how far the resident memory rises in a call, in MiB."""
+
+    def status_mib(field: str) -> float:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(text.partition(f"\n{field}:")[2].split()[0]) / 1024
+
+    # Writing 5 resets the peak to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before_mib = status_mib("VmRSS")
+    call(*args, **options)
+    return status_mib("VmHWM") - before_mib
 
 
-class Peak:
-    """Measures how far the resident memory rose inside the block, in MiB."""
-
-    def __init__(self) -> None:
-        self.mib = self.before_mib = 0.0
-
-    def __enter__(self) -> Self:
-        # Writing 5 resets the peak to what is resident now.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        self.before_mib = status_mib("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.mib = status_mib("VmHWM") - self.before_mib
-
-
-def big_state(count: int = 10) -> dict[str, Any]:
-    """Return tensors of 200 MiB in all, every page of them written."""
-    length = STATE_MIB * MIB // 2 // count
-    return {f"w{i}": torch.full((length,), i + 0.5, dtype=torch.bfloat16) for i in range(count)}
+def big_state() -> dict[str, Any]:
+    """Return ten tensors of 200 MiB in all, every page of them written."""
+    length = STATE_MIB * MIB // 20
+    return {f"w{i}": torch.full((length,), i + 0.5, dtype=torch.bfloat16) for i in range(10)}
 
 
 def warm_up(path: Path) -> None:
     """Import and start what the first save and load of a process start."""
-    state = {"x": torch.ones(8)}
-    dcp_cases.save(state, path / "warm", **OPTIONS)
-    dcp_cases.load(state, path / "warm")
+    dcp_cases.save({"x": torch.ones(8)}, path / "warm", **OPTIONS)
+    dcp_cases.load({"x": torch.ones(8)}, path / "warm")
 
 
 def cast(transform: Callable[..., Any], item: WriteItem, value: Any) -> Any:
-    """Convert a tensor, only when it is written."""
     found = transform(item, value)
     return found if item.type is WriteItemType.BYTE_IO else found.to(torch.float32)
 
 
-def peaks_of_saves(_rank: int, path: Path) -> list[float]:
-    """Save contiguous tensors; strided and expanded ones; and what a planner converts."""
-    warm_up(path)
-    side = 7_000
-    state = big_state()
-    with Peak() as plain:
-        dcp_cases.save(state, path / "plain")
-    with Peak() as converted:
-        dcp_cases.save(
-            state, path / "converted", planner=dcp_cases.planner(transform_object=cast), **OPTIONS
-        )
-    del state
-    base = torch.arange(side * side, dtype=torch.int16).reshape(side, side)
-    wide = torch.arange(side).expand(2_000, side)
-    with Peak() as strided:
-        dcp_cases.save({"turned": base.t(), "wide": wide}, path / "strided", **OPTIONS)
-    target = {"w3": torch.zeros(STATE_MIB * MIB // 20, dtype=torch.float32)}
-    dcp_cases.load(target, path / "converted")
-    assert bool((target["w3"] == 3.5).all())
-    target = {"turned": torch.zeros(side, side, dtype=torch.int16)}
-    dcp_cases.load(target, path / "strided")
-    assert torch.equal(target["turned"], base.t())
-    return [plain.mib, converted.mib, strided.mib]
-
-
-def test_saves_are_bounded_by_the_options(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_saves_are_bounded_by_the_options(tmp_path: Path) -> None:
     """Contiguous tensors of 200 MiB are not copied; others within `memory_limit_bytes`.
 
     A planner's ten conversions of 40 MiB each never exist all at once: two at the most.
     """
-    ((plain_mib, converted_mib, strided_mib),) = ranks.run(peaks_of_saves, tmp_path, world_size=1)
-    limit_mib = OPTIONS["memory_limit_bytes"] / MIB + SLACK_MIB
-    assert plain_mib < SLACK_MIB
-    assert converted_mib < 2 * 40 + limit_mib
-    assert strided_mib < limit_mib
+    warm_up(tmp_path)
+    side = 7_000
+    state, save = big_state(), dcp_cases.save
+    assert peak_mib(save, state, tmp_path / "plain") < SLACK_MIB
+    given = {"planner": dcp_cases.planner(transform_object=cast), **OPTIONS}
+    assert peak_mib(save, state, tmp_path / "converted", **given) < 2 * 40 + LIMIT_MIB
+    del state
+    base = torch.arange(side * side, dtype=torch.int16).reshape(side, side)
+    strided = {"turned": base.t(), "wide": torch.arange(side).expand(2_000, side)}
+    assert peak_mib(save, strided, tmp_path / "strided", **OPTIONS) < LIMIT_MIB
+    target = {"w3": torch.zeros(STATE_MIB * MIB // 20, dtype=torch.float32)}
+    dcp_cases.load(target, tmp_path / "converted")
+    assert bool((target["w3"] == 3.5).all())
+    target = {"turned": torch.zeros(side, side, dtype=torch.int16)}
+    dcp_cases.load(target, tmp_path / "strided")
+    assert torch.equal(target["turned"], base.t())
 
 
-def peaks_of_loads(_rank: int, path: Path) -> list[float]:
-    """Load into targets of the same kind, and of another dtype."""
-    warm_up(path)
-    dcp_cases.save(big_state(), path / "run")
-    peaks = []
-    for dtype in (torch.bfloat16, torch.float32):
-        target = {
-            name: torch.full_like(value, 9, dtype=dtype) for name, value in big_state().items()
-        }
-        with Peak() as peak:
-            dcp_cases.load(target, path / "run", memory_limit_bytes=32 * MIB)
-        assert all(bool((target[f"w{i}"] == i + 0.5).all()) for i in range(len(target)))
-        peaks.append(peak.mib)
-    return peaks
-
-
-def test_loading_needs_no_second_copy(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_loading_needs_no_second_copy(tmp_path: Path) -> None:
     """A load of 200 MiB reads into the targets; with a conversion it stays within its limit."""
-    ((direct_mib, converted_mib),) = ranks.run(peaks_of_loads, tmp_path, world_size=1)
-    assert direct_mib < SLACK_MIB
-    assert converted_mib < 32 + SLACK_MIB
+    warm_up(tmp_path)
+    dcp_cases.save(big_state(), tmp_path / "run")
+    for dtype, most_mib in ((torch.bfloat16, SLACK_MIB), (torch.float32, LIMIT_MIB)):
+        target = {f"w{i}": torch.full((STATE_MIB * MIB // 20,), 9, dtype=dtype) for i in range(10)}
+        given = {"memory_limit_bytes": 32 * MIB}
+        assert peak_mib(dcp_cases.load, target, tmp_path / "run", **given) < most_mib
+        assert all(bool((target[f"w{i}"] == i + 0.5).all()) for i in range(10))
 
 
-def by_front_doors(state: dict[str, Any], at: Path) -> None:
-    """Save and load by `save` and `load`."""
-    ckpt_storage.save(state, at, overwrite=True)
-    ckpt_storage.load(state, at)
-
-
-def by_dcp(state: dict[str, Any], at: Path) -> None:
-    """Save and load by torch's calls with our plug-ins."""
-    dcp_cases.save(state, at, overwrite=True)
-    dcp_cases.load(state, at)
-
-
-@pytest.mark.parametrize("saved_and_loaded", [by_front_doors, by_dcp])
-def test_nothing_of_a_state_waits_for_the_collector(
-    tmp_path: Path, saved_and_loaded: Callable[[dict[str, Any], Path], None]
-) -> None:
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(ckpt_storage.save, ckpt_storage.load), (dcp_cases.save, dcp_cases.load)],
+    ids=["ours", "dcp"],
+)
+def test_nothing_of_a_state_waits_for_the_collector(tmp_path: Path, save: Any, load: Any) -> None:
     """What was saved and loaded ends with its last user, though the collector never runs."""
+
+    def saved_and_loaded(state: dict[str, Any]) -> None:
+        save(state, tmp_path, overwrite=True)
+        load(state, tmp_path)
+
     # What a process does once may leave cycles.
-    saved_and_loaded({"w": torch.ones(3)}, tmp_path / "first")
+    saved_and_loaded({"w": torch.ones(3)})
     gc.disable()
     try:
         state = {f"w{number}": torch.ones(3) for number in range(3)}
         refs = [weakref.ref(tensor) for tensor in state.values()]
-        saved_and_loaded(state, tmp_path / "run")
-        saved_and_loaded(state, tmp_path / "run")
+        saved_and_loaded(state)
+        saved_and_loaded(state)
         del state
         assert [ref() for ref in refs] == [None] * 3
     finally:
         gc.enable()
 
 
-def save_large(folder: Path) -> None:
-    """Save a tensor of 160 MiB twice, the second with one element changed; and warm up."""
+@on_ranks(1)
+def test_reading_is_bounded(tmp_path: Path) -> None:
+    """Nothing needs more than the limit and a few pieces, however large the tensor."""
     large = torch.full((READ_MIB, MIB // 4), 0.5)
     for name in ("left", "right"):
-        dcp_cases.save({"a": large, "b": large[:1]}, folder / name)
+        dcp_cases.save({"a": large, "b": large[:1]}, tmp_path / name)
         large[7, 7] = 3.0
-    opened = open_checkpoint(folder / "left")
-    opened.stats("b")
-    opened.diff(folder / "right", names=["b"])
-
-
-def peak_of_reading(_rank: int, folder: Path) -> dict[str, float]:
-    """Read, summarise and compare; return the peak of each in MiB."""
-    save_large(folder)
-    peaks: dict[str, float] = {}
-    left = open_checkpoint(folder / "left", memory_limit_bytes=READ_LIMIT_MIB * MIB)
-    right = open_checkpoint(folder / "right", memory_limit_bytes=READ_LIMIT_MIB * MIB)
-    with Peak() as peak:
-        assert left.stats("a").max == 0.5
-    peaks["stats"] = peak.mib
-    with Peak() as peak:
-        (change,) = left.diff(right).changed
-        assert change.at == (7, 7)
-    peaks["diff"] = peak.mib
-    with Peak() as peak:
-        assert left["a"][::3, ::5].shape == (54, 52_429)
-    peaks["strided"] = peak.mib - 54 * 52_429 * 4 / MIB
-    with Peak() as peak:
-        total = sum(float(row[0]) for row in left["a"])
-        assert total == READ_MIB / 2
-    peaks["rows"] = peak.mib
-    with Peak() as peak:
-        assert np.asarray(left["a"]).shape == (READ_MIB, MIB // 4)
-    peaks["whole"] = peak.mib - READ_MIB
-    return peaks
-
-
-def test_reading_is_bounded(ranks: RankPool, tmp_path: Path) -> None:
-    """Nothing needs more than the limit and a few pieces, however large the tensor."""
-    (peaks,) = ranks.run(peak_of_reading, tmp_path, world_size=1)
-    assert {name: mib for name, mib in peaks.items() if mib > READ_LIMIT_MIB + READ_SLACK_MIB} == {}
+    del large
+    left, right = (
+        open_checkpoint(tmp_path / name, memory_limit_bytes=READ_LIMIT_MIB * MIB)
+        for name in ("left", "right")
+    )
+    left.stats("b")
+    left.diff(right, names=["b"])
+    found: list[Any] = []
+    reads: dict[str, tuple[Callable[[], Any], float]] = {
+        "stats": (lambda: left.stats("a").max, 0),
+        "diff": (lambda: [change.at for change in left.diff(right).changed], 0),
+        "strided": (lambda: left["a"][::3, ::5].shape, 54 * 52_429 * 4 / MIB),
+        "rows": (lambda: sum(float(row[0]) for row in left["a"]), 0),
+        "whole": (lambda: np.asarray(left["a"]).shape, READ_MIB),
+    }
+    for name, (read, result_mib) in reads.items():
+        most_mib = READ_LIMIT_MIB + READ_SLACK_MIB + result_mib
+        assert peak_mib(lambda read=read: found.append(read())) < most_mib, name
+    assert found == [0.5, [(7, 7)], (54, 52_429), READ_MIB / 2, (READ_MIB, MIB // 4)]

@@ -17,9 +17,10 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed as dist
-from dcp_cases import seeded
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from dcp_cases import cut, seeded
+from front_door_cases import caught
+from on_ranks import on_ranks
+from torch.distributed.tensor import Shard
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Timeouts
@@ -49,21 +50,12 @@ def model() -> dict[str, Any]:
 
 
 def small() -> dict[str, Any]:
-    """Return 3 MiB in a few tensors."""
     return {f"t{number}": seeded(number, *shape) for number, shape in enumerate(SHAPES)}
 
 
-def placed(tensor: torch.Tensor, dim: int | None) -> Any:
-    """Return a tensor cut over the ranks along a dimension, or whole."""
-    if dim is None:
-        return tensor
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
-
-
-def save_columns(_rank: int, options: dict[str, Any]) -> None:
-    """Save the small state in several chunks of each tensor."""
-    state = {name: placed(tensor, 1) for name, tensor in small().items()}
+def _save_columns(_rank: int, options: dict[str, Any]) -> None:
+    # Several chunks of each tensor.
+    state = {name: cut(tensor, Shard(1)) for name, tensor in small().items()}
     dcp_cases.save(state, SMALL_URL, storage_options=options)
 
 
@@ -73,8 +65,13 @@ def server(ranks: RankPool) -> Iterator[S3Server]:
     with S3Server() as running:
         running.create_bucket("bucket")
         dcp_cases.save(model(), URL, storage_options=running.storage_options)
-        ranks.run(save_columns, running.storage_options, world_size=3)
+        ranks.run(_save_columns, running.storage_options, world_size=3)
         yield running
+
+
+@pytest.fixture
+def options(server: S3Server) -> dict[str, Any]:
+    return server.storage_options
 
 
 def sent_bytes(server: S3Server) -> int:
@@ -97,12 +94,10 @@ def eager() -> Iterator[None]:
 def load_replicated(
     _rank: int, options: dict[str, Any], load: Any = ckpt_storage.load, **more: Any
 ) -> None:
-    """Load the whole model on this rank and compare it with the original."""
     dcp_cases.assert_holds(URL, model(), [load], storage_options=options, **more)
 
 
 def load_for_itself(rank: int, options: dict[str, Any]) -> None:
-    """Load in three ways that share nothing."""
     load_replicated(rank, options, shared_reads="never")
     load_replicated(rank, options, dcp_cases.load)
     join = Peers.join
@@ -139,7 +134,7 @@ def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server:
 def load_columns(rank: int, options: dict[str, Any]) -> None:
     """Load the large tensor by columns, and the others whole, twice, over one group."""
     expected = model()
-    expected["big"] = placed(expected["big"], 1)
+    expected["big"] = cut(expected["big"], Shard(1))
     if rank == 1:
         del expected["odd"]
     with patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo) as made:
@@ -151,15 +146,16 @@ def load_columns(rank: int, options: dict[str, Any]) -> None:
 def load_small(rank: int, options: dict[str, Any], seed: int = 0, **more: Any) -> None:
     """Load each tensor by rows, by columns or whole, as the seed says; some ranks want all."""
     drawn, own = random.Random(seed), random.Random(f"{seed} {rank}")
-    dims = {name: drawn.choice([0, 1, None]) for name in small() if seed}
-    parts = {name: placed(tensor, dims.get(name)) for name, tensor in small().items()}
-    parts |= {name: tensor for name, tensor in small().items() if seed and own.random() < 0.3}
-    state = {name: part for name, part in parts.items() if not seed or own.random() < 0.7}
+    state: dict[str, Any] = {}
+    for name, tensor in small().items():
+        dim = drawn.choice([0, 1, None]) if seed else None
+        part = tensor if dim is None else cut(tensor, Shard(dim))
+        if not seed or own.random() < 0.7:
+            state[name] = tensor if own.random() < 0.3 else part
     dcp_cases.assert_holds(SMALL_URL, state, [ckpt_storage.load], storage_options=options, **more)
 
 
 def load_anyhow(rank: int, options: dict[str, Any]) -> int:
-    """Load what each rank wants by lot; return how many messages this rank sent."""
     with eager(), patch.object(Peers, "send", autospec=True, side_effect=Peers.send) as sent:
         for seed in range(1, 13):
             load_small(rank, options, seed, thread_count=1 + seed % 2)
@@ -175,7 +171,6 @@ def test_every_rank_gets_what_it_wants(server: S3Server) -> None:
 
 
 def left() -> list[str]:
-    """Return the names of the threads of shared reads that are alive."""
     return [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
 
 
@@ -187,9 +182,13 @@ PLACES: dict[str, tuple[Any, str]] = {
 KINDS = (RuntimeError, KeyboardInterrupt, CheckpointError)
 
 
-def load_where_it_breaks(rank: int, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Let rank 1 fail in each kind of thread in each way; return what this rank raised."""
-    told = []
+@on_ranks()
+def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[str, Any]) -> None:
+    """It is an error of ours but for an interrupt; all are told; the next load works.
+
+    Rank 1 fails in each kind of thread in each way.
+    """
+    begin_s = time.monotonic()
     failed = Operation.failed
 
     def slowly(self: Operation, error: CheckpointError) -> None:
@@ -206,30 +205,28 @@ def load_where_it_breaks(rank: int, options: dict[str, Any]) -> list[tuple[str, 
                 raise kind("it broke")  # noqa: B023  # as above
             return inner(*args, **kw)  # noqa: B023  # as above
 
-        with eager(), patch.object(holder, name, fail), patch.object(Operation, "failed", slowly):
-            try:
-                load_small(rank, options, timeout=30)
-            except BaseException as error:  # noqa: BLE001  # what is raised is what is tested
-                told.append((type(error).__name__, str(error)))
+        with (
+            eager(),
+            patch.object(holder, name, fail),
+            patch.object(Operation, "failed", slowly),
+            pytest.raises((CheckpointError, KeyboardInterrupt)) as raised,
+        ):
+            load_small(rank, options, timeout=30)
+        mine = KeyboardInterrupt if kind is KeyboardInterrupt else CheckpointError
+        assert raised.type is (mine if rank else RankFailedError)
+        assert "it broke" in str(raised.value)
         assert left() == []
     with eager():
         load_small(rank, options)
-    return told
-
-
-def test_what_raises_on_one_rank_ends_the_reads_of_all(ranks: RankPool, server: S3Server) -> None:
-    """It is an error of ours but for an interrupt; all are told; the next load works."""
-    begin_s = time.monotonic()
-    other, broken = ranks.run(load_where_it_breaks, server.storage_options, world_size=2)
     assert time.monotonic() - begin_s < 60
-    ours = "CheckpointError"
-    assert [kind for kind, _ in broken] == [ours, "KeyboardInterrupt", ours] * 3
-    assert [kind for kind, _ in other] == ["RankFailedError"] * 9
-    assert [text for _, text in other + broken if "it broke" not in text] == []
 
 
-def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
-    """Load where rank 0 checks nothing and turns a bit of what it sends; return the error."""
+@on_ranks(3)
+def test_a_bit_turned_between_ranks_is_told(rank: int, options: dict[str, Any]) -> None:
+    """What peers send is held to the checkpoint's checksums; every rank raises.
+
+    Rank 0 checks nothing and turns a bit of what it sends.
+    """
     original = Peers.send
 
     def send(self: Peers, to: int, data: memoryview, tag: int, deadline: Any) -> None:
@@ -238,21 +235,14 @@ def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
             data[len(data) // 2] ^= 1
         original(self, to, data, tag, deadline)
 
-    with eager(), patch.object(Peers, "send", send), pytest.raises(CheckpointError) as caught:
-        load_small(rank, options, timeout=20, verify=rank != 0)
-    return str(caught.value)
+    with eager(), patch.object(Peers, "send", send):
+        error = caught(load_small, rank, options, timeout=20, verify=rank != 0)
+    assert "damaged" in str(error)
 
 
-def test_a_bit_turned_between_ranks_is_told(ranks: RankPool, server: S3Server) -> None:
-    """What peers send is held to the checkpoint's checksums; every rank raises."""
-    texts = ranks.run(load_with_a_wire_that_lies, server.storage_options, world_size=3)
-    assert [text for text in texts if "damaged" not in text] == []
-
-
-def load_without_rank_1(
+def _load_without_rank_1(
     rank: int, options: dict[str, Any], when: str, how: int | None
 ) -> tuple[Any, str, float]:
-    """Load; rank 1 gets a signal in a step of it, or sleeps. Return what others raise, and when."""
     pids = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
 
@@ -288,7 +278,7 @@ def test_a_rank_that_is_lost_ends_the_load_of_all(
 ) -> None:
     """The others name one that died or was stopped; one that sends nothing has a deadline."""
     given = server.storage_options, when, how
-    outcomes = ranks.outcomes(load_without_rank_1, *given, world_size=world_size)
+    outcomes = ranks.outcomes(_load_without_rank_1, *given, world_size=world_size)
     assert outcomes[1].failure is not None
     for outcome in {0: outcomes[0], world_size - 1: outcomes[-1]}.values():
         if outcome.rank != 1:

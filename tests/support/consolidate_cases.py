@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
-from dcp_cases import raw_bytes, seeded
+from dcp_cases import cut, raw_bytes, seeded
 from safetensors import deserialize
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ckpt_storage
 from ckpt_storage import ConsolidationReport, RetryPolicy, consolidate
@@ -33,7 +32,6 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def whole_state(dtypes: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return every kind of tensor in every shape, whole."""
     state: dict[str, torch.Tensor] = {}
     for seed, name in enumerate(dtypes or DTYPE_NAMES):
         dtype: torch.dtype = getattr(torch, name)
@@ -53,26 +51,21 @@ def whole_state(dtypes: list[str] | None = None) -> dict[str, torch.Tensor]:
 def sharded_state(dtypes: list[str] | None = None) -> dict[str, Any]:
     """Return what this rank saves of `whole_state`; names say how a tensor is sharded."""
     world_size = dist.get_world_size()
-    line = init_device_mesh("cpu", (world_size,))
-    grid = init_device_mesh("cpu", (2, world_size // 2) if world_size > 2 else (world_size, 1))
-    placements: dict[str, tuple[Any, list[Placement]]] = {
-        "rows": (line, [Shard(0)]),
-        "columns": (line, [Shard(1)]),
+    grid = (2, world_size // 2) if world_size > 2 else (world_size, 1)
+    placements: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+        "rows": ((), [Shard(0)]),
+        "columns": ((), [Shard(1)]),
         "grid": (grid, [Shard(0), Shard(1)]),
-        "empty": (line, [Replicate()]),
+        "empty": ((), [Replicate()]),
     }
-    state: dict[str, Any] = {}
-    for name, tensor in whole_state(dtypes).items():
-        how = placements.get(name.rpartition(".")[2])
-        if how is None:
-            state[name] = tensor
-        else:
-            state[name] = distribute_tensor(tensor, *how, src_data_rank=None)
+    state: dict[str, Any] = whole_state(dtypes)
+    for name, tensor in state.items():
+        mesh, how = placements.get(name.rpartition(".")[2], ((), []))
+        state[name] = cut(tensor, *how, mesh=mesh) if how else tensor
     return state
 
 
 def small_model(version: int) -> dict[str, torch.Tensor]:
-    """Return a model of four tensors of 20 kB; versions differ."""
     return {f"w{i}": torch.full((100, 50), version + i / 8) for i in range(4)}
 
 
@@ -110,7 +103,6 @@ def tensors_of(files: Mapping[str, bytes]) -> Tensors:
 
 
 def check(files: Mapping[str, bytes], state: Mapping[str, torch.Tensor]) -> None:
-    """Assert that an export holds exactly the tensors of `state`."""
     expected, found = expected_of(state), tensors_of(files)
     assert found.keys() == expected.keys()
     wrong = [name for name in expected if found[name] != expected[name]]
@@ -129,7 +121,6 @@ def check_report(report: ConsolidationReport, files: Mapping[str, bytes]) -> Non
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder, temporary ones included, by path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -143,14 +134,12 @@ def export(
     output: Any = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConsolidationReport:
-    """Consolidate on this rank."""
     return consolidate(url, output, retry=QUICK, **options)
 
 
 def save_and_export(
     rank: int, url: str | Path, options: dict[str, Any], dtypes: list[str] | None = None
 ) -> ConsolidationReport:
-    """Save `sharded_state` and consolidate it."""
     given = options.get("storage_options")
     ckpt_storage.save(sharded_state(dtypes), url, sync_files=False, storage_options=given)
     return export(rank, url, options=options)

@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -18,7 +19,7 @@ from ckpt_storage.export.reads import SegmentReader
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.options import DEFAULT_PART_BYTES, TransferOptions
-from ckpt_storage.source.model import Source, SourceFormat
+from ckpt_storage.source.model import Key, Source, SourceFormat
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.store import Store
@@ -40,24 +41,24 @@ class MemorySource(Source):
     ties: Mapping[str, str] = field(default_factory=dict)
     payloads: dict[tuple[str, tuple[int, ...]], bytes] = field(default_factory=dict)
 
-    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[ChunkPlace]:
-        """Return the places of several chunks; check that each is there."""
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
+        """Return the places of several chunks, with checksums if the bytes are known."""
+        found = []
         for fqn, offsets in keys:
             assert offsets is None or offsets in {box.offsets for box in self.tensors[fqn].boxes}
-        return [self.place(fqn, offsets) for fqn, offsets in keys]
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Return a place with checksums, if the bytes are known."""
-        data = self.payloads.get((fqn, offsets or ()), b"")
-        blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-        return ChunkPlace(
-            path=f"{fqn}-{offsets}",
-            fqn=fqn,
-            start=0,
-            size_bytes=len(data),
-            block_bytes=BLOCK_BYTES,
-            crcs=[crc32c.crc32c(block) for block in blocks],
-        )
+            data = self.payloads.get((fqn, offsets or ()), b"")
+            blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+            found.append(
+                ChunkPlace(
+                    path=f"{fqn}-{offsets}",
+                    fqn=fqn,
+                    start=0,
+                    size_bytes=len(data),
+                    block_bytes=BLOCK_BYTES,
+                    crcs=list(map(crc32c.crc32c, blocks)),
+                )
+            )
+        return found
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Nothing is ever missing."""
@@ -86,22 +87,14 @@ def nested_source(state: Mapping[str, object]) -> MemorySource:
 
     A leaf that is none is a blob.
     """
-    paths: dict[str, tuple[str | int, ...]] = {}
-    tensors: dict[str, TensorRecord] = {}
-
-    def visit(value: object, path: tuple[str | int, ...]) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                visit(inner, (*path, key))
-            return
-        fqn = ".".join(map(str, path))
-        paths[fqn] = path
-        if isinstance(value, tuple):
-            tensors[fqn] = value[1]
-
-    visit(state, ())
-    blobs = frozenset(paths.keys() - tensors.keys())
-    return MemorySource(tensors=tensors, blobs=blobs, planner_data=paths)
+    leaves: dict[tuple[str | int, ...], object] = {(): state}
+    while nested := [path for path, value in leaves.items() if isinstance(value, dict)]:
+        inner: Any = leaves.pop(nested[0])
+        leaves |= {(*nested[0], key): value for key, value in inner.items()}
+    named = {".".join(map(str, path)): value for path, value in leaves.items()}
+    tensors = [(name, value[1]) for name, value in named.items() if isinstance(value, tuple)]
+    blobs = named.keys() - dict(tensors).keys()
+    return bare_source(*tensors, blobs=blobs, paths=dict(zip(named, leaves, strict=True)))
 
 
 def array_source(
@@ -113,13 +106,9 @@ def array_source(
     )
     for fqn, (array, _, boxes) in arrays.items():
         for box in boxes:
-            source.payloads[fqn, box.offsets] = array[slices(box)].tobytes()
+            at = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
+            source.payloads[fqn, box.offsets] = array[at].tobytes()
     return source
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in an array."""
-    return tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
 
 
 def plan_export(
@@ -129,24 +118,21 @@ def plan_export(
     world_size: int,
     able: Capabilities = SHARED,
     part_bytes: int = DEFAULT_PART_BYTES,
-    source_id: str | None = None,
 ) -> Plan:
     """Return the plan that a consolidation makes."""
-    return plan(
-        lay_out_model(source, options)[0],
-        world_size=world_size,
-        able=able,
-        part_bytes=part_bytes,
-        source=[source.format, source.save_id, source_id],
-    )
+    given: dict[str, Any] = {"source": [source.format, source.save_id, None], "able": able}
+    layout = lay_out_model(source, options)[0]
+    return plan(layout, world_size=world_size, part_bytes=part_bytes, **given)
 
 
 @contextlib.contextmanager
 def reading(plan: Plan, source: MemorySource) -> Iterator[SegmentReader]:
     """Give what reads the bytes of weight files out of a source that lies in memory."""
     with contextlib.closing(open_store(f"memory://{uuid.uuid4().hex}")) as store:
-        for key, data in source.payloads.items():
-            store.put(source.place(*key).path, data)
+        for place, data in zip(
+            source.places([*source.payloads]), source.payloads.values(), strict=True
+        ):
+            store.put(place.path, data)
         ranges = RangeReader(store, TransferOptions())
         yield SegmentReader(plan.files, source, ranges)
 
@@ -159,7 +145,6 @@ def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]
         for region in plan.regions:
             for start in range(region.start, region.stop, step):
                 stop = min(start + step, region.stop)
-                window = memoryview(files[region.file])[start:stop]
                 reader.prepare(region.file, start, stop)
-                reader.fill(region.file, start, stop, window)
+                reader.fill(region.file, start, stop, memoryview(files[region.file])[start:stop])
     return list(map(bytes, files))

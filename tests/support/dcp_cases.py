@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter
-from ckpt_storage.testing.ranks import RankPool
 
 # What torch.testing has not: kinds without arithmetic are compared as bytes.
 _BYTES = torch.uint8
@@ -98,11 +100,9 @@ def zeros_like(value: Any) -> Any:
 
 def save(state: dict[str, Any], path: str | Path, **options: Any) -> None:
     """Save with our writer, without fsync unless asked."""
-    group = options.pop("process_group", None)
-    planner = options.pop("planner", None)
-    options = {"sync_files": False} | options
-    writer = CheckpointStorageWriter(path, **options)
-    dcp.save(state, storage_writer=writer, process_group=group, planner=planner)
+    given = {name: options.pop(name, None) for name in ("planner", "process_group")}
+    writer = CheckpointStorageWriter(path, **{"sync_files": False, **options})
+    dcp.save(state, storage_writer=writer, **given)
 
 
 def save_alone(state: dict[str, Any], path: str | Path, **options: Any) -> None:
@@ -115,10 +115,9 @@ def save_alone(state: dict[str, Any], path: str | Path, **options: Any) -> None:
 
 def load(state: dict[str, Any], path: str | Path, **options: Any) -> CheckpointStorageReader:
     """Load with our reader, in place, and return it."""
-    group = options.pop("process_group", None)
-    planner = options.pop("planner", None)
+    given = {name: options.pop(name, None) for name in ("planner", "process_group")}
     reader = CheckpointStorageReader(path, **options)
-    dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+    dcp.load(state, storage_reader=reader, **given)
     return reader
 
 
@@ -157,23 +156,30 @@ def planner(kind: Any = dcp.DefaultSavePlanner, **steps: Callable[..., Any]) -> 
 
 
 def resolving(change: Callable[[WriteItem, Any], Any]) -> Any:
-    """Return a planner that passes what it resolved through a function."""
     return planner(resolve_data=lambda resolve, item: change(item, resolve(item)))
 
 
-def do(_rank: int, function: Callable[..., object], *args: object) -> None:
-    """Call a function on each rank."""
-    function(*args)
+def told(call: Callable[..., object], *args: Any, **options: Any) -> dict[int, BaseException]:
+    """Return what DCP's exception, which a call must raise, says that each failed rank raised."""
+    with pytest.raises(CheckpointException) as caught:
+        call(*args, **options)
+    return failures_of(caught.value)
 
 
-def raised(
-    ranks: RankPool, job: Callable[..., object], *args: object, world_size: int
-) -> list[BaseException]:
-    """Run a job that fails; return what each rank was told that a rank raised."""
-    outcomes = ranks.outcomes(job, *args, world_size=world_size, timeout_s=30)
-    return [error for outcome in outcomes for error in failures_of(outcome.error).values()]
+def refused(
+    kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **options: Any
+) -> list[Any]:
+    """Return what failed ranks raised in a call of DCP: all errors of a kind, with a text."""
+    found = list(told(call, *args, **options).values())
+    assert [one for one in found if not isinstance(one, kind) or text not in str(one)] == [], found
+    return found
+
+
+def cut(tensor: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] = ()) -> DTensor:
+    """Return a tensor over all ranks, in a line or a mesh of a shape; by rows unless told."""
+    made = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
+    return distribute_tensor(tensor, made, placements or [Shard(0)], src_data_rank=None)
 
 
 def files_below(folder: Path) -> set[str]:
-    """Return the relative paths of all files below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

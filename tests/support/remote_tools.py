@@ -50,7 +50,6 @@ def plain(
 
 
 def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
-    """Return the store that users get."""
     return plain(server, request_timeout_s=request_timeout_s, policy=POLICY)
 
 
@@ -64,7 +63,6 @@ def send(upload: Upload, parts: Sequence[bytes]) -> int:
 
 
 def ops(server: S3Server) -> Counter[str]:
-    """Return how often each operation was asked for."""
     return Counter(request.op for request in server.requests)
 
 

@@ -71,7 +71,6 @@ def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankMan
 
 
 def reports_of(ranks: Sequence[Sequence[Written]]) -> list[RankReport]:
-    """Return the reports of ranks that wrote these items."""
     found = []
     for rank, items in enumerate(ranks):
         path = f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json"

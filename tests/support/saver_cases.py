@@ -14,11 +14,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from dcp_cases import seeded
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -61,21 +63,14 @@ def state_of(rank: int, step: int, *, count: int = 1000) -> dict[str, Any]:
 def loaded(url: str | Path, rank: int, *, count: int = 1000) -> dict[str, Any]:
     """Return what a rank has in a checkpoint, read without the other ranks."""
     target = {f"w{rank}": torch.zeros(count), f"words{rank}": {"step": -1, "list": [-1, ""]}}
-    load(target, url, process_group=_alone())
+    alone: Any = None
+    if dist.is_initialized():
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    load(target, url, process_group=alone)
     return target
 
 
-def _alone() -> Any:
-    """Return a group of this rank only, or None without ranks."""
-    import torch.distributed as dist  # noqa: PLC0415  # a process without ranks does without
-
-    if not dist.is_initialized():
-        return None
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
 def until(look: Callable[[], object], what: str, limit_s: float = END_S) -> None:
-    """Wait until `look` finds something; fail naming `what` if it does not."""
     end = time.monotonic() + limit_s
     while not look():
         if time.monotonic() > end:
@@ -112,27 +107,30 @@ def named_memory(pid: int) -> set[str]:
 
 
 def left_of(paths: set[str]) -> set[str]:
-    """Return those of some files that are still there."""
     return {path for path in paths if os.path.lexists(path)}
 
 
+@dataclass(frozen=True, slots=True)
 class Hold:
     """One step of one rank's save, held until the folder has the word `go`."""
 
-    def __init__(self, folder: str | Path, where: Where, rank: int) -> None:
-        self.folder = str(folder)
-        self.where: Where = where
-        self.rank = rank
+    folder: str | Path
+    where: Where
+    rank: int
 
     @property
     def _mark(self) -> Path:
         return Path(self.folder) / f"at-{self.where.replace(' ', '-')}-{self.rank}"
 
+    @property
+    def _word(self) -> Path:
+        return Path(self.folder) / f"go-{self.rank}"
+
     def here(self) -> None:
         temporary = self._mark.with_suffix(".tmp")
         temporary.write_text(str(os.getpid()), encoding="ascii")
         temporary.rename(self._mark)
-        until((Path(self.folder) / f"go-{self.rank}").exists, f"the word to leave {self.where}")
+        until(self._word.exists, f"the word to leave {self.where}")
 
     def reached(self) -> int:
         """Wait until somebody is held, and return the id of the process."""
@@ -140,65 +138,44 @@ class Hold:
         return int(self._mark.read_text(encoding="ascii"))
 
     def go(self) -> None:
-        (Path(self.folder) / f"go-{self.rank}").touch()
+        self._word.touch()
 
 
-_assembly: Any = assembly
 _current: list[Hold] = []
 """What is held next in this process; each hold takes place once."""
 
 
 def hold_here(hold: Hold) -> None:
-    """Hold the next save of this process."""
     _patch()
     _current[:] = [hold]
 
 
-def _pass(where: Where) -> None:
+def _pass(where: Where | None) -> None:
     if _current and _current[0].where == where:
         _current.pop().here()
 
 
+@functools.cache
 def _patch() -> None:
-    """Let commits and members' waits for them look whether they are held; once a process."""
-    if hasattr(_assembly.commit, "inner"):
-        return
-    inner_commit = _assembly.commit
+    """Let saves look whether they are held; once a process."""
     for module in (saves_queue, worker):
-        _hold_steps(module)
-    _hold_before(session, "write_shard", "write")
-    _hold_before(Operation, "outcome", "outcome")
-
-    @functools.wraps(inner_commit)
-    def held_commit(*args: Any, **kwargs: Any) -> Any:
-        _pass("commit")
-        record = inner_commit(*args, **kwargs)
-        _pass("committed")
-        return record
-
-    held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
-    _assembly.commit = held_commit
+        _stop(module, "rank_save", "local plan")
+    _stop(session, "write_shard", "write")
+    _stop(Operation, "outcome", "outcome")
+    _stop(assembly, "commit", "commit", "committed")
 
 
-def _hold_before(kind: Any, name: str, where: Where) -> None:
-    inner = getattr(kind, name)
+def _stop(holder: Any, name: str, before: Where, after: Where | None = None) -> None:
+    inner = getattr(holder, name)
 
     @functools.wraps(inner)
-    def held_first(*args: Any, **options: Any) -> Any:
-        _pass(where)
-        return inner(*args, **options)
+    def stopping(*args: Any, **options: Any) -> Any:
+        _pass(before)
+        found = inner(*args, **options)
+        _pass(after)
+        return found
 
-    setattr(kind, name, held_first)
-
-
-def _hold_steps(module: Any) -> None:
-    inner = module.rank_save
-
-    def held_steps(*args: Any, **options: Any) -> Iterator[Any]:
-        _pass("local plan")
-        yield from inner(*args, **options)
-
-    module.rank_save = held_steps
+    setattr(holder, name, stopping)
 
 
 class HeldPlanner(DefaultSavePlanner):
@@ -224,7 +201,6 @@ class HeldPlanner(DefaultSavePlanner):
 
 
 def held(hold: Hold) -> HeldPlanner:
-    """Return a planner that holds the next save to which it is given."""
     hold_here(hold)
     return HeldPlanner(hold)
 
@@ -259,14 +235,12 @@ def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSave
 def save_step(
     saver: AsyncSaver, folder: str | Path, rank: int, step: int, **options: Any
 ) -> SaveHandle:
-    """Begin to save a step, without fsync."""
     return saver.save(
         state_of(rank, step), f"{folder}/step-{step}", **{"sync_files": False, **options}
     )
 
 
 def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
-    """Return the kind, rank and phase of an error."""
     return (type(error).__name__, getattr(error, "rank", None), getattr(error, "phase", None))
 
 

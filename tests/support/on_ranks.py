@@ -1,0 +1,51 @@
+"""Tests whose body runs on every rank of a pool."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt_storage.testing.ranks import RankPool
+
+Body = Callable[..., None]
+
+
+def on_ranks(*world_sizes: int, timeout_s: float | None = None) -> Callable[[Body], Body]:
+    """Make a test of a function that all ranks run: two, or one of several numbers in turn.
+
+    Its parameters are fixtures and values that can be pickled, and `rank` if it wants it.
+    """
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def test(ranks: RankPool, world_size: int, **given: Any) -> None:
+            job = _run, body.__module__, body.__name__, given
+            ranks.run(*job, world_size=world_size, timeout_s=timeout_s)
+
+        names = [name for name in inspect.signature(body).parameters if name != "rank"]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind) for name in ("ranks", "world_size", *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # pytest's
+        made: Body = pytest.mark.parametrize("world_size", world_sizes or [2])(test)
+        return made
+
+    return decorate
+
+
+def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    body = getattr(importlib.import_module(module), name).__wrapped__
+    wanted = {"rank": rank} if "rank" in inspect.signature(body).parameters else {}
+    body(**given, **wanted)
+
+
+def gathered(value: object = None) -> list[Any]:
+    """Return what every rank gives, in order of rank; all have come by then."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
