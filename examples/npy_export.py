@@ -17,9 +17,9 @@ from numpy.lib import format as npy
 
 from ckpt_storage import InvalidInputError
 from ckpt_storage.export.folder import PlainFolder
-from ckpt_storage.export.output import Made, Setting
+from ckpt_storage.export.output import Setting, run_together
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
-from ckpt_storage.export.run import run_together
+from ckpt_storage.export.write import Made
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, checked_path
 from ckpt_storage.store import Location

@@ -66,8 +66,7 @@ _COMMANDS = {
     **dict.fromkeys(("ls", "show", "tree"), "look"),
     **dict.fromkeys(("cat", "stats"), "values"),
     **dict.fromkeys(("verify", "diff"), "look"),
-    **dict.fromkeys(("cp", "convert", "consolidate"), "move"),
-    **dict.fromkeys(("rm", "prune"), "tidy"),
+    **dict.fromkeys(("cp", "convert", "consolidate", "rm", "prune"), "change"),
     "doctor": "look",
 }
 """Each command, in the order of the help, and the module here that defines it."""

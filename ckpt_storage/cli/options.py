@@ -29,10 +29,7 @@ _PART = re.compile(rf"{_NUMBER}(?::{_NUMBER}(?::{_NUMBER})?)?")
 
 
 def reads(of: str = "the URL") -> Callable[[Command], Command]:
-    """Add what every command has: `--json`, `--timeout`, `--debug` and storage options `of` it.
-
-    The command gets `as_json`, `timeout` and `storage_options`.
-    """
+    """Add what all commands have: `--json`, `--timeout`, `--debug`, storage options `of` a URL."""
 
     def add(command: Command) -> Command:
         json_option = click.option(
@@ -110,10 +107,7 @@ def url_argument(name: str = "url", *, required: bool = True) -> Callable[[Comma
 
 
 def parse_slice(text: str) -> tuple[Any, ...]:
-    """Return the index that a text such as "0:8,128:256" or "..., -1" means.
-
-    Raises `click.BadParameter`.
-    """
+    """Return the index that a text such as "0:8,128:256" or "..., -1" means."""
     found: list[Any] = []
     for part in text.strip().strip("[]").split(","):
         if part.strip() == "...":

@@ -43,10 +43,7 @@ def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor | None:
 def check_root(
     root: str, *, storage_options: dict[str, Any] | None, timeout: float | None
 ) -> list[str]:
-    """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself.
-
-    Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
-    """
+    """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself."""
     location = Location.of(root, storage_options)
     store = open_store(location, timeouts=Timeouts.of(timeout))
     found = {one.path for one in if_there(lambda: store.list("", recursive=False)) or ()}
@@ -65,17 +62,8 @@ def check_root(
     return sorted(path.rstrip("/") for path in found if path.endswith("/"))
 
 
-SOUND = 0
-"""Done; and what was looked at is sound, or equal."""
-
-FOUND = 1
-"""Damage or a difference was found, or something could not be deleted."""
-
-COULD_NOT_RUN = 2
-"""It did not come to an answer: wrong usage, nothing there, the storage failed."""
-
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+SOUND, FOUND, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+"""Exit codes; `FOUND`: damage or a difference, or something could not be copied or deleted."""
 
 
 def shows_progress() -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,15 +23,20 @@ from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
-from ckpt_storage.store.deadline import Deadline
 
 from .folder import ExportFolder
 from .layout import Files, lay_out_model
-from .options import DEFAULT_MAX_FILE_BYTES, WANTED, ConsolidateOptions, Selection, digest
-from .output import Found, Made, Setting, Taken
-from .places import location_beside
-from .run import meeting, run
+from .options import (
+    DEFAULT_MAX_FILE_BYTES,
+    WANTED,
+    ConsolidateOptions,
+    Selection,
+    digest,
+    location_beside,
+)
+from .output import Found, Setting, Taken, run, run_in
 from .select import Skipped, check_ties
+from .write import Made
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -61,9 +66,8 @@ class ConsolidationReport:
     source_url, output_url: without credentials; `index_path` is below `output_url`.
     source_format, save_id: what was consolidated; None where the format has no save ids.
     files: in order of their number. `total_bytes` is of all of them, headers included.
-    read_bytes: came to the ranks, of the source. sent_bytes: went from them to the output.
-        copied_bytes: the storage copied by itself. All three of this run, all ranks together.
-    rank_bytes: bytes of weight files that each rank was responsible for, this run.
+    read_bytes: came to the ranks. sent_bytes: went from them. copied_bytes: the storage copied by
+        itself. All three of this run, all ranks together. rank_bytes: what each rank wrote of it.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
     removed: files of earlier exports and of runs that died that were deleted.
     seconds: from the meeting of the ranks to the end.
@@ -115,12 +119,11 @@ def consolidate(  # the public surface, all keyword-only
 ) -> ConsolidationReport:
     """Write the checkpoint at `url` as Hugging Face safetensors; all ranks of the group call.
 
-    The ranks divide the bytes evenly, several of them in one file where the storage can. No
-    collective runs on any process group and no GPU takes part, so it is safe beside training.
-    Every byte is checked against the checkpoint's checksums. The export becomes visible only
-    complete; a call after a failure goes on with the files that are missing, also with other
-    ranks. An earlier export of other content stays readable until the new index is published,
-    and is deleted then.
+    The ranks divide the bytes evenly. No collective runs on any process group and no GPU takes
+    part, so it is safe beside training. Every byte is checked against the checkpoint's checksums.
+    The export becomes visible only complete; a call after a failure goes on with the files that
+    are missing, also with other ranks. An earlier export of other content stays readable until the
+    new index is published, and is deleted then.
 
     Args:
         url: what to consolidate: a checkpoint of ours, of stock DCP, or torch's sharded
@@ -175,34 +178,24 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        source, limits = Location.of(url, storage_options), Timeouts.of(timeout)
-        return ConsolidateJob.of(source, options, timeouts=limits, retry=retry, progress=progress)
+        found = ConsolidateJob.of(Location.of(url, storage_options), options)
+        return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {place_of(url)}"
-    with meeting(group, "consolidate", what, timeouts, job) as (operation, chosen):
-        return run_consolidate(operation, chosen)
+    return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateJob(Setting):
-    """What is consolidated, to where and how; the same on all ranks.
-
-    `slot` is that of the commit that a save goes on with; None: the head.
-    """
+    """What is consolidated: the commit in `slot`, which a save goes on with, or else the head."""
 
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
     slot: int | None = None
 
+    phase: ClassVar[Phase] = "consolidate"
+
     @classmethod
-    def of(
-        cls,
-        source: Location,
-        options: ConsolidateOptions,
-        *,
-        timeouts: Timeouts,
-        retry: RetryPolicy | None,
-        progress: Progress,
-    ) -> ConsolidateJob:
+    def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateJob:
         """Return the job that options mean. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
@@ -217,12 +210,14 @@ class ConsolidateJob(Setting):
             options=options,
             source=source,
             target=target,
-            timeouts=timeouts,
-            retry=retry,
             page_cache=options.page_cache or "keep",
             memory_limit_bytes=options.memory_limit_bytes,
-            progress=progress,
         )
+
+    def first_phase(self, *, is_alone: bool) -> Phase:
+        """Return what planning is a phase of; a save has ended with its own."""
+        del is_alone
+        return "plan" if self.slot is None else self.phase
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
@@ -230,25 +225,14 @@ class ConsolidateJob(Setting):
         return {**Setting.terms(self), "the commit": str(self.slot), **options}
 
 
-def run_consolidate(
-    operation: Operation, job: ConsolidateJob, *, as_one_phase: bool = False
-) -> ConsolidationReport:
-    """Consolidate; all ranks call it within one operation, after they have met.
-
-    With `as_one_phase` planning is no phase of its own: a save has ended with it. Raises as
-    `consolidate`.
-    """
-
-    def begin(phase: Phase, total_bytes: int) -> Deadline:
-        return operation.phase("consolidate" if as_one_phase else phase, total_bytes=total_bytes)
-
-    return run(operation, begin, job, _Consolidation)
+def run_consolidate(operation: Operation, job: ConsolidateJob) -> ConsolidationReport:
+    """Consolidate; all ranks call it within one operation, after they have met."""
+    return run(operation, job, _Consolidation)
 
 
 class _Consolidation(ExportFolder[ConsolidationReport]):
     """One consolidation on one rank."""
 
-    phase: ClassVar[Phase] = "consolidate"
     setting: ConsolidateJob
 
     def find(self) -> Found:
@@ -258,12 +242,8 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         # It may be the head or not any more.
         record = read_slot(self.site.source, slot)
         if record is None or record.type != "commit":
-            raise CheckpointNotFoundError(
-                f"{url} has no commit in slot {slot}.",
-                path=url,
-                phase="plan",
-                next_step="Consolidate what is there now.",
-            )
+            told, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
+            raise CheckpointNotFoundError(told, path=url, phase="plan", next_step=step)
         found = Found(record=record)
         self.open(found)
         return found
@@ -282,16 +262,16 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
 
     def report(self, made: Made, seconds: float) -> ConsolidationReport:
         setting, plan = self.setting, self.plan
-        writers: dict[int, set[int]] = {}
+        writers: dict[int, list[int]] = {}
         for rank, one in enumerate(made.results):
             for at in one.spans:
-                writers.setdefault(at, set()).add(rank)
+                writers.setdefault(at, []).append(rank)
         files = [
             ConsolidatedFile(
                 name=file.path,
                 size_bytes=file.size_bytes,
                 crc32c=file.crc32c,
-                ranks=tuple(sorted(writers.get(at, ()))),
+                ranks=tuple(writers.get(at, ())),
             )
             for at, file in sorted(made.files.items())
         ]
@@ -306,7 +286,7 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
             **made.moved,
-            rank_bytes=tuple(one.sent_bytes + one.copied_bytes for one in made.results),
+            rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
             skipped=self.skipped,
             ties=self.ties,
             removed=tuple(self.removed),

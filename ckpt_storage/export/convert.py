@@ -13,28 +13,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ckpt_storage import errors
 from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.cleaning import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there, stat_if_there
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    InvalidInputError,
-    NotPublishedError,
-)
+from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.names import (
-    INDEX_NAME,
-    STOCK_METADATA,
-    new_write_id,
-    rank_manifest_path,
-    shard_path,
-)
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import FileMarks, told_from_damage
 from ckpt_storage.source.model import value_keys
@@ -42,24 +31,23 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 
+from . import layout
 from .folder import PlainFolder
-from .layout import (
-    Files,
-    Shards,
-    index_document,
-    lay_out_sharded,
-    lay_out_shards,
-    lay_out_whole,
-    metadata_of,
-    rank_manifest,
-    stock_pickle,
+from .layout import Files, Shards
+from .options import (
+    DEFAULT_MAX_FILE_BYTES,
+    Selection,
+    check_memory_limit,
+    digest,
+    is_within,
+    location_beside,
+    parse_bytes,
+    split_file,
 )
-from .options import DEFAULT_MAX_FILE_BYTES, Selection, check_memory_limit, digest, parse_bytes
-from .output import Found, Made, Setting, Site, Taken, Task
-from .places import is_within, location_beside, place_within, split_file
+from .output import Found, Setting, Site, Taken, Task, place_within, run_together
 from .plan import Fixed, Segment, Stored, elements_of
-from .run import run_together
 from .select import Selected, select
+from .write import Made
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -174,7 +162,7 @@ def convert(  # the public surface, all keyword-only
 
     def job() -> _Job:
         if to not in FORMATS:
-            raise InvalidInputError(
+            raise errors.InvalidInputError(
                 f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
             )
         if memory_limit_bytes is not None:
@@ -213,8 +201,8 @@ def convert(  # the public surface, all keyword-only
     return run_together(process_group, "convert", what, timeouts, job, _conversion)
 
 
-def _onto_itself(url: str) -> InvalidInputError:
-    return InvalidInputError(
+def _onto_itself(url: str) -> errors.InvalidInputError:
+    return errors.InvalidInputError(
         f"{url} would be converted onto itself, or into its own files.",
         next_step="Give another place for the result.",
     )
@@ -237,20 +225,15 @@ class _Job(Setting):
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        return Setting.terms(self) | {
-            "the file": self.target_url,
-            "to": self.to,
-            "max_file_bytes": str(self.max_file_bytes),
-            "include": digest(self.include),
-            "exclude": digest(self.exclude),
-        }
+        own = ("target_url", "to", "max_file_bytes", "include", "exclude")
+        return Setting.terms(self) | {name: digest(getattr(self, name)) for name in own}
 
 
 def _conversion(site: Site, found: Found | None) -> _Conversion:
     """Return the task that writes the wanted format."""
     assert isinstance(site.setting, _Job)  # noqa: S101  # as `convert` made it
     if site.setting.to == "torch_save":
-        from .torchzip import TorchFile  # noqa: PLC0415  # imports torch
+        from .torchfile import TorchFile  # noqa: PLC0415  # imports torch
 
         return TorchFile(site, found)
     return (_ToOurs if site.setting.to == "ckpt_storage" else _ToFolder)(site, found)
@@ -270,12 +253,12 @@ class _Conversion(Task[ConvertReport]):
             at = site.source.stat(file)
             self.watch = partial(self._check_file, at)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            found = Found(state=state or new_write_id())
+            found = Found(state=state or names.new_write_id())
             self.open(found)
         else:
             found = super().find()
         if self.source.format == setting.to:
-            raise InvalidInputError(
+            raise errors.InvalidInputError(
                 f"{setting.source_url} is of the format {setting.to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
@@ -315,7 +298,7 @@ class _Conversion(Task[ConvertReport]):
         if within is None:
             return
         places = self.source.places(value_keys(self.source.tensors, self.source.blobs))
-        own = {STOCK_METADATA, INDEX_NAME, *(place.path for place in places)}
+        own = {names.STOCK_METADATA, names.INDEX_NAME, *(place.path for place in places)}
         path = f"{within}/{name}".strip("/")
         if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
             raise _onto_itself(self.setting.source_url)
@@ -324,25 +307,32 @@ class _Conversion(Task[ConvertReport]):
     def chosen(self) -> Selected:
         """The values that go over."""
         one = self.setting
-        return select(
-            self.source, include=one.include, exclude=one.exclude, to=one.to, drops=one.drops
-        )
+        return select(self.source, one.include, one.exclude, to=one.to, drops=one.drops)
 
     def content(self) -> object:
         one, state = self.setting, self.found.state if self.save_id is None else self.save_id
         return [_LAYOUT, one.source_url, state, one.to, one.max_file_bytes]
 
+    def stored_blobs(self) -> list[Stored]:
+        """Return the objects as they are stored."""
+        places = self.source.places([(fqn, None) for fqn in self.chosen.blobs])
+        return [Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of all tensors that go over."""
+        return sum(elements_of(*one).size_bytes for one in self.chosen.tensors.items())
+
     def shards_of(self, block_bytes: int | None = None) -> Files:
         """Return DCP's files with all values; objects are in them as `torch.save` has them."""
-        fqns, source = self.chosen.blobs, self.source
-        blobs: dict[str, Segment]
+        blobs: Mapping[str, Segment]
         if self.setting.source_file:
-            blobs = {fqn: Fixed(cast("Any", source).pickled(fqn)) for fqn in fqns}
+            source: Any = self.source
+            blobs = {fqn: Fixed(source.pickled(fqn)) for fqn in self.chosen.blobs}
         else:
-            places = source.places([(fqn, None) for fqn in fqns])
-            blobs = {one.fqn: Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places}
+            blobs = {one.fqn: one for one in self.stored_blobs()}
         tensors, most_bytes = self.chosen.tensors, self.setting.max_file_bytes
-        files, self.shards = lay_out_shards(tensors, blobs, most_bytes, block_bytes)
+        files, self.shards = layout.lay_out_shards(tensors, blobs, most_bytes, block_bytes)
         return files
 
     def report(self, made: Made, seconds: float) -> ConvertReport:
@@ -356,7 +346,7 @@ class _Conversion(Task[ConvertReport]):
             kept_count=len(made.kept),
             tensor_count=len(chosen.tensors),
             blob_count=len(chosen.blobs),
-            total_bytes=sum(elements_of(*one).size_bytes for one in chosen.tensors.items()),
+            total_bytes=self.tensor_bytes,
             dropped=tuple(sorted(chosen.dropped)),
             excluded=tuple(sorted(chosen.excluded)),
             seconds=seconds,
@@ -368,19 +358,22 @@ class _ToFolder(_Conversion, PlainFolder[ConvertReport]):
 
     @property
     def last(self) -> str:
-        return {"safetensors": INDEX_NAME, "dcp": STOCK_METADATA}.get(self.setting.to, "")
+        return {"safetensors": names.INDEX_NAME, "dcp": names.STOCK_METADATA}.get(
+            self.setting.to, ""
+        )
 
     def lay_out(self) -> Files:
         if self.setting.to == "dcp":
             return self.shards_of()
-        lay_out = lay_out_whole if self.setting.to == "safetensors" else lay_out_sharded
-        return lay_out(self.chosen.tensors, self.setting.max_file_bytes)
+        if self.setting.to == "safetensors":
+            return layout.lay_out_whole(self.chosen.tensors, self.setting.max_file_bytes)
+        return layout.lay_out_sharded(self.chosen.tensors, self.setting.max_file_bytes)
 
     def document(self) -> bytes:
         if self.setting.to == "safetensors":
-            return index_document(self.plan.files)
-        metadata = metadata_of(self.source, self.chosen)
-        return stock_pickle(metadata, self.plan.files, self.shards, self.setting.target_url)
+            return layout.index_document(self.plan.files)
+        metadata = layout.metadata_of(self.source, self.chosen)
+        return layout.stock_pickle(metadata, self.plan.files, self.shards, self.setting.target_url)
 
 
 class _ToOurs(_Conversion):
@@ -400,7 +393,9 @@ class _ToOurs(_Conversion):
     def rename(self, name: str) -> None:
         """Put the files below the save of that id."""
         self.new_id = name
-        files = (replace(f, name=shard_path(name, 0, at)) for at, f in enumerate(self.plan.files))
+        files = (
+            replace(f, name=names.shard_path(name, 0, at)) for at, f in enumerate(self.plan.files)
+        )
         self.plan = replace(self.plan, files=tuple(files))
 
     def publish(self, made: Made) -> None:
@@ -411,10 +406,10 @@ class _ToOurs(_Conversion):
 
         grant, store, ties = self._grant, self.site.target, self.chosen.ties
         assert grant is not None  # noqa: S101  # `take` was called
-        manifest = rank_manifest(self.plan.files, self.shards, made, grant.save_id, ties)
-        path, data = rank_manifest_path(grant.save_id, 0), seal(manifest.to_body())
+        manifest = layout.rank_manifest(self.plan.files, self.shards, made, grant.save_id, ties)
+        path, data = names.rank_manifest_path(grant.save_id, 0), seal(manifest.to_body())
         store.put(path, data)
-        reference, metadata = FileRef.of(path, data), metadata_of(self.source, self.chosen)
+        reference, metadata = FileRef.of(path, data), layout.metadata_of(self.source, self.chosen)
         self._may_be_committed = True
         try:
             commit_save(
@@ -426,8 +421,10 @@ class _ToOurs(_Conversion):
                 storage_meta=StorageMeta(checkpoint_id=self.setting.target.url),
                 user={},
             )
-        except CheckpointError as error:
-            self._may_be_committed = isinstance(error, CommitUnknownError | NotPublishedError)
+        except errors.CheckpointError as error:
+            self._may_be_committed = isinstance(
+                error, errors.CommitUnknownError | errors.NotPublishedError
+            )
             raise
 
     def give_up(self, error: BaseException) -> None:
@@ -436,5 +433,5 @@ class _ToOurs(_Conversion):
             return
         try:
             delete_attempt(self.site.target, self._grant.save_id)
-        except CheckpointError as failure:
+        except errors.CheckpointError as failure:
             error.add_note(f"Removing what was written failed too: {failure}")

@@ -9,49 +9,45 @@ always the same one; its documents are written anew with that.
 
 from __future__ import annotations
 
-import abc
+import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.commit import publishing, slotlog
-from ckpt_storage.commit.cleaning import log_to_extend
+from ckpt_storage import errors
+from ckpt_storage.commit import attempt, cleaning, publishing, slotlog
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import place_of
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    IntegrityError,
-    InvalidInputError,
-)
-from ckpt_storage.format import exports
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.names import COMMITS, INDEX_NAME, PROBE_PREFIX, SAVES, STOCK_METADATA
+from ckpt_storage.format import exports, names
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import listed
-from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
+from ckpt_storage.source.foreign import ForeignSource, StockSource
+from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
+from ckpt_storage.store.deadline import Deadline
 
-from .attempt import RESTORE, CopiedAttempt, Files, ToCopy, name_at_target
 from .folder import PlainFolder
-from .output import Copies, Found, Made, Setting, Site, Taken, Task
-from .places import is_within, location_beside, place_within
+from .options import is_within, location_beside
+from .output import Copies, Found, Setting, Site, Taken, Task, place_within, run_together
 from .plan import OutFile, Stored
-from .run import run_together
+from .write import Made
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
 
-_OWN = frozenset({f"{COMMITS}/", f"{SAVES}/", STOCK_METADATA})
+_OWN = frozenset({f"{names.COMMITS}/", f"{names.SAVES}/", names.STOCK_METADATA})
 _SUMS = ("file_count", "read_bytes", "sent_bytes", "copied_bytes", "kept_count", "kept_bytes")
-"""What a report says of a checkpoint and its exports together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +59,7 @@ class CopyReport:
     file_count, total_bytes: of the checkpoint's files, documents not counted.
     sent_bytes: went through this process. copied_bytes: copied by the storage itself.
     kept_count, kept_bytes: files of an earlier, unfinished copy that were sound.
-    exports: folders of exports that were copied. left_out: what lies in the source's folder and
-    is no part of the checkpoint, or was not copied for the reason that the log tells.
+    exports: folders of exports that were copied. left_out: what else lies in the source's folder.
     failed_exports: those of `left_out` that an error kept from being copied, damage most often,
     and what it was; the copy of the checkpoint itself is whole.
     """
@@ -73,7 +68,7 @@ class CopyReport:
     url: str
     format: SourceFormat
     save_id: str | None
-    slot: int | None
+    slot: int | None = None
     was_there: bool
     file_count: int
     total_bytes: int
@@ -82,9 +77,9 @@ class CopyReport:
     copied_bytes: int
     kept_count: int
     kept_bytes: int
-    exports: Sequence[str]
-    left_out: Sequence[str]
-    failed_exports: Mapping[str, str]
+    exports: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    failed_exports: Mapping[str, str] = field(default_factory=dict)
     seconds: float
 
 
@@ -150,7 +145,7 @@ def copy(  # the public surface, all keyword-only
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) or is_within(target, source):
-            raise InvalidInputError(
+            raise errors.InvalidInputError(
                 f"One of {source.url} and {target.url} lies inside the other, or is it.",
                 next_step="Give a folder beside what is copied.",
             )
@@ -170,61 +165,102 @@ def copy(  # the public surface, all keyword-only
     return run_together(process_group, "copy", what, Timeouts.of(timeout), job, _copying)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToCopy(Found):
+    """A checkpoint that is copied; `was_there`: the target's newest is it.
+
+    Of one of ours `save_id` is that of the copy; `there` are the target's slots. Of another
+    writer's by path length, time and, of an export of ours, CRC-32C of each file; `last` goes last.
+    """
+
+    save_id: str | None = None
+    was_there: bool = False
+    there: CommitLog | None = None
+    format: SourceFormat = "ckpt_storage"
+    files: Mapping[str, tuple[int, float | None, int | None]] = field(default_factory=dict)
+    last: str = ""
+
+
 def _copying(site: Site, found: Found | None, tag: exports.IndexTag | None = None) -> _Copy:
     """Return the task of a copy; `tag`: what the index says of an export beside a checkpoint."""
-    source: Source | None = None
     if found is None:
-        found, source = _find(site, tag)
-    assert isinstance(found, ToCopy)  # noqa: S101  # as `_find` returns
-    kind = _CopyBeside if found.was_there else _CopyOfOthers
-    task = (kind if found.record is None else _CopyOfOurs)(site, found)
-    if (opened := source) is not None:
-        task.watch = lambda: opened.check_unchanged(site.source)
-    return task
+        return _find(site, tag)
+    assert isinstance(found, _ToCopy)  # noqa: S101  # as `_find` finds
+    if found.record is not None:
+        return _CopyOfOurs(site, found)
+    return (_CopyOfFiles if found.was_there else _CopyOfOthers)(site, found)
 
 
-def _find(site: Site, tag: exports.IndexTag | None) -> tuple[ToCopy, Source | None]:
+def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
     """Look whose checkpoint it is; nothing may be missing of one of others."""
     setting, head = site.setting, slotlog.read_log(site.source).head
     if tag is None and place_within(site.source, site.target) is not None:
-        raise InvalidInputError(
+        raise errors.InvalidInputError(
             f"{setting.target.url} is the same place as {setting.source.url}, or "
             "lies inside it: what is written to the one is seen in the other.",
             next_step="Give a folder beside it.",
         )
     if head is not None:
         publishing.check_newest(site.source, head)
-        there = log_to_extend(site.target)
-        save_id = name_at_target(site, head.save_id or "", there)
+        there = cleaning.log_to_extend(site.target)
+        save_id = _name_at_target(site, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id
-        return ToCopy(record=head, save_id=save_id, was_there=was_there, there=there), None
+        found = _ToCopy(record=head, save_id=save_id, was_there=was_there, there=there)
+        return _CopyOfOurs(site, found)
     source = open_source(site.source, site.options)
     if isinstance(source, CommittedSource):
         # Saved by us since the log was read.
         return _find(site, tag)
-    entries = [entry for entry in site.source.list("") if _is_content(entry.path)]
-    _check_whole(source, {entry.path: entry.size_bytes for entry in entries})
+    entries = {one.path: one for one in site.source.list("") if _is_content(one.path)}
+    _check_whole(source, {path: one.size_bytes for path, one in entries.items()})
     crcs, was_there = _exported(site, tag) if tag else ({}, False)
-    files = {e.path: (e.size_bytes, e.modified_s, crcs.get(e.path)) for e in entries}
-    return ToCopy(format=source.format, files=files, was_there=was_there), source
+    last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
+    if was_there:
+        # It stays as it is, but nothing tells one content of what lies beside it from another.
+        own = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+        entries = {k: one for k, one in entries.items() if k not in {names.INDEX_NAME, *own, *crcs}}
+    files = {path: (e.size_bytes, e.modified_s, crcs.get(path)) for path, e in entries.items()}
+    last = last if last in files else ""
+    found = _ToCopy(format=source.format, files=files, was_there=was_there, last=last)
+    task = _copying(site, found)
+    task.watch = lambda: source.check_unchanged(site.source)
+    return task
+
+
+def _name_at_target(site: Site, save_id: str, there: CommitLog) -> str:
+    """Return the id that the copy has at the target."""
+    jobs = [partial(slotlog.read_slot, site.target, at + 1) for at in range(there.last_slot)]
+    records = filter(None, site.at_once("read slots", jobs))
+    named = {one for record in records for one in (*record.fenced, record.save_id)}
+    head_id = there.head.save_id if there.head else None
+    while save_id != head_id and save_id in named:
+        digest = hashlib.sha256(f"copy of {save_id}".encode()).hexdigest()
+        # The time of the save stays.
+        save_id = f"{save_id[:17]}{digest[:16]}"
+    return save_id
 
 
 def _exported(site: Site, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
     """Return the checksums of an export's files, and whether the target's index is the same."""
     path = exports.export_path(tag.fingerprint)
-    index = site.source.get(INDEX_NAME).data
+    index = site.source.get(names.INDEX_NAME).data
     data = site.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
     record = exports.ExportRecord.decode(data, path)
     slotlog.check_document(index, record.index)
-    there = slotlog.read_if_there(site.target, INDEX_NAME)
-    is_same = there is not None and there.data == index
-    return {one.path: one.crc32c for one in record.files}, is_same
+    there = slotlog.read_if_there(site.target, names.INDEX_NAME)
+    return {one.path: one.crc32c for one in record.files}, bool(there and there.data == index)
+
+
+def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile:
+    """Return a file that is all of a stored one."""
+    segments = [Stored(path=path, size_bytes=size_bytes)]
+    return OutFile(name=name, segments=segments, crc32c=crc32c)
 
 
 class _Copy(Task[CopyReport]):
     """One copy on one rank."""
 
-    found: ToCopy
+    found: _ToCopy
 
     def content(self) -> object:
         marks = sorted((path, *mark) for path, mark in self.found.files.items())
@@ -232,52 +268,32 @@ class _Copy(Task[CopyReport]):
 
     def report(self, made: Made, seconds: float) -> CopyReport:
         found, setting, files = self.found, self.setting, self.plan.files
-        kept = [files[at].size_bytes for at in made.kept]
-        moved = made.moved
+        kept, moved = [files[at].size_bytes for at in made.kept], made.moved
         return CopyReport(
             source_url=setting.source.url,
             url=setting.target.url,
             format=found.format,
             save_id=self.save_id,
-            slot=None,
             was_there=found.was_there,
             file_count=len(files),
             total_bytes=sum(size_bytes for size_bytes, *_ in found.files.values()),
             **moved | {"read_bytes": moved["read_bytes"] + sum(kept)},
             kept_count=len(kept),
             kept_bytes=sum(kept),
-            exports=(),
-            left_out=(),
-            failed_exports={},
             seconds=seconds,
         )
 
 
 class _CopyOfFiles(_Copy):
-    """A copy of what others wrote, or of an export of ours, file by file."""
+    """A copy of files; as it is, of what people put beside an export that was copied before."""
 
     def open(self, found: Found) -> None:
         del found
-        self.source = Files(store=self.site.source, format=self.found.format, tensors={})
+        self.source = ForeignSource(store=self.site.source, format=self.found.format, tensors={})
 
-    def lay_out(self) -> tuple[OutFile, ...]:
-        return tuple(
-            OutFile(name=path, segments=[Stored(path=path, size_bytes=size_bytes)], crc32c=crc32c)
-            for path, (size_bytes, _, crc32c) in sorted(self.found.files.items())
-            if self.sends(path, crc32c)
-        )
-
-    @abc.abstractmethod
-    def sends(self, path: str, crc32c: int | None) -> bool:
-        """Return whether a file is one of those that are made side by side."""
-
-
-class _CopyBeside(_CopyOfFiles):
-    """What people put beside an export that was copied before, and that stays as it is."""
-
-    def sends(self, path: str, crc32c: int | None) -> bool:
-        # Nothing tells one content of such a file from another.
-        return crc32c is None and path != INDEX_NAME and not path.startswith(exports.DOCUMENTS)
+    def lay_out(self) -> list[OutFile]:
+        files = sorted(self.found.files.items())
+        return [_whole(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
 
     def take(self) -> Taken:
         folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
@@ -285,18 +301,12 @@ class _CopyBeside(_CopyOfFiles):
         return Taken()
 
 
-class _CopyOfOthers(_CopyOfFiles, PlainFolder[CopyReport]):
-    """A copy of a whole folder."""
+class _CopyOfOthers(PlainFolder[CopyReport], _CopyOfFiles):
+    """A copy of a whole folder of others, or of an export of ours."""
 
     @property
     def last(self) -> str:
-        if self.found.format == "dcp":
-            return STOCK_METADATA
-        return INDEX_NAME if INDEX_NAME in self.found.files else ""
-
-    def sends(self, path: str, crc32c: int | None) -> bool:
-        del crc32c
-        return path != self.last
+        return self.found.last
 
     def document(self) -> bytes:
         size_bytes = self.found.files[self.last][0]
@@ -304,49 +314,146 @@ class _CopyOfOthers(_CopyOfFiles, PlainFolder[CopyReport]):
         self.check_unchanged()
         if len(data) != size_bytes:
             what = f"{self.last} has {len(data)} bytes; {size_bytes} were listed."
-            raise IntegrityError(what, path=self.last, offset=0, next_step="Copy again.")
+            raise errors.IntegrityError(what, path=self.last, offset=0, next_step="Copy again.")
         return data
 
 
-class _CopyOfOurs(_Copy, CopiedAttempt[CopyReport]):
-    """A copy of a checkpoint of ours, and of what lies directly below it."""
+class _CopyOfOurs(_Copy):
+    """A copy of a checkpoint of ours, with its save id or another one, and of its exports."""
+
+    source: CommittedSource
+    record: SlotRecord | None = None
+    _grant: Grant | None = None
+    _ranks: Sequence[FileRef] = ()
+
+    @property
+    def save_id(self) -> str:
+        return self.found.save_id or ""
+
+    def lay_out(self) -> list[OutFile]:
+        files = [] if self.found.was_there else self.source.manifest.files
+        return [_whole(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
+
+    def take(self) -> Taken:
+        """Begin, send the rank manifests, and see which files an earlier copy has sent."""
+        store, before, manifest = self.site.target, self.found.there, self.source.manifest
+        assert before is not None  # noqa: S101  # the coordinator found it
+        if self.found.was_there:
+            self.record = before.head
+            return Taken()
+        is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
+        grant = attempt.begin(store, overwrite=self.setting.overwrite, save_id=self.save_id)
+        # The id was chosen by these slots: whoever names it since has given it up.
+        previous = before.head.head if before.head else None
+        self._grant = replace(grant, last_slot=before.last_slot, previous=previous)
+        sends = [partial(self._send_rank, one) for one in manifest.ranks]
+        self._ranks = self.site.at_once("copy rank manifests", sends)
+        if not is_resumed:
+            return Taken()
+        # Its process is dead, or is ended by this: the later copy goes on.
+        cleaning.abort_uploads(store, names.save_folder(self.save_id))
+        named = {at: self._moved(one) for at, (one, _) in enumerate(manifest.files)}
+        return Taken(done=self.site.there(named))
+
+    def publish(self, made: Made) -> None:
+        """Commit, and show it to stock readers; this is repeated for a copy that was cut there."""
+        del made
+        store, grant = self.site.target, self._grant
+        publish: Callable[[], bool] = partial(publishing.roll_forward, store, self.save_id)
+        if grant is not None:
+            publish = self._commit(grant)
+        record = self.record
+        assert record is not None  # noqa: S101  # it is committed by now
+        if record.stock is not None and not publishing.publish_commit(
+            store, record, publish, is_needed=record.stock_entries != 0
+        ):
+            return
+        try:
+            if grant is not None and grant.previous is not None:
+                cleaning.free_leftovers(store, known=record)
+        except errors.CheckpointError as error:
+            log.warning("the copy is committed; what it replaced is not deleted: %s", error)
+
+    def _commit(self, grant: Grant) -> Callable[[], bool]:
+        """Send the manifest and what `.metadata` is made from, and commit; return what shows it."""
+        head, own, stock, stock_bytes = self.source.record, self.source.manifest, None, None
+        assert head.manifest is not None  # noqa: S101  # a commit record names one; decode saw to it
+        if own.stock is not None:
+            # A save id has a fixed length, so the lengths that the pickle holds stay true.
+            stock_bytes = self._read(own.stock, MOST_STOCK_BYTES)
+            stock_bytes = stock_bytes.replace(own.save_id.encode(), self.save_id.encode())
+            stock = self._put(own.stock, stock_bytes)
+        data = self._read(head.manifest)
+        if own.save_id != self.save_id:
+            files = [(self._moved(file), rank) for file, rank in own.files]
+            new = replace(own, save_id=self.save_id, files=files, ranks=self._ranks, stock=stock)
+            data = seal(new.to_body())
+        self.record = attempt.commit(
+            self.site.target.bounded(Deadline("commit", self.setting.timeouts.commit)),
+            grant,
+            manifest=self._put(head.manifest, data),
+            stock=stock,
+            stock_entries=head.stock_entries,
+            user=head.user,
+        )
+        store = self.site.target
+        return partial(publishing.publish_head, store, own=self.record, own_stock=stock_bytes)
+
+    def _send_rank(self, one: FileRef) -> FileRef:
+        data = self._read(one)
+        if self.source.save_id != self.save_id:
+            data = seal(unseal(data, path=one.path) | {"save_id": self.save_id})
+        return self._put(one, data)
+
+    def _read(self, one: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
+        """Return a document of the source, checked against what names it."""
+        own_id = self.source.manifest.save_id
+        return read_document(self.site.source, one, save_id=own_id, most_bytes=most_bytes)
+
+    def _put(self, one: FileRef, data: bytes) -> FileRef:
+        """Put a document down under the copy's id."""
+        path = self._renamed(one.path)
+        self.site.target.put(path, data)
+        return FileRef.of(path, data)
+
+    def _moved(self, one: FileRef) -> FileRef:
+        return replace(one, path=self._renamed(one.path))
+
+    def _renamed(self, path: str) -> str:
+        return path.replace(self.source.manifest.save_id, self.save_id)
 
     def report(self, made: Made, seconds: float) -> CopyReport:
-        """Copy what lies directly below the source; raises nothing: the copy is committed by now.
-
-        An export stays behind if it is of another save than the copy, or damaged, or if its place
-        at the target is taken. Idempotent.
-        """
-        report = super().report(made, seconds)
+        """Copy the exports of this save, too; raises nothing: the copy is committed by now."""
         copied: dict[str, CopyReport] = {}
         left_out: list[str] = []
         failed: dict[str, str] = {}
         paths: list[str] = []
         try:
             paths = [entry.path for entry in listed(self.site.source, "")]
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             left_out, failed = ["."], {".": str(error)}
         for path in paths:
-            folder = path.rstrip("/")
-            if path in _OWN or path.startswith(PROBE_PREFIX):
+            if path in _OWN or path.startswith(names.PROBE_PREFIX):
                 continue
+            folder = path.rstrip("/")
             try:
                 one = self._copy_export(folder) if path.endswith("/") else None
-            except CheckpointError as error:
+            except errors.CheckpointError as error:
                 log.warning("the export %s is not copied: %s", folder, error)
                 one = None
-                if not isinstance(error, CheckpointExistsError):
+                if not isinstance(error, errors.CheckpointExistsError):
                     failed[folder] = str(error)
             if one is not None:
                 copied[folder] = one
             else:
                 left_out.append(folder if folder in failed else path)
+        report = super().report(made, seconds)
         whole = [report, *copied.values()]
         return replace(
             report,
             **{name: sum(getattr(one, name) for one in whole) for name in _SUMS},
             slot=self.record.slot if self.record else None,
-            total_bytes=sum(file.size_bytes for file, _ in self.manifest.files),
+            total_bytes=sum(file.size_bytes for file, _ in self.source.manifest.files),
             exports=tuple(copied),
             left_out=tuple(left_out),
             failed_exports=failed,
@@ -355,14 +462,13 @@ class _CopyOfOurs(_Copy, CopiedAttempt[CopyReport]):
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
         setting = self.setting
-        index = slotlog.read_if_there(self.site.source, f"{folder}/{INDEX_NAME}")
+        index = slotlog.read_if_there(self.site.source, f"{folder}/{names.INDEX_NAME}")
         tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
         source, target = setting.source.child(folder), setting.target.child(folder)
         inner = replace(setting, source=source, target=target, overwrite=False, progress=None)
-        task_of = partial(_copying, tag=tag)
-        what = f"the copy of {source.url}"
+        what, task_of = f"the copy of {source.url}", partial(_copying, tag=tag)
         return run_together(None, "copy", what, inner.timeouts, lambda: inner, task_of)
 
 
@@ -371,21 +477,16 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
     items = source.items if isinstance(source, StockSource) else {}
     for (fqn, _), one in items.items():
         # The whole item, with what stands behind a tensor's bytes.
-        path, end = one.relative_path, one.offset + one.length
-        size_bytes = sizes.get(path)
-        if size_bytes is None or size_bytes < end:
-            what = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
-            raise IntegrityError(
-                f"{path} {what}; {fqn} ends at its byte {end}.",
-                path=path,
-                fqn=fqn,
-                offset=size_bytes or 0,
-                next_step=RESTORE,
-            )
+        path, end, found = one.relative_path, one.offset + one.length, sizes.get(one.relative_path)
+        if found is None or found < end:
+            what = "is missing" if found is None else f"has {found} bytes"
+            told = f"{path} {what}; {fqn} ends at its byte {end}."
+            step = "Restore the file from a copy, or copy another checkpoint."
+            raise errors.IntegrityError(told, path=path, fqn=fqn, offset=found or 0, next_step=step)
 
 
 def _is_content(path: str) -> bool:
     """Return whether a path is part of a checkpoint; notes of runs and probes are none."""
-    if path.endswith("/") or path.rpartition("/")[2].startswith(PROBE_PREFIX):
-        return False
-    return path != exports.HOLDER_PATH and not exports.is_file_record(path)
+    is_note = path == exports.HOLDER_PATH or exports.is_file_record(path)
+    name = path.rpartition("/")[2]
+    return bool(name) and not (is_note or name.startswith(names.PROBE_PREFIX))

@@ -1,8 +1,7 @@
 """Output folders: who works there, what of it is sealed, and the write that shows it.
 
 Who works in a folder says so in `.ckpt-storage/job.json`; the later one counts, and the earlier one
-finds out before it publishes. Each sealed file has a record below the identity of its content. The
-invariants are I14, I15 and I17.
+finds out before it publishes. The invariants are I14, I15 and I17.
 """
 
 from __future__ import annotations
@@ -14,16 +13,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
+from ckpt_storage import errors
 from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
-from ckpt_storage.errors import (
-    CheckpointExistsError,
-    ConsolidationError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-)
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SINGLE_NAME, Sealed
@@ -33,7 +25,8 @@ from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
-from .output import Found, Made, R, Site, Taken, Task
+from .output import Found, R, Site, Taken, Task
+from .write import Made
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,9 +42,7 @@ _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 class Folder(Task[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
-    def __init__(self, site: Site, found: Found | None = None) -> None:
-        super().__init__(site, found)
-        self._run_id = names.new_write_id()
+    _run_id = ""
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
@@ -60,16 +51,34 @@ class Folder(Task[R]):
         self.site.target.replace(exports.weight_file_path(identity, number), record)
 
     def hold(self, earlier: exports.Holder | None) -> Taken:
-        """Become the holder; end what uploads an earlier one left open, but of what it sealed."""
+        """Become the holder; end what uploads an earlier one left open, but of what it sealed.
+
+        Returns what is sealed: of records, those with their file or an upload still open.
+        """
         store, identity = self.site.target, self.plan.identity
         store.make_folders([DOCUMENTS, exports.records_folder(identity)])
-        taken = self._found()
+        files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
+        keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
+        recorded = {at: keys[key] for key, at in files.items() if key in keys}
+        open_uploads: set[tuple[str, str]] = set()
+        if any(one.token for one in recorded.values()):
+            try:
+                open_uploads = store.open_uploads("")
+            except errors.StorageError as error:
+                if error.kind not in {"permission", "unsupported"}:
+                    raise
+                # What lacks its name is made again.
+                log.info("%s: open uploads cannot be looked for: %s", store.url, error)
+        done = self.site.there({at: one.file for at, one in recorded.items()})
+        is_open = {at for at, one in recorded.items() if (one.file.path, one.token) in open_uploads}
+        sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
+        self._run_id = names.new_write_id()
         holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
-            kept = {one.file.path for one in taken.sealed.values()}
+            kept = {one.file.path for one in sealed.values()}
             abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
-        return taken
+        return Taken(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
         """Return whether an open upload to a path can only be one that an earlier run left."""
@@ -84,10 +93,10 @@ class Folder(Task[R]):
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
             raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
-    def overtaken(self, how: str) -> ConsolidationError:
+    def overtaken(self, how: str) -> errors.ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
         url = self.setting.target.url
-        return ConsolidationError(
+        return errors.ConsolidationError(
             f"Another consolidation worked in {url} at the same time: {how}. This one published "
             "nothing.",
             path=url,
@@ -105,39 +114,15 @@ class Folder(Task[R]):
             _ = [*map(Part.from_json, found.parts)]
             return found
 
-        paths = [one.path for one in listed(store, exports.records_folder(identity))]
-        reads = [
-            partial(_trusted, store, path, decode) for path in paths if exports.is_file_record(path)
-        ]
+        paths = (one.path for one in listed(store, exports.records_folder(identity)))
+        records = filter(exports.is_file_record, paths)
+        reads = [partial(_trusted, store, path, decode) for path in records]
         found = self.site.at_once("read records", reads)
         return [one for one in found if one is not None and one.fingerprint == identity]
 
-    def _found(self) -> Taken:
-        """Return what is sealed: of records, those with their file or an upload still open."""
-        store = self.site.target
-        files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
-        keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
-        recorded = {at: keys[key] for key, at in files.items() if key in keys}
-        open_uploads: set[tuple[str, str]] = set()
-        if any(one.token for one in recorded.values()):
-            try:
-                open_uploads = store.open_uploads("")
-            except StorageError as error:
-                if error.kind not in {"permission", "unsupported"}:
-                    raise
-                # What lacks its name is made again.
-                log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.site.there({at: one.file for at, one in recorded.items()})
-        sealed = {
-            at: one
-            for at, one in recorded.items()
-            if at not in done and (one.file.path, one.token) in open_uploads
-        }
-        return Taken(done=done, sealed=sealed)
-
 
 class PlainFolder(Folder[R]):
-    """A folder in which files of another format are being put, so that a part looks like no whole.
+    """A folder of files of another format, of which a part looks like no whole.
 
     What makes the files a checkpoint goes last. While a folder of safetensors is being filled, a
     blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
@@ -169,7 +154,7 @@ class PlainFolder(Folder[R]):
         """
         store, is_indexed = self.site.target, self.last != STOCK_METADATA
         if read_log(store).last is not None:
-            raise InvalidInputError(
+            raise errors.InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
                 "would lie between its own.",
                 path=store.url,
@@ -194,7 +179,7 @@ class PlainFolder(Folder[R]):
         free = {INDEX_NAME} if is_hidden else set()
         blocking = sorted((in_the_way | here & {STOCK_METADATA}) - free)
         if blocking and not (is_resumed or is_remains or self.setting.overwrite):
-            raise CheckpointExistsError(
+            raise errors.CheckpointExistsError(
                 f"{store.url} holds {blocking[0]}.",
                 path=store.url,
                 phase="plan",
@@ -240,10 +225,7 @@ class PlainFolder(Folder[R]):
 
 
 class ExportFolder(Folder[R]):
-    """The folder of an export of ours: an earlier one stays readable until the index is put.
-
-    Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
-    """
+    """The folder of an export of ours: an earlier one stays readable until the index is put."""
 
     is_together = True
     ties: Mapping[str, str]
@@ -280,7 +262,7 @@ class ExportFolder(Folder[R]):
             name for name in here if exports.is_weight_file(name) or name == INDEX_NAME
         )
         if foreign:
-            raise CheckpointExistsError(
+            raise errors.CheckpointExistsError(
                 f"{store.url} holds weight files that ckpt_storage did not export ({foreign[0]}).",
                 path=store.url,
                 phase="plan",
@@ -290,7 +272,7 @@ class ExportFolder(Folder[R]):
         data = exports.Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
         try:
             store.create(NAMES_PATH, data)
-        except StorageError as error:
+        except errors.StorageError as error:
             if error.kind == "unsupported":
                 store.replace(NAMES_PATH, data)
             elif error.kind != "exists" and not is_there(store, NAMES_PATH):
@@ -324,7 +306,7 @@ class ExportFolder(Folder[R]):
             self._put_index(index)
         try:
             self.collect()
-        except StorageError as error:
+        except errors.StorageError as error:
             # The export counts; what is left over, the next consolidation finds.
             log.warning("Clearing up after the export to %s failed: %s", store.url, error)
 
@@ -332,7 +314,7 @@ class ExportFolder(Folder[R]):
         """Put the index in place of the version that was there when the folder was taken."""
         try:
             self.site.target.replace_seen(INDEX_NAME, index, self._index)
-        except StorageError as error:
+        except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
             now = read_if_there(self.site.target, INDEX_NAME)
             if now is not None and now.data == index:
@@ -353,7 +335,7 @@ class ExportFolder(Folder[R]):
         # Whoever takes over says so before it writes, so what was listed before is not its own.
         try:
             self.check_held()
-        except ConsolidationError:
+        except errors.ConsolidationError:
             log.info("%s: clearing up is left to the consolidation that runs there", store.url)
             return
         old = sorted(name for name in here if exports.is_weight_file(name) and name not in kept)
@@ -372,7 +354,7 @@ def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | 
     try:
         found = read_if_there(store, path)
         return None if found is None else decode(found.data, path)
-    except (IntegrityError, FormatError, TypeError, ValueError) as error:
+    except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None
 

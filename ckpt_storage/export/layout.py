@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import shard_name
+from ckpt_storage.format.names import DTYPES, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
@@ -28,9 +28,9 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Source
 
 from .options import ConsolidateOptions
-from .output import Made, Span, joined
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
 from .select import Selected, Skipped, choose_model
+from .write import Made, Span, joined
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -62,22 +62,11 @@ def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> F
 def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
 
-    A file of that layout holds one part of a tensor at the most, so part n of each tensor goes
-    into shard n, or a later one where that is full.
+    A file of that layout holds one part of a tensor at the most: part n of each goes with others.
     """
-    groups: list[list[Elements]] = []
-    sizes: list[int] = []
-    for fqn, tensor in tensors.items():
-        at = 0
-        for one in (elements_of(fqn, tensor, box) for box in boxes_of(tensor)):
-            while at < len(groups) and sizes[at] and sizes[at] + one.size_bytes > max_file_bytes:
-                at += 1
-            if at == len(groups):
-                groups.append([])
-                sizes.append(0)
-            groups[at].append(one)
-            sizes[at] += one.size_bytes
-            at += 1
+    parts = [[elements_of(fqn, one, box) for box in boxes_of(one)] for fqn, one in tensors.items()]
+    columns = (filter(None, column) for column in itertools.zip_longest(*parts))
+    groups = [group for column in columns for group in split_by_size(column, max_file_bytes)]
     files: list[OutFile] = []
     for number, group in enumerate(groups, 1):
         # Torch writes it as text too; its version is a number there, and its reader wants none.
@@ -135,7 +124,7 @@ def _weight_files(groups: Sequence[Sequence[Elements]]) -> Files:
 
 def _weight_file(name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]) -> OutFile:
     # Larger elements first, so that each tensor begins at a multiple of its element.
-    ordered = sorted(tensors, key=lambda one: -one.item_bytes)
+    ordered = sorted(tensors, key=lambda one: -DTYPES[one.dtype].item_bytes)
     ends = itertools.accumulate((one.size_bytes for one in ordered), initial=0)
     entries = [
         SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=start, end=end)
@@ -275,40 +264,30 @@ def rank_manifest(
 def metadata_of(source: Source, chosen: Selected) -> Metadata:
     """Return what DCP's global plan would have said of the values; without places."""
     import torch  # noqa: PLC0415  # only for DCP's formats
-    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # as above
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415  # as above
 
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        fqn: TensorStorageMetadata(
-            properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+    state: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
+        fqn: dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=getattr(torch, tensor.dtype)),
             size=torch.Size(tensor.shape),
             chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+                dcp.ChunkStorageMetadata(*map(torch.Size, (box.offsets, box.sizes)))
                 for box in boxes_of(tensor)
             ],
         )
         for fqn, tensor in chosen.tensors.items()
     }
-    state |= {fqn: BytesStorageMetadata() for fqn in chosen.blobs}
+    state |= {fqn: dcp.BytesStorageMetadata() for fqn in chosen.blobs}
     paths = source.planner_data or {}
-    return Metadata(
-        state_dict_metadata=state, planner_data={fqn: paths.get(fqn, (fqn,)) for fqn in state}
-    )
+    places = {fqn: paths.get(fqn, (fqn,)) for fqn in state}
+    return dcp.Metadata(state_dict_metadata=state, planner_data=places)
 
 
 def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> bytes:
     """Return the `.metadata` of stock torch for these files."""
     import torch  # noqa: PLC0415  # only for DCP's formats
+    from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415  # as above
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415  # as above
-    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # as above
-        MetadataIndex,
-        StorageMeta,
-    )
 
     from ckpt_storage.commit.assembly import STOCK_VERSION  # noqa: PLC0415  # as above
 
@@ -317,10 +296,10 @@ def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> 
     offsets = [*(torch.Size(box.offsets) for box in shards.known.boxes), None]
     keys = ("fqn", "box", "item_start", "item_bytes")
     metadata.storage_data = {
-        MetadataIndex(fqns[fqn], offsets[box]): _StorageInfo(file.name, start, length)
+        dcp.MetadataIndex(fqns[fqn], offsets[box]): _StorageInfo(file.name, start, length)
         for file, table in zip(files, shards.tables, strict=True)
         for fqn, box, start, length in zip(*(table[key] for key in keys), strict=True)
     }
-    metadata.storage_meta = StorageMeta(checkpoint_id=url)
+    metadata.storage_meta = dcp.StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION
     return pickle.dumps(metadata)

@@ -1,4 +1,4 @@
-"""What a caller may choose: options of a consolidation, selections of values, sizes as texts."""
+"""What a caller may give: options of a consolidation, selections of values, sizes, locations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB, PageCache, check_choice
+from ckpt_storage.store import Location, endpoint_of
 
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
@@ -194,3 +195,32 @@ def digest(value: object) -> str:
         value = sorted(map(str, value))
     text = repr(value)
     return text if len(text) < _DIGEST_CHARS else hashlib.sha256(text.encode()).hexdigest()
+
+
+def location_beside(
+    source: Location, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Return where `url` is; without options of its own, with those of a source of its kind."""
+    location = Location.of(url, storage_options)
+    if storage_options is None and location.protocol == source.protocol:
+        return Location.of(url, source.storage_options)
+    return location
+
+
+def split_file(location: Location) -> tuple[Location, str]:
+    """Return the folder of a file, and the file's name; "" if it is a root."""
+    head, _, name = location.target.rpartition("/")
+    is_root = not head or head.endswith(":/")
+    target = location.target if is_root and head else head or "/"
+    return replace(location, target=target), "" if is_root and head else name
+
+
+def is_within(outer: Location, inner: Location) -> bool:
+    """Return whether names alone tell that `inner` is `outer`, or lies below it."""
+
+    def spelt(one: Location) -> str:
+        # Of the options only these lead to another storage.
+        who = (one.protocol, endpoint_of(one), str(one.storage_options.get("profile") or ""))
+        return f"{who} {os.path.realpath(one.target) if one.is_local else one.url}"
+
+    return f"{spelt(inner)}/".startswith(f"{spelt(outer).rstrip('/')}/")

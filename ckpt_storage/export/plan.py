@@ -66,17 +66,7 @@ class Elements:
     @property
     def size_bytes(self) -> int:
         """Bytes in the file."""
-        return self.box.volume * self.item_bytes
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element as written."""
-        return DTYPES[self.dtype].item_bytes
-
-    @property
-    def source_item_bytes(self) -> int:
-        """Bytes of one element as stored."""
-        return DTYPES[self.source_dtype].item_bytes
+        return self.box.volume * DTYPES[self.dtype].item_bytes
 
 
 def elements_of(
@@ -108,8 +98,6 @@ class Stored:
 
     dtype: ClassVar[str] = "uint8"
     source_dtype: ClassVar[str] = "uint8"
-    item_bytes: ClassVar[int] = 1
-    source_item_bytes: ClassVar[int] = 1
 
     @property
     def box(self) -> Box:
@@ -215,7 +203,7 @@ def plan(
 ) -> Plan:
     """Return the plan of making all `files`; `source` (JSON) stands for what they are made of."""
     files = tuple(files)
-    identity = _digest({"version": 2, "source": source, "files": list(map(_content, files))})
+    identity = _digest({"version": 3, "source": source, "files": list(map(_content, files))})
     return Plan(
         files=files,
         world_size=world_size,
@@ -229,15 +217,9 @@ def plan(
 def _content(file: OutFile) -> object:
     # A header says names, dtypes, shapes and places; what it does not say is where from.
     fixed = hashlib.sha256()
-    sources: list[object] = []
     for one in file.segments:
-        if isinstance(one, Fixed):
-            fixed.update(one.data)
-        elif isinstance(one, Elements):
-            sources.append([one.fqn, one.source_dtype, one.dtype, *one.box])
-        else:
-            sources.append([one.fqn, one.path, one.size_bytes])
-    return [file.size_bytes, fixed.hexdigest(), sources]
+        fixed.update(one.data if isinstance(one, Fixed) else repr(one).encode())
+    return [file.size_bytes, fixed.hexdigest()]
 
 
 def _digest(value: object) -> str:

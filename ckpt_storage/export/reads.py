@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import add
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
 from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
@@ -67,7 +68,7 @@ class SegmentReader:
         for segment, origin, first, last in self._segments(file, start, stop):
             if isinstance(segment, Fixed):
                 continue
-            wanted, size, at = segment.box, segment.item_bytes, first
+            wanted, size, at = segment.box, DTYPES[segment.dtype].item_bytes, first
             info = self._source.tensors[segment.fqn] if isinstance(segment, Elements) else None
             begin, end = (first - origin) // size, (last - origin) // size
             for inner in interval_boxes(wanted.sizes, begin, end):
@@ -82,7 +83,7 @@ class SegmentReader:
     def runs(self, file: int, start: int, stop: int, least_bytes: int) -> Iterator[Part]:
         """Yield what of an interval lies in a row, as it is, in both files, and is so long."""
         for piece in self.pieces(file, start, stop):
-            segment, size = piece.segment, piece.segment.item_bytes
+            segment, size = piece.segment, DTYPES[piece.segment.dtype].item_bytes
             if segment.dtype != segment.source_dtype:
                 continue
             source, dest = (
@@ -120,13 +121,23 @@ class SegmentReader:
                 window[first - start : last - start] = segment.data[first - origin : last - origin]
         reads = []
         for piece in self.pieces(file, start, stop):
-            place = self.place_of(piece)
-            read = _read_of(piece, place, window, start)
+            segment, chunk, place = piece.segment, piece.chunk, self.place_of(piece)
+            kind = WORDS[DTYPES[segment.dtype].item_bytes]
+            box: Bits = np.ndarray(piece.box.sizes, kind, window, piece.start - start)
+            inner, is_whole = piece.part.relative_to(chunk), piece.part == chunk
+            is_cast = segment.dtype != segment.source_dtype
+            read = (partial(_CastRead, segment=segment) if is_cast else ArrayRead)(
+                place=place,
+                item_bytes=DTYPES[segment.source_dtype].item_bytes,
+                chunk_sizes=chunk.sizes,
+                where=None if is_whole else box_selection(inner),
+                array=box[_index(piece.part.relative_to(piece.box))],
+            )
             if place.kind == "raw":
                 reads.append(read)
             else:
                 whole = self._loaded_of(piece, place)
-                read.fill(read.array, whole[_index(piece.part.relative_to(piece.chunk))])
+                read.fill(read.array, whole[_index(inner)])
         return self._read(reads)
 
     def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
@@ -182,24 +193,9 @@ class SegmentReader:
                     )
                 buffer = bytearray(place.size_bytes)
                 self._read([bytes_read(place, memoryview(buffer))])
-                word = WORDS[piece.segment.source_item_bytes]
+                word = WORDS[DTYPES[piece.segment.source_dtype].item_bytes]
                 self._loaded = place, words_of(load_whole(buffer, place), word)
             return self._loaded[1].reshape(piece.chunk.sizes)
-
-
-def _read_of(piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ArrayRead:
-    """Return the read of a piece into a window that begins at byte `start` of its file."""
-    segment, kind = piece.segment, WORDS[piece.segment.item_bytes]
-    box: Bits = np.ndarray(piece.box.sizes, kind, window, piece.start - start)
-    is_cast, is_whole = segment.dtype != segment.source_dtype, piece.part == piece.chunk
-    make: Callable[..., ArrayRead] = partial(_CastRead, segment=segment) if is_cast else ArrayRead
-    return make(
-        place=place,
-        item_bytes=segment.source_item_bytes,
-        chunk_sizes=piece.chunk.sizes,
-        where=None if is_whole else box_selection(piece.part.relative_to(piece.chunk)),
-        array=box[_index(piece.part.relative_to(piece.box))],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

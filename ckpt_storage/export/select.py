@@ -73,7 +73,7 @@ class Selected:
 
 
 def select(
-    source: Source, *, include: Selection | None, exclude: Selection | None, to: str, drops: bool
+    source: Source, include: Selection | None, exclude: Selection | None, *, to: str, drops: bool
 ) -> Selected:
     """Return which values go over to a format; it `drops` or refuses what that cannot hold."""
     values = {*source.tensors, *source.blobs}
@@ -170,7 +170,15 @@ def choose_model(
         )
         for fqn, (reason, because) in sorted(left.items())
     )
-    picked = [_chosen(fqn, tensors[fqn], names[fqn], options) for fqn in going if fqn not in tied]
+    picked: list[Elements] = []
+    for fqn in (fqn for fqn in going if fqn not in tied):
+        if lacking := _no_safetensors(tensors[fqn]):
+            raise InvalidInputError(
+                f"{fqn} has {lacking}, which safetensors does not hold.",
+                next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
+            )
+        dtype = (options.cast_to if tensors[fqn].dtype in CASTABLE else None) or ""
+        picked.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
     return sorted(picked, key=lambda one: _natural(one.name)), skipped
 
 
@@ -263,16 +271,6 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
                 next_step="Give them different names with rename=, or exclude one.",
             )
     return {fqn: name for name, fqn in taken.items()}
-
-
-def _chosen(fqn: str, tensor: TensorRecord, name: str, options: ConsolidateOptions) -> Elements:
-    if lacking := _no_safetensors(tensor):
-        raise InvalidInputError(
-            f"{fqn} has {lacking}, which safetensors does not hold.",
-            next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
-        )
-    dtype = options.cast_to if tensor.dtype in CASTABLE else None
-    return elements_of(fqn, tensor, name=name, dtype=dtype or "")
 
 
 def _with_told(

@@ -1,44 +1,57 @@
-"""A file that `torch.save` wrote, as a source: its tensors are found without reading them."""
+"""Files of `torch.save`: one as a source of tensors, and one written while its values are read."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import mmap
 import pickle
 import struct
+import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import _weights_only_unpickler
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
+from ckpt_storage import errors
+from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.foreign import ForeignSource
-from ckpt_storage.source.model import Key
+from ckpt_storage.source.model import Key, Source
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.writing import ObjectWriter
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from .convert import _Conversion
+from .layout import Files
+from .output import Site, Taken
+from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
+from .reads import SegmentReader
+from .select import Selected
+from .write import Made
 
-_torch: Any = torch
-"""For what is not typed there."""
-
-_READ_AHEAD_BYTES = 64 * 1024
+_torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
 _LOCAL = struct.Struct("<26x2H")
 _RESTORE = "Restore the file from a copy."
 _AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
+_ALIGN_BYTES = 64
+
+_Path = tuple[str | int, ...]
 
 
 class _Record(NamedTuple):
-    """Bytes of the file that have one checksum, if any: a storage, of which tensors are views."""
+    """A storage, of which tensors are views: bytes of the file with one checksum, if any."""
 
     start: int
     size_bytes: int
@@ -47,10 +60,7 @@ class _Record(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TorchFileSource(ForeignSource):
-    """What a `torch.save` file offers; `ties` maps a tensor to an earlier one of the same bytes.
-
-    `values` are no tensors; `records` hold tensors.
-    """
+    """What a `torch.save` file offers: tensors, which lie in `records`, and other `values`."""
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
@@ -75,8 +85,8 @@ class TorchFileSource(ForeignSource):
             self.store.read(place.path, [(start, view)], size_bytes=place.file_bytes)
             crc = zlib.crc32(view, crc)
         if crc != record.crc32:
-            what = f"the {record.size_bytes} bytes at byte {record.start}, which hold {place.fqn},"
-            raise _damaged(place.path, f"{what} do", record.start, place.fqn)
+            what = f"the record at byte {record.start}, which holds {place.fqn},"
+            raise _damaged(place.path, what, record.start, place.fqn)
 
     def pickled(self, fqn: str) -> bytes:
         """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
@@ -99,14 +109,9 @@ class _NoTensors(pickle.Pickler):
 
 
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
-    """Return the source that a `torch.save` file is; reads its directory, pickle and headers.
-
-    Raises `FormatError` for what cannot be named or streamed, too, `UnsafeContentError` for what
-    `weights_only` refuses, `IntegrityError` for a damaged pickle.
-    """
-    file_bytes = store.stat(path).size_bytes
-    shown = f"{store.url}/{path}"
-    file = io.BufferedReader(_StoreFile(store, path, file_bytes), _READ_AHEAD_BYTES)
+    """Return the source that a `torch.save` file is; reads its directory, pickle and headers."""
+    file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
+    file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
     flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
     tensors: dict[str, TensorRecord] = {}
     source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
@@ -124,15 +129,10 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             start = record.start + int(value.storage_offset()) * value.element_size()
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
-        whole = Box((0,) * len(shape), shape)
+        whole, size = Box((0,) * len(shape), shape), value.nbytes
         tensors[fqn] = TensorRecord(dtype=dtype, shape=shape, boxes=[whole])
         source.held[fqn, whole.offsets] = ChunkPlace(
-            path=path,
-            fqn=fqn,
-            start=start,
-            size_bytes=value.nbytes,
-            sizes=shape,
-            file_bytes=file_bytes,
+            path=path, fqn=fqn, start=start, size_bytes=size, sizes=shape, file_bytes=file_bytes
         )
     source.blobs = frozenset(source.values)
     return source
@@ -140,16 +140,16 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 
 def _read_state(
     file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
-) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+) -> tuple[dict[str, Any], dict[str, _Path]]:
     """Return values by FQN, and the way to each in the nested state dict."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
         state = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
-    except CheckpointError:
+    except errors.CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise UnsafeContentError(
+        raise errors.UnsafeContentError(
             f"{shown} is not a file that torch loads with weights_only=True.",
             path=path,
             phase="load",
@@ -164,25 +164,19 @@ def _read_state(
         step = "Save a dict that maps names to tensors, such as model.state_dict()."
         raise _refused(shown, what, step)
     try:
-        flat, paths = flatten_state_dict(state)
+        return flatten_state_dict(state)
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
         raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
-    return flat, dict(paths)
 
 
-def _refused(path: str, what: str, next_step: str) -> FormatError:
-    return FormatError(f"{path} {what}.", path=path, next_step=next_step)
+def _refused(path: str, what: str, next_step: str) -> errors.FormatError:
+    return errors.FormatError(f"{path} {what}.", path=path, next_step=next_step)
 
 
-def _damaged(path: str, what: str, offset: int, fqn: str | None = None) -> IntegrityError:
-    return IntegrityError(
-        f"{path} is damaged: {what} not have the checksum that torch wrote.",
-        path=path,
-        fqn=fqn,
-        offset=offset,
-        next_step=_RESTORE,
-    )
+def _damaged(path: str, what: str, offset: int, fqn: str | None = None) -> errors.IntegrityError:
+    told = f"{path} is damaged: {what} has another checksum than torch wrote."
+    return errors.IntegrityError(told, path=path, fqn=fqn, offset=offset, next_step=_RESTORE)
 
 
 @dataclass(eq=False)
@@ -204,7 +198,7 @@ class _StoreFile(io.RawIOBase):
         self._at = max(0, offset + (0, self._at, self.size_bytes)[whence])
         return self._at
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  # as `io` has it
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.size_bytes - self._at))
         if count:
@@ -218,24 +212,22 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
 
     A compressed record of the zip, which torch never makes, may be a bomb, and is refused.
     """
-    infos: dict[str, zipfile.ZipInfo] = {}
     small: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
+        infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         # torch can be told to write none: then it writes zeros.
-        has_crcs = any(info.CRC for info in archive.infolist())
-        for info in archive.infolist():
+        has_crcs = any(info.CRC for info in infos.values())
+        for name, info in infos.items():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 what = f"holds the compressed record {info.filename:.80}, as no file of torch"
                 raise _refused(path, f"{what}.save does", _AGAIN)
             if not has_crcs:
                 info.CRC = None  # type: ignore[assignment]  # zipfile then checks none
-            name = info.filename.partition("/")[2]
-            infos[name] = info
             try:
                 if not name.startswith("data/"):
                     small[name] = archive.read(info)
             except zipfile.BadZipFile as error:
-                what = f"its record {info.filename} does"
+                what = f"its record {info.filename}"
                 raise _damaged(path, what, info.header_offset) from error
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
@@ -243,7 +235,7 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
 
     def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # noqa: SLF001  # as torch.load
         if key not in storages:
             info, size_bytes = infos[f"data/{key}"], count * dtype.itemsize
             if size_bytes > info.file_size:
@@ -254,23 +246,13 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
             storage.record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
         return _torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
 
-    kind: Any = _Unpickler if unsafe_pickle else _weights_only_unpickler.Unpickler
-    unpickler = kind(io.BytesIO(small["data.pkl"]), encoding="utf-8")
+    module: Any = pickle if unsafe_pickle else _weights_only_unpickler
+    unpickler = module.Unpickler(io.BytesIO(small["data.pkl"]), encoding="utf-8")
     unpickler.persistent_load = load_storage
     try:
         return unpickler.load()
     finally:
         _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickles anything; names of old kinds of storages become what tells their dtype."""
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # whatever it names
-        try:
-            return _torch.serialization.StorageType(name)
-        except KeyError:
-            return super().find_class(module, name)
 
 
 def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:
@@ -285,3 +267,205 @@ def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:
         step = "Save it dense, contiguous and of a plain dtype, or leave it out with exclude=."
         raise _refused(path, what, step)
     return dtype
+
+
+class TorchFile(_Conversion):
+    """One file that is written as a stream, visible only complete; tied tensors share a storage."""
+
+    def lay_out(self) -> Files:
+        """Return nothing: checksums come last, and `publish` writes it all."""
+        self.stream_bytes = self.tensor_bytes
+        return ()
+
+    def take(self) -> Taken:
+        """Refuse a name that is taken."""
+        name, url = self.setting.target_file, self.setting.target_url
+        if not name:
+            raise errors.InvalidInputError(
+                f"{url} names no file.", next_step="Give a file, such as model.pt."
+            )
+        if not self.setting.overwrite and is_there(self.site.target, name):
+            raise errors.CheckpointExistsError(
+                f"{url} is there.",
+                path=url,
+                phase="plan",
+                next_step="Give another name, or pass overwrite=True to replace it.",
+            )
+        return Taken()
+
+    def publish(self, made: Made) -> None:
+        """Write the file; only where nothing can be replaced in one step, delete the old before."""
+        del made
+        site, store, name = self.site, self.site.target, self.setting.target_file
+        main = io.BytesIO()
+        pickler, (tensors, fqns) = _Pickler(main), _untouched(self.chosen)
+        pickler.dump(_nested({**self._objects(), **tensors}, self.source.planner_data or {}))
+        stored = [(data, fqns.get(data.data_ptr())) for _, data in pickler.stored.values()]
+        streamed = [elements_of(fqn, self.chosen.tensors[fqn]) for _, fqn in stored if fqn]
+        read = _reading(site, self.source, streamed)
+        store.make_folders([])
+        if not store.capabilities.atomic_replace:
+            store.delete([name])
+        writer = ObjectWriter(
+            store,
+            name,
+            options=site.options,
+            planned_bytes=self.stream_bytes + main.tell(),
+            deadline=site.deadline,
+            on_bytes=self.on_bytes,
+        )
+
+        def write(data: bytes | memoryview) -> int:
+            view = memoryview(data)
+            writer.write(view)
+            return view.nbytes
+
+        # It goes forward only, so checksums follow the bytes.
+        archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
+        try:
+            _append(archive, "data.pkl", [main.getvalue()])
+            # No ".format_version": it would let torch compute where records lie, as its own zip
+            # writer places them. Without it torch looks each one up.
+            _append(archive, "byteorder", [b"little"])
+            for number, (data, fqn) in enumerate(stored):
+                held = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
+                _append(archive, f"data/{number}", read(fqn) if fqn else [held.data])
+                site.deadline.check(f"Writing {name}")
+            _append(archive, "version", [b"3\n"])
+            _append(archive, ".data/serialization_id", [b"0" * 40])
+            self.check_unchanged()
+            archive.close()
+            writer.complete()
+        except BaseException as error:
+            # Else it writes its end when it is forgotten.
+            archive.fp = None
+            try:
+                writer.abort()
+            except errors.StorageError as failure:
+                error.add_note(f"Discarding the upload failed too: {failure}")
+            raise
+
+    def _objects(self) -> dict[str, object]:
+        """Return the values that are no tensors."""
+        blobs, is_safe = self.stored_blobs(), not self.setting.unsafe_pickle
+        read = _reading(self.site, self.source, blobs)
+        objects: dict[str, object] = {}
+        for fqn in self.chosen.blobs:
+            file = io.BytesIO(b"".join(read(fqn)))
+            try:
+                objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
+            except Exception as error:
+                raise errors.UnsafeContentError(
+                    f"{fqn} is not a value that torch loads with weights_only=True.",
+                    next_step="Leave it out with exclude=, or, if you trust who wrote it, pass "
+                    "unsafe_pickle=True.",
+                ) from error
+        return objects
+
+
+def _reading(
+    site: Site, source: Source, segments: Sequence[Elements | Stored]
+) -> Callable[[str], Iterator[memoryview]]:
+    """Return what yields an FQN's bytes; they are asked for in order, and read in windows."""
+    # Each begins where an element of any dtype may, so that no window cuts one.
+    gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
+    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
+    file = OutFile(name="", segments=parts)
+    starts = {one.fqn: at for at, one in zip(file.starts[::2], segments, strict=False)}
+    sizes = {one.fqn: one.size_bytes for one in segments}
+    reader = SegmentReader([file], source, RangeReader(site.source, site.options))
+    step = site.options.part_bytes - site.options.part_bytes % ELEMENTS_BYTES
+
+    @lru_cache(maxsize=1)
+    def window_at(begin: int) -> memoryview:
+        window = memoryview(bytearray(min(step, file.size_bytes - begin)))
+        reader.prepare(0, begin, begin + len(window))
+        reader.fill(0, begin, begin + len(window), window)
+        return window
+
+    def read(fqn: str) -> Iterator[memoryview]:
+        at = starts[fqn]
+        end = at + sizes[fqn]
+        while at < end:
+            view = window_at(at - at % step)[at % step :][: end - at]
+            at += len(view)
+            yield view
+
+    return read
+
+
+def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryview]) -> None:
+    """Append one record to a zip, as it is; its bytes are aligned."""
+    info, stream = zipfile.ZipInfo(f"archive/{name}"), archive.fp
+    assert stream is not None  # noqa: S101  # it is open
+    # The header, the name, the length in 64 bits, and the head of the padding.
+    padding = -(stream.tell() + 30 + len(info.filename) + 20 + 4) % _ALIGN_BYTES
+    # The id is torch's own choice; nobody reads it.
+    info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=True) as file:
+        for view in views:
+            file.write(view)
+
+
+def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+    """Return tensors in memory that is never touched, and by address whose that is; ties share."""
+    sizes = {fqn: elements_of(fqn, one).size_bytes for fqn, one in chosen.tensors.items()}
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    pool = mmap.mmap(-1, sum(sizes.values()) + 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    whole: dict[str, torch.Tensor] = {}
+    with warnings.catch_warnings():
+        # That nothing can be written there is why it takes no memory.
+        warnings.simplefilter("ignore")
+        for fqn in {chosen.ties.get(fqn, fqn): None for fqn in sizes}:
+            count, at = sizes[fqn], starts[fqn]
+            whole[fqn] = torch.empty(0, dtype=torch.uint8)
+            if count:
+                whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count, offset=at)
+    tensors = {
+        fqn: whole[chosen.ties.get(fqn, fqn)].view(getattr(torch, one.dtype)).reshape(one.shape)
+        for fqn, one in chosen.tensors.items()
+    }
+    return tensors, {one.data_ptr(): fqn for fqn, one in whole.items() if sizes[fqn]}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as `torch.save` does; `stored` has the numbers of storages, and these, in order."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.stored: dict[int, tuple[int, Any]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
+        """Return what stands for a storage."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            typed: Any = obj
+            data, name, count = typed._untyped_storage, typed._pickle_storage_type(), typed._size()  # noqa: SLF001
+        elif torch.is_storage(obj):
+            data, name, count = obj, "UntypedStorage", obj.nbytes()
+        else:
+            return None
+        number, _ = self.stored.setdefault(data._cdata, (len(self.stored), data))  # noqa: SLF001  # as torch.save
+        return ("storage", getattr(torch, name), str(number), "cpu", count)
+
+
+def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
+    """Return the nested state dict; lists of which a part was dropped would shift, so refuse.
+
+    A list is made as long as its highest index, so one number could take all memory.
+    """
+    paths = {fqn: known.get(fqn, (fqn,)) for fqn in flat}
+    longest: dict[_Path, int] = {}
+    for path in paths.values():
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                length = key + 1 if key >= 0 else 1 << 60
+                longest[path[:at]] = max(longest.get(path[:at], 0), length)
+    try:
+        if sum(longest.values()) > 16 * sum(map(len, paths.values())) + (1 << 16):
+            raise ValueError("its lists would be far longer than what is in them")  # noqa: TRY301
+        return unflatten_state_dict(dict(flat), paths)
+    except Exception as error:
+        raise errors.InvalidInputError(
+            f"The values do not form a nested state dict: {error}.",
+            next_step="Leave the names that contradict each other out with exclude=.",
+        ) from error

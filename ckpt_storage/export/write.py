@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.crc import combine_blocks, crc32c_of
+from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
@@ -32,17 +32,63 @@ from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
-from .output import Made, Result, Span, Taken, Task, joined
 from .plan import MIN_COPY_BYTES, OutFile, Part, Region, cut, cut_region, number_unit_bytes
 from .reads import SegmentReader
 
+if TYPE_CHECKING:
+    from .output import Taken, Task
+
 log = logging.getLogger("ckpt_storage")
+
+Span = tuple[int, int, int]
+"""Where bytes of a file begin, how many there are, and their CRC-32C."""
 
 _COPY_REFUSALS = frozenset({"permission", "unsupported"})
 """Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
 """How long a rank whose shared upload was discarded waits to hear the reason."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What one rank did. All mappings but `moved` are by position of the file.
+
+    Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
+    are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
+    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
+    """
+
+    spans: dict[int, list[Span]] = field(default_factory=dict)
+    moved: Counter[str] = field(default_factory=Counter)
+    receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What came of a plan, by position and by rank; only the coordinator has all of it.
+
+    `kept` are the files that an earlier run had completed, and that were sound.
+    """
+
+    files: Mapping[int, FileRef]
+    results: Sequence[Result]
+    kept: frozenset[int]
+
+    @property
+    def moved(self) -> dict[str, Any]:
+        """What all ranks moved, as reports name it."""
+        names = "read_bytes", "sent_bytes", "copied_bytes"
+        return {name: sum(one.moved[name] for one in self.results) for name in names}
+
+
+def joined(spans: Iterable[Span]) -> Span:
+    """Return spans that lie side by side, in any order, as one."""
+    starts, lengths, crcs = zip(*sorted(spans), strict=True)
+    if len(starts) == 1:
+        return starts[0], lengths[0], crcs[0]
+    return starts[0], sum(lengths), combine_many(crcs, lengths)
 
 
 @dataclass
@@ -129,9 +175,8 @@ class Work:
                 if not file.size_bytes and at not in taken.done:
                     site.target.put(file.name, b"")
                     self._seal(at, Sealed(file=self._reference(at, 0)))
-            for at, sealed in taken.sealed.items():
+            for sealed in taken.sealed.values():
                 self._task.on_bytes(sealed.file.size_bytes)
-                log.info("%s was sealed by an earlier run", plan.files[at].name)
         try:
             if regions:
                 self._write(regions)
@@ -262,8 +307,7 @@ class Work:
         with self._lock:
             self._free.append(whole)
             job.spans += spans
-            self._result.read_bytes += read_bytes
-            self._result.sent_bytes += part.size_bytes
+            self._result.moved.update(read_bytes=read_bytes, sent_bytes=part.size_bytes)
 
     def _copied(self, job: _Job, part: Part, place: ChunkPlace) -> bool:
         """Have the storage copy a part; return whether it did."""
@@ -311,8 +355,7 @@ class Work:
             )
         with self._lock:
             job.spans.append((part.start, length, told))
-            self._result.read_bytes += read_bytes
-            self._result.copied_bytes += length
+            self._result.moved.update(read_bytes=read_bytes, copied_bytes=length)
         return True
 
     def _begin(self, at: int) -> Upload:
@@ -362,12 +405,9 @@ class Work:
             if own:
                 self._seal(at, Sealed(file=file))
             elif at in self._taken.sealed and not self._is_sound(file):
-                raise IntegrityError(
-                    f"{file.path}, which an earlier run had written, is damaged.",
-                    path=file.path,
-                    offset=0,
-                    next_step="Call it again: the file is made anew then.",
-                )
+                told = f"{file.path}, which an earlier run had written, is damaged."
+                step = "Call it again: the file is made anew then."
+                raise IntegrityError(told, path=file.path, offset=0, next_step=step)
 
         nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
         jobs = [partial(name, *one) for one in nameless.items()]
@@ -383,8 +423,8 @@ class Work:
                 "was copied wrongly.",
                 path=file.name,
                 offset=0,
-                next_step="Run ckpt_storage.verify on the source; if it is sound, copy again with "
-                "copies='never'. Else restore the file from another copy.",
+                next_step="Run ckpt_storage.verify on the source. If it is sound, copy again with "
+                "copies='never'; else restore the file.",
             )
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 

@@ -115,7 +115,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         state = pack(rest, is_taken=lambda head: f"{head}.".startswith(_SHARDED))
         state["state_dict"] = checkpoint["state_dict"]
         for number, values in enumerate(checkpoint.get("optimizer_states", [])):
-            state[_optimizer(number)] = values
+            state[f"optimizer_{number}"] = values
         save(
             state,
             self.broadcast(os.fspath(filepath)),
@@ -137,14 +137,14 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         assert module is not None  # noqa: S101  # as above
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
-            state[_optimizer(number)] = get_optimizer_state_dict(self.model, optimizer)
+            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         planner = WholePlanner(wanted=lambda fqn: not fqn.startswith(_SHARDED))
         path = self.broadcast(os.fspath(checkpoint_path))
         rest = _load(self._io, state, path, planner, weights_only)
         options = StateDictOptions(strict=module.strict_loading)
         set_model_state_dict(self.model, state["state_dict"], options=options)
         for number, optimizer in enumerate(self.optimizers):
-            set_optimizer_state_dict(self.model, optimizer, state[_optimizer(number)])
+            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         return rest
 
     def remove_checkpoint(self, filepath: _Path) -> None:
@@ -154,10 +154,6 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         """
         if self.is_global_zero:
             self._io.remove_checkpoint(filepath)
-
-
-def _optimizer(number: int) -> str:
-    return f"optimizer_{number}"
 
 
 def _merged(own: Mapping[str, Any] | None, given: Any) -> dict[str, Any] | None:

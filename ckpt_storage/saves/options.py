@@ -96,13 +96,9 @@ class SaveOptions:
                 f"consolidate is {chained!r:.80}.",
                 next_step="Give True, the URL of the output, or ConsolidateOptions.",
             )
-        return ConsolidateJob.of(
-            source,
-            replace(options, page_cache=options.page_cache or self.page_cache),
-            timeouts=self.timeouts,
-            retry=self.retry,
-            progress=self.progress,
-        )
+        options = replace(options, page_cache=options.page_cache or self.page_cache)
+        job = ConsolidateJob.of(source, options)
+        return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
         """Return how bytes go to a storage; None: to any remote one."""

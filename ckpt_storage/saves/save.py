@@ -325,7 +325,7 @@ def _consolidated(
     try:
         what = f"the consolidation of {info.url}"
         with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-            report = run_consolidate(operation, job, as_one_phase=True)
+            report = run_consolidate(operation, job)
             return replace(info, export=report.output_url)
     except CheckpointError as caught:
         # Requests that were given up say so; what matters is why.

@@ -64,8 +64,9 @@ class ForeignSource(Source):
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is not there."""
-        what = f"{self.store.url}: {place.path}, which {place.fqn} needs, is missing."
-        return _damaged(what, place.path, place.fqn)
+        by = f", which {place.fqn} needs," if place.fqn else ""
+        what = f"{self.store.url}: {place.path}{by} is missing."
+        return _damaged(what, place.path, place.fqn or None)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -235,9 +235,10 @@ class CommittedSource(Source):
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
+        by = f", which rank {place.rank} wrote and {place.fqn} needs," if place.fqn else ""
         return gone(self.store, self.manifest.save_id, place.path) or IntegrityError(
-            f"{place.path}, which rank {place.rank} wrote and {place.fqn} needs, is missing.",
-            fqn=place.fqn,
+            f"{place.path}{by} is missing.",
+            fqn=place.fqn or None,
             path=place.path,
             rank=place.rank,
             offset=0,

@@ -17,7 +17,7 @@ from dcp_cases import same
 from safetensors.torch import load_file
 
 from ckpt_storage import InvalidInputError, delete
-from ckpt_storage.cli import tidy
+from ckpt_storage.cli import change
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -254,7 +254,7 @@ def test_rm_deletes_the_save_that_it_has_shown(
         save({"w": torch.ones(3)}, url, overwrite=True)
         return delete(url, **options)
 
-    monkeypatch.setattr(tidy, "delete", after_a_save)
+    monkeypatch.setattr(change, "delete", after_a_save)
     shown = answer("rm", one)["save_id"]
     assert f"holds no save {shown}" in " ".join(refused("rm", one, "--yes").split())
     assert answer("show", one)["save_id"] != shown

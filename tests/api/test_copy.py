@@ -22,7 +22,7 @@ from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_chec
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.cleaning import delete, delete_attempt
 from ckpt_storage.export import plan as export_plan
-from ckpt_storage.export.places import place_within
+from ckpt_storage.export.output import place_within
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
 from ckpt_storage.store import Location, open_store

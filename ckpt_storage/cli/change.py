@@ -1,0 +1,337 @@
+"""`cp`, `convert`, `consolidate`, `rm`, `prune`: what makes checkpoints and what deletes them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError
+from ckpt_storage.export.consolidate import consolidate as consolidation
+from ckpt_storage.export.convert import FORMATS
+from ckpt_storage.export.convert import convert as conversion
+from ckpt_storage.export.copy import copy
+from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.manager import retention
+from ckpt_storage.manager.prune import delete
+from ckpt_storage.manager.prune import prune as run
+
+from . import output
+from .options import (
+    bytes_option,
+    duration,
+    memory_option,
+    page_cache_option,
+    patterns_options,
+    reads,
+    storage_options,
+    threads_option,
+    url_argument,
+)
+from .output import FOUND, SOUND, check_root
+
+_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
+_BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
+
+
+@click.command(short_help="Copy between any two storages, verified.")
+@url_argument("src")
+@url_argument("dst")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
+@click.option(
+    "--copies",
+    type=click.Choice(["auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether the storage copies by itself what it can.",
+)
+@threads_option
+@memory_option
+@page_cache_option
+@reads("SRC, and of DST where that is of the same kind")
+@storage_options("destination_storage", of="DST")
+def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
+    """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
+
+    DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
+    complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
+    """
+    report = copy(src, dst, progress=output.shows_progress(), **options)
+    output.tell("cp", report, as_json=as_json)
+    return FOUND if report.failed_exports else SOUND
+
+
+@click.command(short_help="Write it in another format.")
+@url_argument("src")
+@url_argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(FORMATS),
+    default="ckpt_storage",
+    show_default=True,
+    help="ckpt_storage; dcp: torch's own; dcp_safetensors: torch's sharded files; safetensors: "
+    "with an index, as Hugging Face has it; torch_save: one file.",
+)
+@patterns_options
+@click.option(
+    "--drop-unsupported",
+    "unsupported",
+    is_flag=True,
+    callback=lambda _ctx, _param, given: "drop" if given else "error",
+    help="Leave out what the format cannot hold.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is at DST.")
+@bytes_option("--max-file-bytes", help_text="Size of a file.", default="5GB")
+@click.option(
+    "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
+)
+@memory_option
+@page_cache_option
+@reads("SRC, and of DST where that is of the same kind")
+@storage_options("destination_storage", of="DST")
+def convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
+    """Write the checkpoint at SRC to DST in another format, in bounded memory.
+
+    SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
+    For a model as transformers wants it, use consolidate.
+    """
+    report = conversion(src, dst, progress=output.shows_progress(), **options)
+    output.tell("convert", report, as_json=as_json)
+    return SOUND
+
+
+def _renames(
+    ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]
+) -> dict[str, str] | None:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not (old and equals and new):
+            raise click.BadParameter(f"{pair!r}: write OLD=NEW.", ctx=ctx, param=param)
+        found[old] = new
+    return found or None
+
+
+@click.command(short_help="Export to Hugging Face safetensors.")
+@url_argument()
+@url_argument("out", required=False)
+@bytes_option("--max-file-bytes", help_text="Size of a weight file.", default="5GB")
+@click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
+@patterns_options
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    callback=_renames,
+    help="Name in the weight files.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="What happens to aliases of tied tensors.",
+)
+@click.option(
+    "--meet-timeout",
+    metavar="SECONDS",
+    default="5m",
+    show_default=True,
+    callback=duration,
+    help="How long ranks under torchrun wait for one another to start.",
+)
+@memory_option
+@page_cache_option
+@reads("URL, and of OUT where that is of the same kind")
+@storage_options("output_storage", of="OUT")
+def consolidate(
+    url: str, out: str | None, *, meet_timeout: float, as_json: bool, **options: Any
+) -> int:
+    r"""Write the model in the checkpoint at URL as Hugging Face safetensors to OUT.
+
+    OUT is URL/hf unless it is given. Under torchrun all ranks share the work:
+
+    \b
+    torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
+    """
+    with _ranks(meet_timeout) as rank:
+        report = consolidation(url, out, progress=output.shows_progress(), **options)
+    if not rank:
+        names = ("output_url", "tensor_count", "total_bytes", "seconds")
+        counts = {key: len(getattr(report, key)) for key in ("files", "resumed", "skipped")}
+        text = output.facts({key: getattr(report, key) for key in names} | counts)
+        output.tell("consolidate", report, as_json=as_json, text=text, resumed=report.resumed)
+    return SOUND
+
+
+@contextmanager
+def _ranks(timeout_s: float) -> Iterator[int]:
+    """Join the ranks that torchrun started, if it did; give this one's number."""
+    is_one_of_many = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    text = os.environ["WORLD_SIZE"] if is_one_of_many else "1"
+    if not text.isascii() or not text.isdigit():
+        raise click.UsageError(f"WORLD_SIZE is {text!r:.80}, which is no number: unset it.")
+    count = int(text)
+    if count <= 1:
+        yield 0
+        return
+    import torch.distributed as dist  # noqa: PLC0415  # alone, no torch is needed
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Perhaps a shell inside a job, whose variables were meant for others.
+        click.echo(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.", err=True)
+    try:
+        # Only its store is used; no collective runs.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PhaseTimeoutError(
+            f"The {count} ranks that WORLD_SIZE tells of did not meet within {timeout_s:g} s: "
+            f"{' '.join(str(error).split())[:200]}.",
+            phase="plan",
+            next_step="Start all of them, by torchrun; or unset WORLD_SIZE, and this process does "
+            "the work alone.",
+        ) from error
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+@click.command(short_help="Delete one checkpoint.")
+@url_argument()
+@click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is shown.")
+@reads()
+def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
+    """Show, or with --yes delete, the checkpoint at URL and its exports.
+
+    Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
+    by which a save that was under way finds out; so does what another tool wrote.
+    """
+    with open_checkpoint(url, **options) as checkpoint:
+        told = {
+            "url": checkpoint.url,
+            "save_id": checkpoint.save_id,
+            "step": checkpoint.step,
+            "file_count": len(checkpoint.files),
+            "total_bytes": sum(file.size_bytes for file in checkpoint.files),
+        }
+        if checkpoint.save_id is None:
+            raise InvalidInputError(
+                f"{checkpoint.url} was written by another tool ({checkpoint.format}).",
+                next_step="Delete it with the tool that wrote it, or as a folder.",
+            )
+    # What was shown goes, not what may have replaced it.
+    is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
+    verdict = "deleted" if is_deleted else "would be deleted; --yes does it"
+    text = [*output.facts(told), f"This checkpoint {verdict}."]
+    output.tell("rm", as_json=as_json, text=text, **told, is_dry_run=not yes, is_deleted=is_deleted)
+    return SOUND
+
+
+@click.command(short_help="Delete what no policy keeps.")
+@url_argument("root")
+@click.option("--keep-latest", type=click.IntRange(min=1), metavar="N", help="The N newest.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Steps that N divides, for good."
+)
+@click.option(
+    "--keep-best",
+    multiple=True,
+    metavar="METRIC:min|max[:N]",
+    help="The N best by a recorded metric, smallest or largest; by default one.",
+)
+@click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
+@click.option(
+    "--names", metavar="TEMPLATE", default=retention.DEFAULT_TEMPLATE, help="How steps are spelt."
+)
+@click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
+@reads("ROOT")
+def prune(  # one parameter for each option
+    root: str,
+    *,
+    keep_latest: int | None,
+    keep_every: int | None,
+    keep_best: tuple[str, ...],
+    keep_newer_than: float | None,
+    names: str,
+    yes: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
+
+    The newest sound one is always kept, by step and by time; folders of other tools, and links,
+    are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
+    it they go by the storage's, for which a probe is written and removed.
+    """
+    policies: list[retention.RetentionPolicy] = [_best(text) for text in keep_best]
+    policies += [retention.KeepLatest(keep_latest)] if keep_latest is not None else []
+    policies += [retention.KeepEvery(keep_every)] if keep_every is not None else []
+    policies += [retention.KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
+    if not policies:
+        raise click.UsageError("Say what to keep, such as --keep-latest 3.")
+    report = run(root, policies, names=names, dry_run=not yes, **options)
+    if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
+        _check_names(names, check_root(root, **options))
+    keys = ("is_dry_run", "leftovers", "deleted", "freed", "skipped", "failed")
+    told = {"kept": _told(report.kept), "planned": _told(report.planned)}
+    told |= {key: getattr(report, key) for key in keys}
+    output.tell("prune", as_json=as_json, text=_lines(report), **told)
+    return FOUND if report.failed else SOUND
+
+
+def _check_names(template: str, folders: list[str]) -> None:
+    """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
+    if folders and all(retention.StepNames(template).step_of(name) is None for name in folders):
+        templates = Counter(filter(None, map(_template_of, folders)))
+        best, count = next(iter(templates.most_common(1)), ("", 0))
+        fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
+        raise InvalidInputError(
+            f"None of the {len(folders)} folders below ROOT is named {template!r}.",
+            next_step=f"{fits}Say by --names how the run spells its steps.",
+        )
+
+
+def _template_of(name: str) -> str:
+    """Return how a folder's name spells its step, "" if it has no digits."""
+    found = _LAST_NUMBER.search(name)
+    if found is None:
+        return ""
+    padded = f":0{len(found[0])}d" if found[0].startswith("0") else ""
+    return f"{name[: found.start()]}{{step{padded}}}{name[found.end() :]}"
+
+
+def _best(text: str) -> retention.KeepBest:
+    match = _BEST.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r}: write METRIC:min, METRIC:max or METRIC:min:3.", param_hint="--keep-best"
+        )
+    return retention.KeepBest(match[1], "max" if match[2] == "max" else "min", int(match[3] or 1))
+
+
+def _told(decisions: tuple[retention.Decision, ...]) -> list[dict[str, object]]:
+    return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
+
+
+def _lines(report: retention.PruneReport) -> Iterator[str]:
+    rows = [
+        *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
+        *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),
+        *((name, None, "free", "nothing is committed here") for name in report.leftovers),
+    ]
+    yield from output.table(("name", "step", "", "why"), rows, right="step")
+    for what, reasons in (("Skipped", report.skipped), ("Failed", report.failed)):
+        for name, why in reasons.items():
+            yield f"{what} {name}: {why}"
+    if report.is_dry_run:
+        yield f"{len(report.planned)} would be deleted; --yes does it."
+        yield "Ages are by this machine's clock; with --yes they are by the storage's."
+    else:
+        yield f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed."
