@@ -21,7 +21,6 @@ Allowed = Mapping[str, Builder | None]
 # Torch nests seven MARKs in `.metadata` and three in `data.pkl`.
 _MAX_MARKS = 100
 _MAX_GLOBAL_NAME_BYTES = 512
-_MAX_FIELDS = 64
 
 
 class PickleMalformedError(Exception):
@@ -64,20 +63,6 @@ class Pairs(list[tuple[object, object]]):
     """A dictionary, unhashed: its pairs in the order written, duplicates included."""
 
     __slots__ = ()
-
-    def fields(self) -> dict[str, object]:
-        """Return the pairs as a dict of attributes; of no more than any class has.
-
-        Raises `PickleMalformedError`, also for a key that is no string or occurs twice.
-        """
-        found: dict[str, object] = {}
-        if len(self) > _MAX_FIELDS:
-            raise PickleMalformedError(f"an object has more than {_MAX_FIELDS} attributes")
-        for key, value in self:
-            if type(key) is not str or key in found:
-                raise PickleMalformedError("an attribute name is no string or occurs twice")
-            found[key] = value
-        return found
 
 
 def interpret(data: bytes, allowed: Allowed) -> object:

@@ -27,6 +27,8 @@ from .inert_pickle import (
 from .manifest import TensorRecord
 from .names import DTYPES, STOCK_METADATA, checked_path
 
+_MOST_FIELDS = 64
+
 MOST_STOCK_BYTES = 4 << 30
 """Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""
 
@@ -161,8 +163,13 @@ def _text(value: object) -> str:
 def _fields(value: object, name: str) -> dict[str, object]:
     """Return the attributes of a stand-in of the class `name`."""
     match value:
-        case Record(name=found, args=(), state=Pairs() as state) if found == name:
-            return state.fields()
+        # No class has as many as a hostile file could name.
+        case Record(name=found, args=(), state=Pairs() as state) if (
+            found == name and len(state) <= _MOST_FIELDS
+        ):
+            fields = {_text(key): one for key, one in state}
+            if len(fields) == len(state):
+                return fields
     raise PickleMalformedError(f"something else stands where {name!r} belongs")
 
 

@@ -30,7 +30,7 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, gone, read_manifest
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline, stalling_deadline
+from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import side_by_side
@@ -127,9 +127,7 @@ def divided(files: Iterable[tuple[FileRef, int]], count: int) -> list[dict[str, 
     return parts
 
 
-def check_part(
-    store: Store, number: int = 0, count: int = 1, *, deep: bool, deadline: Deadline
-) -> str | None:
+def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> str | None:
     """Check whether part `number` of `count` can be loaded; return the save id, None without one.
 
     Unlike `verify` it passes over what no load needs: `.metadata`, markers and exports. The first
@@ -137,9 +135,8 @@ def check_part(
     first problem, `CheckpointGoneError` if the save was replaced or deleted meanwhile, what opening
     raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
-    reader = _reader(store)
-    check = _Check(reader, is_deep=deep, is_strict=True, part=number, part_count=count)
-    with deadline.governs(f"Checking {store.url}"):
+    check = _Check(_reader(store), is_deep=deep, is_strict=True, part=number, part_count=count)
+    with store.deadline.governs(f"Checking {store.url}"):
         try:
             check.run()
         except IntegrityError as error:
@@ -150,9 +147,9 @@ def check_part(
     return check.save_id
 
 
-def part_bytes(store: Store, count: int, deadline: Deadline) -> list[int]:
+def part_bytes(store: Store, count: int) -> list[int]:
     """Return how many bytes a deep check of each part reads; 0 for what another tool wrote."""
-    with deadline.governs(f"Checking {store.url}"):
+    with store.deadline.governs(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         files = () if head is None else read_manifest(store, head).files
     return [sum(part.values()) for part in divided(files, count)]

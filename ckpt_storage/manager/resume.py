@@ -203,12 +203,11 @@ class Resumer:
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
             deadline = operation.phase("load")
-            sizes = part_bytes(root.open(deadline, info.name), count, deadline)
+            sizes = part_bytes(root.open(deadline, info.name), count)
             # Alike on all ranks: who has little to read waits for who has most.
             limit_s = max(self._timeouts.load, max(sizes) / _SLOWEST_BYTES_PER_S)
             deadline = operation.phase("load", limit_s, total_bytes=sizes[rank])
-            store = root.open(deadline, info.name)
-            check_part(store, rank, count, deep=True, deadline=deadline)
+            check_part(root.open(deadline, info.name), rank, count, deep=True)
             operation.all_gather(None)
 
     def _try(

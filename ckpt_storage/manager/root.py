@@ -233,7 +233,7 @@ class Root:
         why = "it was saved anew"
         try:
             store = self.open(deadline, info.name)
-            if check_part(store, deep=deep, deadline=deadline) == info.save_id:
+            if check_part(store, deep=deep) == info.save_id:
                 self.found_sound(info.name, info.save_id)
                 return True
         except USELESS as error:

@@ -27,7 +27,6 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.resume import Check
 from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.transfer.ranges import RangeReader
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box, box_selection
-from ckpt_storage.loads.targets import CudaMover, TensorRead, UploadRing, Use
+from ckpt_storage.loads.items import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves import items
 from ckpt_storage.saves.items import HostCopies, host_bytes
