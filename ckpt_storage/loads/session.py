@@ -40,13 +40,13 @@ from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
 from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
 
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
-from .sharing import Key, Links, SharedReads, ShareOrder, can_plan, plan_shares, unit_for
+from .sharing import Key, Links, ShareOrder, can_plan, plan_shares, unit_for
 
 log = logging.getLogger("ckpt_storage")
 
@@ -235,9 +235,10 @@ class LoadSession:
         source, settings = self.open(), self._settings
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
-        options = settings.transfer_options(is_remote=store.capabilities.is_remote)
+        is_remote = store.capabilities.is_remote
+        options = settings.transfer_options(is_remote=is_remote)
         ranges = RangeReader(store, options)
-        places: list[ChunkPlace] = []
+        chunks, places = ChunkReader(ranges), list[ChunkPlace]()
         effect = "Targets of this load hold undefined values."
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         with (
@@ -259,39 +260,28 @@ class LoadSession:
             split = None if settings.shared_reads == "never" else items.split
             with nullcontext() if links is None else links(ranges, split) as parts:
                 own, shared = parts or (items.reads, None)
-                self._read(items, own, ranges, shared)
+                # A disk likes order; servers like to be asked for several things at a time.
+                reads = chunks.plan(own, turn=self.rank if is_remote else None)
+                total_bytes = sum(read.stop - read.start for read in reads)
+                total_bytes += 0 if shared is None else shared.total_bytes
+                deadline.watch.expect(total_bytes)
+                with reporting(
+                    settings.progress,
+                    phase="load",
+                    rank=self.rank,
+                    total_bytes=total_bytes,
+                    save_id=source.save_id,
+                    with_bar=self._is_coordinator,
+                ) as on_bytes:
+                    run = partial(ranges.run, reads, on_bytes=on_bytes)
+                    if shared is None:
+                        run()
+                    else:
+                        shared.run(run, on_bytes=on_bytes)
+                    items.read_opaque(chunks)
             items.finish()
         items.commit(unsafe_pickle=settings.unsafe_pickle)
         self._finish_publishing(deadline)
-
-    def _read(
-        self,
-        items: LoadItems,
-        own: Sequence[ChunkRead],
-        ranges: RangeReader,
-        shared: SharedReads | None,
-    ) -> None:
-        is_remote = ranges.store.capabilities.is_remote
-        chunks = ChunkReader(ranges)
-        # A disk likes order; servers like to be asked for several things at a time.
-        reads = chunks.plan(own, turn=self.rank if is_remote else None)
-        total_bytes = sum(read.stop - read.start for read in reads)
-        total_bytes += 0 if shared is None else shared.total_bytes
-        ranges.store.deadline.watch.expect(total_bytes)
-        with reporting(
-            self._settings.progress,
-            phase="load",
-            rank=self.rank,
-            total_bytes=total_bytes,
-            save_id=self.open().save_id,
-            with_bar=self._is_coordinator,
-        ) as on_bytes:
-            run = partial(ranges.run, reads, on_bytes=on_bytes)
-            if shared is None:
-                run()
-            else:
-                shared.run(run, on_bytes=on_bytes)
-            items.read_opaque(chunks)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:
