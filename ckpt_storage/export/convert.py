@@ -25,7 +25,7 @@ from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import FileMarks, told_from_damage
+from ckpt_storage.source.filemarks import changed, told_from_damage
 from ckpt_storage.source.model import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import ObjectInfo
@@ -275,7 +275,7 @@ class _Conversion(Task[ConvertReport]):
         now = stat_if_there(self.site.source, self.setting.source_file)
         if now != before:
             what = "was written again" if now else "is gone"
-            raise FileMarks(url=self.site.source.url).gone(self.setting.source_file, what)
+            raise changed(self.site.source.url, self.setting.source_file, what)
 
     def open(self, found: Found) -> None:
         setting = self.setting

@@ -37,19 +37,18 @@ class FileMarks:
     That is why a save that ends in between is seen by `check`, too.
     """
 
-    url: str = ""
     of: Mapping[str, Mark] = field(default_factory=dict)
     is_deep: bool = False
 
     @classmethod
-    def of_listing(cls, url: str, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileMarks:
+    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileMarks:
         """Return the marks of the files that values or their description lie in."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
             for entry in entries
             if entry.path.endswith(_MARKED)
         }
-        return cls(url=url, of=of, is_deep=is_deep)
+        return cls(of=of, is_deep=is_deep)
 
     def check(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if one of the files is gone or was written again.
@@ -66,12 +65,12 @@ class FileMarks:
                 return
         # By a listing: an object's time may be told in other digits when asked for alone.
         entries = listed(store, recursive=self.is_deep)
-        now = FileMarks.of_listing(self.url, entries, is_deep=self.is_deep).of
+        now = FileMarks.of_listing(entries, is_deep=self.is_deep).of
         for path in wanted:
             if path not in now:
-                raise self.gone(path, "is gone")
+                raise changed(store.url, path, "is gone")
             if now[path] != self.of[path]:
-                raise self.gone(path, "was written again")
+                raise changed(store.url, path, "was written again")
 
     def _is_as_it_was(self, store: Store, path: str) -> bool:
         """Return whether a file is told alike when asked for alone; if not, a listing decides."""
@@ -83,12 +82,12 @@ class FileMarks:
             return False
         return (found.size_bytes, found.modified_s) == self.of[path]
 
-    def gone(self, path: str, what: str) -> CheckpointGoneError:
-        """Return the error that says what became of a file."""
-        told = f"{self.url}: {path} {what} since this checkpoint was opened."
-        return CheckpointGoneError(
-            told, path=path, phase="load", next_step="Open it again to see what is there now."
-        )
+
+def changed(url: str, path: str, what: str) -> CheckpointGoneError:
+    """Return the error that says what became of a file of the checkpoint at `url`."""
+    told = f"{url}: {path} {what} since this checkpoint was opened."
+    step = "Open it again to see what is there now."
+    return CheckpointGoneError(told, path=path, phase="load", next_step=step)
 
 
 @contextmanager

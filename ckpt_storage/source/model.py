@@ -87,19 +87,13 @@ def value_keys(tensors: Mapping[str, TensorRecord], blobs: Iterable[str]) -> lis
     return [*chunks, *((fqn, None) for fqn in sorted(blobs))]
 
 
-@dataclass(frozen=True, slots=True)
 class _RankIndex:
-    """The rank manifest of one rank, and where its items are in it."""
+    """The rank manifest of one rank, and where its items are in it.
 
-    manifest: RankManifest
-    items: Mapping[Key, int]
-    item_starts: Sequence[int]
-    blocks: Sequence[memoryview]
-    block_starts: Sequence[Sequence[int]]
+    Of chunks at one place the first counts that has elements.
+    """
 
-    @classmethod
-    def of(cls, manifest: RankManifest) -> _RankIndex:
-        """Return the index; of chunks at one place the first counts that has elements."""
+    def __init__(self, manifest: RankManifest) -> None:
         files, fqns = manifest.files, manifest.fqns
         # -1, which is a blob's, is the last.
         offsets = [*(box.offsets for box in manifest.boxes), None]
@@ -110,13 +104,10 @@ class _RankIndex:
         for number, (name, at) in enumerate(chain.from_iterable(columns)):
             found = empty if is_empty[at] else items
             found.setdefault((fqns[name], offsets[at]), number)
-        return cls(
-            manifest,
-            empty | items,
-            list(accumulate((len(file.fqn) for file in files[:-1]), initial=0)),
-            [memoryview(array("I", file.block_crcs)) for file in files],
-            [file.block_starts() for file in files],
-        )
+        self.manifest, self.items = manifest, empty | items
+        self.item_starts = list(accumulate((len(file.fqn) for file in files[:-1]), initial=0))
+        self.blocks = [memoryview(array("I", file.block_crcs)) for file in files]
+        self.block_starts = [file.block_starts() for file in files]
 
 
 _FEW = 4
@@ -199,7 +190,7 @@ class CommittedSource(Source):
     def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:
         index = self._indexes.get(rank)
         if index is None:
-            index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
+            index = self._indexes[rank] = _RankIndex(self.rank_manifest(rank))
         at = index.items.get(key)
         if at is None:
             raise self._disagree(f"{key[0]} has a chunk at {key[1]}", rank, "does not list that")

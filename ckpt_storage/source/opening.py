@@ -85,7 +85,7 @@ def _open_foreign(
 ) -> ForeignSource:
     """Return another writer's checkpoint; its files are listed before their description is read."""
     entries = listed(store, recursive=is_deep)
-    marks = FileMarks.of_listing(store.url, entries, is_deep=is_deep)
+    marks = FileMarks.of_listing(entries, is_deep=is_deep)
     current = slotlog.read_stock(store)
     if current is not None:
         named = split_footer(current.data)[1]
