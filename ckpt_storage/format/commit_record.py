@@ -146,8 +146,7 @@ _FOOTER_TAIL_BYTES = 16
 def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
     """Return what is stored as `.metadata`: the pickle, then our footer."""
     footer = json.dumps(
-        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id},
-        separators=(",", ":"),
+        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id}, separators=(",", ":")
     ).encode()
     return pickled + footer + b"%08d" % len(footer) + _FOOTER_MAGIC
 

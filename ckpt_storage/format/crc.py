@@ -56,8 +56,6 @@ class BlockHasher:
     __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes")
 
     def __init__(self, block_bytes: int) -> None:
-        if block_bytes < 1:
-            raise ValueError(f"block_bytes is {block_bytes}")
         self._block_bytes = block_bytes
         self._crcs: array[int] = array("I")
         self._crc = self._filled_bytes = 0
@@ -139,9 +137,7 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _power(length: int) -> int:
     """Return x^(8 length) modulo the polynomial: what `length` more bytes do to a checksum."""
-    if length <= 0:
-        if length < 0:
-            raise ValueError(f"length is {length}")
+    if not length:
         return _ONE
     half = _power(length // 2)
     square = _multiply(half, half)

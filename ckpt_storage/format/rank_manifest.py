@@ -148,9 +148,6 @@ class RankManifest:
                 for file in self.files
             ],
         }
-        for index, file in enumerate(self.files):
-            if file.path != shard_path(self.save_id, self.rank, index):
-                raise ValueError(f"{file.path} is not where file {index} of {self.rank} lies")
         return body | {
             key: dict(said) for key in ("ties", "unsafe") if (said := getattr(self, key))
         }

@@ -24,16 +24,7 @@ from .lazy_tensor import LazyTensor
 from .numbers import CheckpointDiff, TensorStats, compare, summarise
 from .reading import Handle, Names, elements_of, numpy_name, read_objects, read_tensors, walk
 from .verify import VerifyReport, verify
-from .views import (
-    Entry,
-    Row,
-    StoredFile,
-    TreeView,
-    heading,
-    human_bytes,
-    rows_of,
-    shown,
-)
+from .views import Entry, Row, StoredFile, TreeView, heading, human_bytes, rows_of, shown
 
 if TYPE_CHECKING:
     from .torchload import Device

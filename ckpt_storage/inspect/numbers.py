@@ -18,16 +18,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.options import Progress
 
-from .reading import (
-    Handle,
-    Names,
-    Words,
-    elements_of,
-    numpy_name,
-    read_objects,
-    read_stored,
-    walk,
-)
+from .reading import Handle, Names, Words, elements_of, numpy_name, read_objects, read_stored, walk
 from .views import DASH, Entry, shape_text, shown
 
 _MOST_SHOWN = 100

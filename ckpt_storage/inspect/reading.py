@@ -17,11 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    FormatError,
-    InvalidInputError,
-)
+from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions

@@ -124,8 +124,6 @@ def plan_shares(
     Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
-    if not can_plan(sum(map(len, common.values()))):
-        return None
     drafts: list[tuple[tuple[int, ...], list[Piece]]] = []
     held_bytes = saved_bytes = member_count = 0
     alike: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
@@ -258,10 +256,7 @@ class SharedReads:
         return Workers(count, name=name, deadline=self._deadline, limit=lambda: len(units))
 
     def _run(
-        self,
-        unit: Unit,
-        buffers: queue.SimpleQueue[memoryview],
-        on_bytes: Callable[[int], None],
+        self, unit: Unit, buffers: queue.SimpleQueue[memoryview], on_bytes: Callable[[int], None]
     ) -> None:
         try:
             try:

@@ -123,11 +123,7 @@ class CommittedSource(Source):
     """A checkpoint of ours, by head and manifest; rank manifests are fetched when needed."""
 
     def __init__(
-        self,
-        store: Store,
-        record: SlotRecord,
-        manifest: Manifest,
-        options: TransferOptions,
+        self, store: Store, record: SlotRecord, manifest: Manifest, options: TransferOptions
     ) -> None:
         super().__init__(
             store=store,
