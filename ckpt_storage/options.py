@@ -227,7 +227,7 @@ class ProgressEvent:
 
     phase: Phase
     rank: int
-    done_bytes: int
+    done_bytes: int = 0
     total_bytes: int
     save_id: str | None = None
 

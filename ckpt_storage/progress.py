@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from .options import Phase, Progress, ProgressEvent
@@ -16,12 +17,12 @@ log = logging.getLogger("ckpt_storage")
 @contextmanager
 def reporting(
     progress: Progress,
-    *,
     phase: Phase,
     rank: int,
     total_bytes: int,
     save_id: str | None,
-    with_bar: bool,
+    *,
+    with_bar: bool = True,
 ) -> Iterator[Callable[[int], None]]:
     """Give a function that takes the number of bytes just done; callable from any thread.
 
@@ -33,7 +34,8 @@ def reporting(
         return
     bar = _Bar()
     show = progress if callable(progress) else bar
-    lock, done_bytes, is_broken = threading.Lock(), 0, False
+    event = ProgressEvent(phase=phase, rank=rank, total_bytes=total_bytes, save_id=save_id)
+    lock, is_broken = threading.Lock(), False
 
     def attempt(shows: Callable[[], object]) -> None:
         nonlocal is_broken
@@ -50,17 +52,11 @@ def reporting(
             )
 
     def report(count: int) -> None:
-        nonlocal done_bytes
+        nonlocal event
         with lock:
-            done_bytes += count
-            event = ProgressEvent(
-                phase=phase,
-                rank=rank,
-                done_bytes=done_bytes,
-                # A plan knows neither the bytes of blobs nor what a planner converts to.
-                total_bytes=max(total_bytes, done_bytes),
-                save_id=save_id,
-            )
+            done = event.done_bytes + count
+            # A plan knows neither the bytes of blobs nor what a planner converts to.
+            event = replace(event, done_bytes=done, total_bytes=max(total_bytes, done))
             attempt(lambda: show(event))
 
     try:

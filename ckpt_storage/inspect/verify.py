@@ -222,14 +222,8 @@ class _Check(Findings):
                     self.file_count += 1
                     unseal(marker.data, path=path)
         files = divided(manifest.files, self.part_count)[self.part]
-        with reporting(
-            self.progress,
-            phase="load",
-            rank=0,
-            total_bytes=sum(files.values()),
-            save_id=self.save_id,
-            with_bar=True,
-        ) as self.on_bytes:
+        total_bytes = sum(files.values())
+        with reporting(self.progress, "load", 0, total_bytes, self.save_id) as self.on_bytes:
             ranks = self._ranks(manifest, files)
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch = ranks[at : at + _BATCH_RANKS]

@@ -260,13 +260,9 @@ class LoadSession:
                 total_bytes = sum(read.stop - read.start for read in reads)
                 total_bytes += 0 if shared is None else shared.total_bytes
                 deadline.watch.expect(total_bytes)
+                bar, save_id = self._is_coordinator, source.save_id
                 with reporting(
-                    settings.progress,
-                    phase="load",
-                    rank=self.rank,
-                    total_bytes=total_bytes,
-                    save_id=source.save_id,
-                    with_bar=self._is_coordinator,
+                    settings.progress, "load", self.rank, total_bytes, save_id, with_bar=bar
                 ) as on_bytes:
                     run = partial(ranges.run, reads, on_bytes=on_bytes)
                     if shared is None:
