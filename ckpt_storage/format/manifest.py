@@ -210,7 +210,11 @@ def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
         if id(tensor) not in rows:
             at = layouts.setdefault(_layout_key(tensor), len(bodies))
             if at == len(bodies):
-                bodies.append(_layout_to_json(tensor))
+                ranks = {"ranks": pack_column(tensor.owners)}
+                if isinstance(tensor.boxes, Grid):
+                    bodies.append({"cuts": list(map(pack_column, tensor.boxes.cuts)), **ranks})
+                else:
+                    bodies.append(boxes_to_json(tensor.boxes) | ranks)
             rows[id(tensor)] = (
                 dtypes.setdefault(tensor.dtype, len(dtypes)),
                 shapes.setdefault(tensor.shape, len(shapes)),
@@ -234,14 +238,6 @@ def _layout_key(tensor: TensorRecord) -> object:
         columns = (*tensor.boxes.cuts, tensor.owners)
         return tuple(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
     return tuple(zip(tensor.boxes, tensor.owners, strict=True))
-
-
-def _layout_to_json(tensor: TensorRecord) -> dict[str, Any]:
-    if isinstance(tensor.boxes, Grid):
-        body: dict[str, Any] = {"cuts": list(map(pack_column, tensor.boxes.cuts))}
-    else:
-        body = boxes_to_json(tensor.boxes)
-    return body | {"ranks": pack_column(tensor.owners)}
 
 
 def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:

@@ -13,7 +13,7 @@ from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import DAMAGED, FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
@@ -31,8 +31,6 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
 log = logging.getLogger("ckpt_storage")
-
-RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 _PUBLISH = "Load it once with the right to write, or save again: either publishes it."
 _MAKE_ANEW = "Delete it if it is there, and consolidate again: it is made anew."
@@ -171,7 +169,7 @@ def check_foreign(findings: Findings, source: Source) -> None:
             if found.size_bytes < end:
                 what = f"{path} has {found.size_bytes} bytes; {place.fqn} ends at byte {end}."
                 raise IntegrityError(
-                    what, path=path, fqn=place.fqn, offset=found.size_bytes, next_step=RESTORE
+                    what, path=path, fqn=place.fqn, offset=found.size_bytes, next_step=DAMAGED
                 )
 
 

@@ -21,7 +21,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import DAMAGED, MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, begun_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block
@@ -35,15 +35,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import side_by_side
 
-from .checks import (
-    RESTORE,
-    ExportStatus,
-    Findings,
-    Problem,
-    check_exports,
-    check_foreign,
-    check_stock,
-)
+from .checks import ExportStatus, Findings, Problem, check_exports, check_foreign, check_stock
 
 _LOCAL_WINDOW_BYTES = 1 << 20
 """Checked while it is in a processor's second-level cache."""
@@ -265,7 +257,7 @@ class _Check(Findings):
             document = source.rank_manifest(number)
             if {file.path: file.ref() for file in document.files} != refs:
                 what = f"{path} and the manifest do not describe the same files."
-                raise IntegrityError(what, offset=0, next_step=RESTORE)
+                raise IntegrityError(what, offset=0, next_step=DAMAGED)
             for key in keys:
                 with self.noting():
                     source.places([key])
@@ -315,6 +307,6 @@ class _Check(Findings):
                 f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
                 offset=offset,
                 fqn=fqns[cut] if fqns else None,
-                next_step=RESTORE,
+                next_step=DAMAGED,
             )
             self.add(error, path=file.path, rank=document.rank)

@@ -111,12 +111,7 @@ class _RankIndex:
 
 
 _FEW = 4
-
-
-def _some(column: memoryview, start: int, stop: int) -> Sequence[int]:
-    """Return a part of a column: of few numbers as a tuple, which the collector forgets."""
-    part = column[start:stop]
-    return tuple(part) if len(part) <= _FEW else part
+"""Checksums that are held as a tuple, which the collector forgets."""
 
 
 class CommittedSource(Source):
@@ -204,6 +199,7 @@ class CommittedSource(Source):
                     f"lists {found} of {list(listed.sizes if listed else ())}",
                 )
         starts = index.block_starts[number]
+        crcs = index.blocks[number][starts[item] : starts[item + 1]]
         return ChunkPlace(
             path=file.path,
             fqn=key[0],
@@ -213,7 +209,7 @@ class CommittedSource(Source):
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,
-            crcs=_some(index.blocks[number], starts[item], starts[item + 1]),
+            crcs=tuple(crcs) if len(crcs) <= _FEW else crcs,
         )
 
     def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
