@@ -168,8 +168,9 @@ def _fields(value: object, name: str) -> dict[str, object]:
             found == name and len(state) <= _MOST_FIELDS
         ):
             fields = {_text(key): one for key, one in state}
-            if len(fields) == len(state):
-                return fields
+            if len(fields) < len(state):
+                raise PickleMalformedError("an attribute name of an object occurs twice")
+            return fields
     raise PickleMalformedError(f"something else stands where {name!r} belongs")
 
 

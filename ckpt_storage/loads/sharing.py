@@ -124,6 +124,8 @@ def plan_shares(
     Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
+    if not can_plan(sum(map(len, common.values()))):
+        return None
     drafts: list[tuple[tuple[int, ...], list[Piece]]] = []
     held_bytes = saved_bytes = member_count = 0
     alike: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
