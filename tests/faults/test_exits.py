@@ -2,210 +2,104 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from saver_cases import SLACK_S, is_alive, left_of, loaded, state_of, until
-
-from ckpt_storage import list_checkpoints, load
-from ckpt_storage.testing.s3_server import S3Server
-
-NURSERY = """
-import json, multiprocessing, os, signal, sys, threading, time, warnings
-sys.path.insert(0, {tests!r})
-warnings.simplefilter("ignore")
+import saver_cases as cases
 import torch
 import torch.distributed as dist
+from nursery import Nursery
+from saver_cases import Hold, is_alive, state_of
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
 import ckpt_storage
-from saver_cases import DefaultSavePlanner, Hold, held, named_memory, quick_timeouts, state_of
+from ckpt_storage import AsyncSaver, list_checkpoints
+from ckpt_storage.testing.s3_server import S3Server
+
 
 class Slow(DefaultSavePlanner):
-    def create_global_plan(self, plans):
+    """A planner that takes its time."""
+
+    def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
         time.sleep(0.5)
-        return super().create_global_plan(plans)
+        return super().create_global_plan(all_plans)
 
-def born():
-    for line in sys.stdin:
-        job = json.loads(line)
-        pids = []
-        for rank in range(job["rank_count"] or 1):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                for number, name in enumerate(("null", "out", "err")):
-                    os.dup2(os.open(job[name], os.O_RDWR | os.O_APPEND), number)
-                return job, rank
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), flush=True)
-    os._exit(0)
 
-def main(job, rank):
-    folder, mode, how, url = (job[name] for name in ("folder", "mode", "how", "url"))
-    if how == "parent":
-        return parent(folder, mode)
-    if "trainer" in how:
-        return trainer(folder, how)
-    if job["rank_count"]:
-        store = dist.FileStore(folder + "/rendezvous", 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    hangs = "hangs" in how or "forked" in how
+def _say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def _save_and_end(
+    rank: int, folder: Path, mode: Any, how: str, url: str = "", options: Any = None, count: int = 1
+) -> None:
+    """End with a save in flight, in the way that `how` says."""
+    warnings.simplefilter("ignore")
+    if count > 1:
+        store = dist.FileStore(str(folder / "rendezvous"), count)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    hangs, url = "hangs" in how or "forked" in how, url or f"{folder}/saved"
     hold = Hold(folder, "write", rank)
     # Only the deadlines of its phases end a save that is too late.
-    timeouts = ckpt_storage.Timeouts.of(2) if "late" in how else quick_timeouts()
+    timeouts = ckpt_storage.Timeouts.of(2) if "late" in how else cases.quick_timeouts()
     exit_timeout_s = 600 if "late" in how else 1 if "hangs" in how else 60
-    saver = ckpt_storage.AsyncSaver(mode=mode, timeout=timeouts, exit_timeout_s=exit_timeout_s)
+    saver = AsyncSaver(mode=mode, timeout=timeouts, exit_timeout_s=exit_timeout_s)
     if mode == "process":
-        print(saver.worker_pid, flush=True)
-    begin = ckpt_storage.save_async if how == "function" else saver.save
-    begin(state_of(rank, 7), url, storage_options=job["options"],
-          planner=held(hold) if hangs else Slow())
+        _say(saver.worker_pid)
+    begin: Any = ckpt_storage.save_async if how == "function" else saver.save
+    planner = cases.held(hold) if hangs else Slow()
+    begin(state_of(rank, 7), url, storage_options=options, planner=planner)
     if hangs:
         hold.reached()
     if "late" in how:
-        print(time.time(), flush=True)
+        _say(time.time())
     if "block" in how:
         with saver:
             raise ZeroDivisionError
     if "forked" in how:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
-        begin = time.monotonic()
+        begin_s = time.monotonic()
         child.start()
         child.join()
-        print(time.monotonic() - begin, flush=True)
+        _say(time.monotonic() - begin_s)
         hold.go()
     if "sys.exit" in how:
         sys.exit(3)
     if "error" in how:
         raise ZeroDivisionError
     if "several" in how:
-        saver2 = ckpt_storage.AsyncSaver(mode="thread", exit_timeout_s=60, name="two")
-        saver2.save({{"x": torch.ones(3)}}, url + "-second", planner=Slow())
+        second = AsyncSaver(mode="thread", exit_timeout_s=60, name="two")
+        second.save({"x": torch.ones(3)}, f"{url}-second", planner=Slow())
         # Not in flight when the interpreter begins to end, and none of ours.
-        def later():
-            time.sleep(2)
-            ckpt_storage.save({{"x": torch.ones(3)}}, url + "-third", planner=Slow())
-        threading.Thread(target=later).start()
-
-def trainer(folder, how):
-    saver = ckpt_storage.AsyncSaver(timeout=quick_timeouts(), exit_timeout_s=1)
-    hold = Hold(folder, "write", 0)
-    saver.save(state_of(0, 0), folder + "/saved", planner=held(hold))
-    pid = hold.reached()
-    child = os.fork() if "forks" in how else 0
-    if "forks" in how and child == 0:
-        time.sleep(60)
-        os._exit(0)
-    print(pid, child, *named_memory(os.getpid()) | named_memory(pid), flush=True)
-    if "stopped" in how:
-        os.kill(pid, signal.SIGSTOP)
-    if "killed" in how:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def parent(folder, mode):
-    saver = ckpt_storage.AsyncSaver(mode=mode, timeout=60)
-    handle = saver.save(state_of(0, 0), folder + "/step-0")
-    handle.result()
-    worker = saver.worker_pid
-    child = os.fork()
-    if child == 0:
-        calls = [
-            lambda: saver.save(state_of(0, 1), folder + "/step-1"),
-            saver.wait, saver.close, saver.step_guard().__enter__,
-            handle.result, handle.exception, handle.cancel, handle.wait_staged, handle.progress,
-        ]
-        for call in calls:
-            try:
-                call()
-            except ckpt_storage.InvalidInputError as error:
-                print("refused", str(os.getppid()) in str(error), flush=True)
-        ckpt_storage.save_async(state_of(0, 3), folder + "/step-3").result(60)
-        sys.exit(0)  # with all that an interpreter does when it ends
-    print("exit-code", os.waitpid(child, 0)[1], flush=True)
-    saver.save(state_of(0, 2), folder + "/step-2").result()
-    print("same-worker", saver.worker_pid == worker, flush=True)
-    saver.close()
-
-if __name__ == "__main__":
-    main(*born())
-"""
-
-Nursery = subprocess.Popen[str]
+        threading.Thread(target=_save_later, args=(f"{url}-third",)).start()
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """A process that has imported torch; each script is a fork of it, and ends as scripts do."""
-    script = tmp_path_factory.mktemp("nursery") / "script.py"
-    script.write_text(NURSERY.format(tests=str(Path(__file__).parents[1] / "support")))
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def run(
-    nursery: Nursery,
-    tmp_path: Path,
-    mode: str,
-    how: str,
-    *,
-    url: str = "",
-    options: dict[str, Any] | None = None,
-    rank_count: int = 0,
-) -> tuple[list[int], list[str], str]:
-    """Run the script; return exit codes, words on standard output, and errors."""
-    files = {"out": tmp_path / "out", "err": tmp_path / "err"}
-    for path in files.values():
-        path.touch()
-    job = {
-        **{name: str(path) for name, path in files.items()},
-        "folder": str(tmp_path),
-        "mode": mode,
-        "how": how,
-        "null": os.devnull,
-        "url": url or str(tmp_path / "saved"),
-        "options": options or {},
-        "rank_count": rank_count,
-    }
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    nursery.stdin.write(json.dumps(job) + "\n")
-    nursery.stdin.flush()
-    codes = json.loads(nursery.stdout.readline())
-    return codes, files["out"].read_text().split(), files["err"].read_text()
+def _save_later(url: str) -> None:
+    time.sleep(2)
+    ckpt_storage.save({"x": torch.ones(3)}, url, planner=Slow())
 
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    [
-        ("thread", "sys.exit"),
-        ("thread", "error"),
-        ("thread", "function"),
-        ("process", "error"),
-    ],
+    [("thread", "sys.exit"), ("thread", "error"), ("thread", "function"), ("process", "error")],
 )
 def test_save_in_flight_is_flushed(nursery: Nursery, tmp_path: Path, mode: str, how: str) -> None:
     """However the main thread ends, the save in flight is committed and nothing else is said."""
-    codes, printed, errors = run(nursery, tmp_path, mode, how)
+    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, how)
     assert codes == [{"sys.exit": 3, "error": 1}.get(how, 0)], errors
-    target = loaded(tmp_path / "saved", 0)
+    target = cases.loaded(tmp_path / "saved", 0)
     assert torch.equal(target["w0"], state_of(0, 7)["w0"])
     if how == "error":
-        assert "ZeroDivisionError" in errors
-        assert "ckpt_storage" not in errors
+        assert errors.startswith("Traceback")
+        assert errors.endswith("raise ZeroDivisionError\nZeroDivisionError\n")
     else:
         assert errors == ""
     assert not any(is_alive(int(pid)) for pid in printed)
@@ -213,107 +107,133 @@ def test_save_in_flight_is_flushed(nursery: Nursery, tmp_path: Path, mode: str, 
 
 def test_all_saves_in_flight_are_flushed(nursery: Nursery, tmp_path: Path) -> None:
     """Saves of several savers are all waited for, and of threads that the interpreter waits for."""
-    codes, _, errors = run(nursery, tmp_path, "thread", "several")
-    assert codes == [0], errors
-    assert errors == ""
-    assert [info.name for info in list_checkpoints(tmp_path)] == [
-        "saved",
-        "saved-second",
-        "saved-third",
-    ]
+    codes, _, errors = nursery.run(tmp_path, _save_and_end, tmp_path, "thread", "several")
+    assert (codes, errors) == ([0], "")
+    names = [info.name for info in list_checkpoints(tmp_path)]
+    assert names == ["saved", "saved-second", "saved-third"]
 
 
 def test_save_to_object_storage_is_flushed(
     nursery: Nursery, server: S3Server, tmp_path: Path
 ) -> None:
     """A client that needs executors of the standard library still has them."""
-    options = server.storage_options
-    url = "s3://bucket/saved"
-    codes, _, errors = run(nursery, tmp_path, "thread", "returns", url=url, options=options)
-    assert codes == [0], errors
-    assert errors == ""
+    given = ("s3://bucket/saved", server.storage_options)
+    codes, _, errors = nursery.run(tmp_path, _save_and_end, tmp_path, "thread", "returns", *given)
+    assert (codes, errors) == ([0], "")
     target = {"w0": torch.zeros(1000)}
-    load(target, url, storage_options=options)
+    ckpt_storage.load(target, given[0], storage_options=given[1])
     assert torch.equal(target["w0"], state_of(0, 7)["w0"])
 
 
 @pytest.mark.parametrize(
-    ("mode", "how", "rank_count"),
-    [
-        ("thread", "hangs, sys.exit", 0),
-        ("thread", "hangs", 2),
-        ("process", "hangs, error", 2),
-    ],
+    ("mode", "how", "count"),
+    [("thread", "hangs, sys.exit", 1), ("thread", "hangs", 2), ("process", "hangs, error", 2)],
 )
 def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
-    nursery: Nursery, tmp_path: Path, mode: str, how: str, rank_count: int
+    nursery: Nursery, tmp_path: Path, mode: str, how: str, count: int
 ) -> None:
     """What is lost is said once on standard error; the exit code stays the program's own.
 
     Threads that look at the ranks' store all the time do not bring the process down.
     """
-    codes, printed, errors = run(nursery, tmp_path, mode, how, rank_count=rank_count)
-    count = rank_count or 1
+    given = (mode, how, "", None, count)
+    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, *given, count=count)
     assert codes == [3 if "sys.exit" in how else 1 if "error" in how else 0] * count, errors
     assert errors.count("is lost") == count
     assert errors.count("while it was writing") == count
     assert str(tmp_path / "saved") in errors
     assert "terminate" not in errors
     assert list_checkpoints(tmp_path) == []
-    for pid in printed:
-        assert not is_alive(int(pid))
+    assert not any(is_alive(int(pid)) for pid in printed)
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"),
-    [
-        ("thread", "hangs, late, block"),
-        ("process", "hangs, late, error"),
-    ],
+    ("mode", "how"), [("thread", "hangs, late, block"), ("process", "hangs, late, error")]
 )
 def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
     nursery: Nursery, tmp_path: Path, mode: str, how: str
 ) -> None:
     """A save that is late by its own deadline, here of 2 s, holds a process up a few seconds."""
-    codes, printed, errors = run(nursery, tmp_path, mode, how)
+    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, how)
     ended = time.time()
     assert codes == [1], errors
     assert "ZeroDivisionError" in errors
     assert errors.count("has not ended" if "block" in how else "is lost") == 1, errors
-    assert ended - float(printed[-1]) < 2 + 3 + SLACK_S
+    assert ended - float(printed[-1]) < 2 + 3 + cases.SLACK_S
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", cases.MODES)
 def test_forked_child_waits_for_no_save(nursery: Nursery, tmp_path: Path, mode: str) -> None:
     """A child that is forked while a save is in flight, as data loaders do, ends at once."""
-    codes, printed, errors = run(nursery, tmp_path, mode, "forked")
-    assert codes == [0], errors
-    assert errors == ""
+    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, "forked")
+    assert (codes, errors) == ([0], "")
     assert float(printed[-1]) < 20.0  # it waited for 30 s of no progress
     assert [info.name for info in list_checkpoints(tmp_path)] == ["saved"]
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+def _parent(_number: int, folder: Path, mode: Any) -> None:
+    warnings.simplefilter("ignore")
+    saver = AsyncSaver(mode=mode, timeout=60)
+    handle = saver.save(state_of(0, 0), f"{folder}/step-0")
+    handle.result()
+    worker = saver.worker_pid
+    child = os.fork()
+    if child == 0:
+        calls: list[Any] = [
+            lambda: saver.save(state_of(0, 1), f"{folder}/step-1"),
+            *(saver.wait, saver.close, saver.step_guard().__enter__),
+            *(handle.result, handle.exception, handle.cancel, handle.wait_staged, handle.progress),
+        ]
+        for call in calls:
+            try:
+                call()
+            except ckpt_storage.InvalidInputError as error:
+                _say("refused", str(os.getppid()) in str(error))
+        ckpt_storage.save_async(state_of(0, 3), f"{folder}/step-3").result(60)
+        sys.exit(0)  # with all that an interpreter does when it ends
+    _say("exit-code", os.waitpid(child, 0)[1])
+    saver.save(state_of(0, 2), f"{folder}/step-2").result()
+    _say("same-worker", saver.worker_pid == worker)
+    saver.close()
+
+
+@pytest.mark.parametrize("mode", cases.MODES)
 def test_child_of_fork_has_no_part_in_its_parents_saver(
     nursery: Nursery, tmp_path: Path, mode: str
 ) -> None:
     """It is refused saver and handle, saves by itself, and its end leaves the worker alone."""
-    codes, printed, errors = run(nursery, tmp_path, mode, "parent")
+    codes, printed, errors = nursery.run(tmp_path, _parent, tmp_path, mode)
     assert codes == [0], errors
     assert printed == ["refused", "True"] * 9 + ["exit-code", "0", "same-worker", "True"]
     names = [info.name for info in list_checkpoints(tmp_path)]
     assert names == ["step-0", "step-2", "step-3"]
 
 
+def _trainer(_number: int, folder: Path, how: str) -> None:
+    saver = AsyncSaver(timeout=cases.quick_timeouts(), exit_timeout_s=1)
+    hold = Hold(folder, "write", 0)
+    saver.save(state_of(0, 0), f"{folder}/saved", planner=cases.held(hold))
+    pid = hold.reached()
+    child = os.fork() if "forks" in how else 0
+    if "forks" in how and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    _say(pid, child, *cases.named_memory(os.getpid()) | cases.named_memory(pid))
+    if "stopped" in how:
+        os.kill(pid, signal.SIGSTOP)
+    if "killed" in how:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("how", ["killed trainer", "killed trainer, forks", "stopped by trainer"])
 def test_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path, how: str) -> None:
     """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
-    codes, printed, errors = run(nursery, tmp_path, "process", how)
+    codes, printed, errors = nursery.run(tmp_path, _trainer, tmp_path, how)
     assert codes == [-signal.SIGKILL if "killed" in how else 0], errors
     pid, child_pid = int(printed[0]), int(printed[1])
-    until(lambda: not is_alive(pid), "the end of the worker")
+    cases.until(lambda: not is_alive(pid), "the end of the worker")
     if child_pid:
         assert is_alive(child_pid)
         os.kill(child_pid, signal.SIGKILL)
-    assert left_of(set(printed[2:])) == set()
+    assert cases.left_of(set(printed[2:])) == set()
     assert errors.count("is lost") == (0 if "killed" in how else 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fault_cells import chosen
 from fault_matrix import Matrix
+from nursery import Nursery
 
 SELECTION = [
     "save | plan | error | member | rank 0",
@@ -21,10 +20,9 @@ SELECTION = [
 
 
 @pytest.fixture(scope="module")
-def matrix() -> Iterator[Matrix]:
-    """The driver with its nursery."""
-    with Matrix() as running:
-        yield running
+def matrix(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """One that keeps its checkpoints to begin with."""
+    return Matrix(nursery, tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.parametrize("name", SELECTION)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 from ckpt_storage import Timeouts
@@ -56,73 +56,38 @@ class Hold:
 
 
 _DIES: AbstractSet[Fault] = {"kill", "stop"}
-_FAILS: AbstractSet[Fault] = _DIES | {"error", "hang"}
-_ALL_BUT_CTRL_C: AbstractSet[Fault] = _FAILS | {"stop and go on"}
 _ASKED: AbstractSet[Fault] = _DIES | {"error", "stop and go on"}
+_FAILS: AbstractSet[Fault] = _DIES | {"error", "hang"}
+_LASTS: AbstractSet[Fault] = _FAILS | {"stop and go on"}
 _GO_ON: AbstractSet[Fault] = _DIES | {"stop and go on", "oversleep"}
+_WAITS: AbstractSet[Fault] = _DIES | {"interrupt"}
 _PUT, _SHARD = "put|part|create_upload", r"/__{held}_0\.distcp$"
 # Who has written is committing, as far as it knows.
 _WRITING = {"write", "commit"}
 
-_SAVE = {
-    "before meeting": Hold({"plan"}, _ASKED, where="call"),
-    "plan": Hold({"plan"}, _ASKED, where="local plan"),
-    "global plan": Hold({"plan"}, _ASKED, where="global plan", victims=("coordinator",)),
-    "write": Hold(_WRITING, _ALL_BUT_CTRL_C, _PUT, _SHARD, "victim"),
-    "waiting": Hold(_WRITING, _DIES | {"interrupt"}, _PUT, _SHARD, "other"),
-    "commit": Hold({"commit"}, _ALL_BUT_CTRL_C | {"interrupt"}, "put", SLOT),
+
+def _planning(*names: str) -> dict[str, Hold]:
+    """Return the phases in which ranks ask: in the call, and in two steps of the planner."""
+    return {
+        "before meeting": Hold({"plan"}, _ASKED, where="call"),
+        "plan": Hold({*names}, _ASKED, where="local plan"),
+        "global plan": Hold({*names}, _ASKED, where="global plan", victims=("coordinator",)),
+    }
+
+
+_SAVE = _planning("plan") | {
+    "write": Hold(_WRITING, _LASTS, _PUT, _SHARD, "victim"),
+    "waiting": Hold(_WRITING, _WAITS, _PUT, _SHARD, "other"),
+    "commit": Hold({"commit"}, _LASTS | {"interrupt"}, "put", SLOT),
     "publish": Hold({"commit"}, _FAILS, "put", r"/\.metadata$"),
 }
-_LOAD = {
-    "before meeting": Hold({"plan"}, _ASKED, where="call"),
-    "plan": Hold({"plan", "load"}, _ASKED, where="local plan"),
-    "global plan": Hold({"plan", "load"}, _ASKED, where="global plan", victims=("coordinator",)),
-    "read": Hold({"load"}, _ALL_BUT_CTRL_C, "get", _SHARD, "victim"),
-    "waiting": Hold({"load"}, _DIES | {"interrupt"}, "get", _SHARD, "other"),
+_LOAD = _planning("plan", "load") | {
+    "read": Hold({"load"}, _LASTS, "get", _SHARD, "victim"),
+    "waiting": Hold({"load"}, _WAITS, "get", _SHARD, "other"),
 }
-
-_RECORD = r"/\.ckpt-storage/[0-9a-f]+/[0-9]{5,}\.json$"
-_NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
-_OUT, _LATE = {"consolidate"}, "broadcast 3"
-
-_CONSOLIDATE = {
-    "before meeting": Hold({"plan"}, _DIES | {"stop and go on"}, where="call"),
-    "plan": Hold({"plan"}, _ASKED, where="local plan"),
-    "opening": Hold(
-        {"plan"}, _ALL_BUT_CTRL_C, "get", r"saves/.*/manifest\.json$", member_step="broadcast 1"
-    ),
-    "read": Hold(_OUT, _GO_ON | _FAILS, "get", _SHARD, "victim", member_step=_LATE),
-    # The weight file that a rank writes alone is small.
-    "write": Hold(_OUT, _GO_ON | _FAILS, "put", _NAME, "victim", member_step=_LATE),
-    "waiting": Hold(_OUT, _DIES | {"interrupt"}, "put", _NAME, "other", member_step=_LATE),
-    # Two ranks write a file, and the coordinator completes it. All its parts are withheld, those of
-    # the victim and those of the other rank.
-    "write shared": Hold(_OUT, _GO_ON, "part(_copy)?", _NAME, "both", hit_count=2, files=(1, 1, 2)),
-    "complete shared": Hold(
-        _OUT,
-        _GO_ON,
-        "complete",
-        _NAME,
-        "victim",
-        member_step=_LATE,
-        files=(1, 1, 2),
-        victims=("coordinator",),
-    ),
-    "index": Hold(
-        _OUT,
-        {*get_args(Fault)},
-        "put",
-        r"/model\.safetensors\.index\.json$",
-        member_step=_LATE,
-    ),
-    # The index counts by now; what it supersedes is deleted.
-    "clean": Hold(_OUT, _ALL_BUT_CTRL_C | {"oversleep"}, "delete", _RECORD, member_step=_LATE),
-}
-
-# What is saved in the background is planned while it is staged, before ranks meet.
+# What is saved in the background is planned while it is staged, before ranks meet; and an interrupt
+# of the trainer does not end what its threads do.
 _STAGED = {"before meeting", "plan"}
-
-# An interrupt of the trainer does not end what its threads do.
 _ASYNC = {
     name: replace(
         hold,
@@ -130,6 +95,34 @@ _ASYNC = {
         names=hold.names | ({"stage"} if name in _STAGED else set()),
     )
     for name, hold in _SAVE.items()
+}
+
+_RECORD = r"/\.ckpt-storage/[0-9a-f]+/[0-9]{5,}\.json$"
+_NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
+_INDEX = r"/model\.safetensors\.index\.json$"
+
+_out = partial(Hold, {"consolidate"}, member_step="broadcast 3")
+_CONSOLIDATE = {
+    "before meeting": Hold({"plan"}, _DIES | {"stop and go on"}, where="call"),
+    "plan": Hold({"plan"}, _ASKED, where="local plan"),
+    "opening": Hold(
+        {"plan"}, _LASTS, "get", r"saves/.*/manifest\.json$", member_step="broadcast 1"
+    ),
+    "read": _out(_GO_ON | _FAILS, "get", _SHARD, "victim"),
+    # The weight file that a rank writes alone is small.
+    "write": _out(_GO_ON | _FAILS, "put", _NAME, "victim"),
+    "waiting": _out(_WAITS, "put", _NAME, "other"),
+    # Two ranks write a file, and the coordinator completes it. All its parts are withheld, those of
+    # the victim and those of the other rank.
+    "write shared": Hold(
+        {"consolidate"}, _GO_ON, "part(_copy)?", _NAME, "both", hit_count=2, files=(1, 1, 2)
+    ),
+    "complete shared": _out(
+        _GO_ON, "complete", _NAME, "victim", files=(1, 1, 2), victims=("coordinator",)
+    ),
+    "index": _out({*get_args(Fault)}, "put", _INDEX),
+    # The index counts by now; what it supersedes is deleted.
+    "clean": _out(_LASTS | {"oversleep"}, "delete", _RECORD),
 }
 
 PHASES = {"save": _SAVE, "async save": _ASYNC, "load": _LOAD, "consolidate": _CONSOLIDATE}
@@ -208,15 +201,12 @@ class Cell:
         return self.fault in hold.faults and (asks or by_itself)
 
 
-def all_cells(world_size: int) -> Iterator[Cell]:
-    """Return the whole matrix."""
-    for operation, phases in PHASES.items():
-        for phase, hold in phases.items():
-            every = itertools.product(get_args(Fault), hold.victims, get_args(Host))
-            cells = (Cell(operation, phase, *one, world_size) for one in every)
-            yield from (cell for cell in cells if cell.is_possible)
-
-
 def chosen(pattern: str, world_size: int = 3) -> list[Cell]:
-    """Return the cells whose description matches."""
-    return [cell for cell in all_cells(world_size) if re.search(pattern, str(cell))]
+    """Return the cells of the whole matrix whose description matches."""
+    cells = (
+        Cell(operation, phase, *one, world_size)
+        for operation, phases in PHASES.items()
+        for phase, hold in phases.items()
+        for one in itertools.product(get_args(Fault), hold.victims, get_args(Host))
+    )
+    return [cell for cell in cells if cell.is_possible and re.search(pattern, str(cell))]

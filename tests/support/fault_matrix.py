@@ -4,28 +4,44 @@ Run as a script it prints the matrix: `python tests/support/fault_matrix.py --ra
 into its phase for certain: a planner asks, or a storage request is never answered, and only then
 comes the fault. The cells are in `fault_cells`, what a rank does is in `fault_ranks`.
 """
+# ruff: noqa: T201  # a script talks to its user
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import fault_driver as driver
-import fault_ranks
-from fault_cells import SLACK_S, SLOT, TIMEOUTS, WAITS, Cell, chosen
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fault_cells import SLACK_S, SLOT, TIMEOUTS, WAITS, Cell, Where, chosen
+from fault_ranks import Job, Line, rank_main, state_of, version_of
+from nursery import Nursery, ended
+from saver_cases import END_S, until
+from servers import free_port
 
 from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
+
+BUCKET = "bucket"
+EXPORT = "run/step-1/hf"
+INDEX = "model.safetensors.index.json"
+
+EXIT_S = 30.0
 
 FIRST, SECOND, THIRD = 1, 2, 3
 """Versions of the state: what lies there, what the operation saves, what is saved afterwards."""
@@ -44,53 +60,152 @@ _SIGNALS = {
     "interrupt": signal.SIGINT,
 }
 
+_MODULES = ("loads.load", "background.saver", "saves.save", "export.consolidate")
+IMPORTED = ("s3fs", "safetensors.torch", *(f"ckpt_storage.{name}" for name in _MODULES))
 
-class Matrix:
-    """Runs cells one after another; a context manager that owns the nursery."""
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._seeds: dict[str, dict[str, bytes]] = {}
+class Ranks:
+    """The processes of one operation; a context manager that leaves none behind."""
+
+    def __init__(self, nursery: Nursery, folder: Path, cell: Cell) -> None:
+        self._nursery = nursery
+        self._cell = cell
+        self._store: dist.TCPStore | None = None
+        self.lines = [
+            Line(Path(tempfile.mkdtemp(dir=folder)), rank) for rank in range(cell.world_size)
+        ]
+        self.pids: list[int] = []
 
     def __enter__(self) -> Self:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))
-        self._folder = Path(folder)
-        self.hub = self._stack.enter_context(driver.Hub(self._folder))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--nursery", self.hub.address], env=environment
-        )
-        self._stack.callback(process.wait, driver.EXIT_S)
-        self._stack.callback(process.kill)
-        [born] = self.hub.wait_for((-1, "nursery"))
-        self._nursery = born.connection
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._nursery.close()
-        self._stack.close()
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.codes(range(len(self.pids)), EXIT_S)
+        self._store = None
 
-    def ranks(self) -> driver.Ranks:
-        return driver.Ranks(self.hub, self._nursery, self._folder)
+    def start(self, server: S3Server, operation: str, version: int, hold: Where = "") -> None:
+        """Let the ranks call the operation; the victim asks in the call `hold`."""
+        port = free_port()
+        if self._cell.host == "launcher":
+            timeout = timedelta(seconds=END_S)
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+            )
+            port = self._store.port
+        for line in self.lines:
+            job = Job(
+                line=line,
+                cell=self._cell,
+                operation=operation,
+                version=version,
+                hold=hold if line.rank == self._cell.rank else "",
+                port=port,
+                storage_options=server.storage_options,
+            )
+            self._nursery.start(line.folder / "log", rank_main, job)
+        self.pids = [told["pid"] for told in self.told("ready")]
+        for line in self.lines:
+            line.answer("ready")
+
+    def told(self, what: str, ranks: Iterable[int] | None = None) -> list[dict[str, Any]]:
+        """Return what these ranks told, once all did."""
+        chosen = [self.lines[rank] for rank in (range(len(self.lines)) if ranks is None else ranks)]
+        until(lambda: all(line.told(what) for line in chosen), f"{what} of {ranks or 'all'}")
+        return [told for line in chosen if (told := line.told(what))]
+
+    def codes(self, ranks: Iterable[int], limit_s: float) -> dict[int, int | None]:
+        """Return the exit codes of these ranks; None where one did not end in time."""
+        logs = {rank: self.lines[rank].folder / "log" for rank in ranks}
+        return dict(zip(logs, ended(logs.values(), limit_s), strict=True))
+
+    def left(self) -> list[int]:
+        """Return what is alive of these processes and those that they started."""
+        return [pid for pid, session in _sessions() if session in self.pids]
+
+    def logs(self) -> list[str]:
+        files = [line.folder / f"log.{name}" for line in self.lines for name in ("out", "err")]
+        return [f"--- {file}\n{file.read_text(errors='replace')}" for file in files]
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Return process id and session of every live process."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    yield int(folder.name), int(fields[3])
+
+
+def stock_version(server: S3Server, world_size: int) -> int:
+    """Return which version stock torch loads completely from what lies on the server."""
+    state = state_of(0, range(world_size))
+    target = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        for key, data in server.dump().items():
+            path = Path(folder) / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        reader = dcp.FileSystemReader(Path(folder) / "run" / "step-1")
+        dcp.load(target, storage_reader=reader, no_dist=True)
+    return version_of(target["model"], partial(state_of, ranks=range(world_size)))
+
+
+def export_version(server: S3Server) -> int:
+    """Return which version safetensors loads completely through the index of the export."""
+    objects = server.dump()
+    places = json.loads(objects[f"{EXPORT}/{INDEX}"])["weight_map"]
+    found: dict[str, Any] = {}
+    for file in set(places.values()):
+        loaded = safetensors.torch.load(objects[f"{EXPORT}/{file}"])
+        found |= {name: value for name, value in loaded.items() if places[name] == file}
+    model = {name.removeprefix("model."): value for name, value in found.items()}
+    return version_of(model, partial(state_of, ranks=range(3), is_model=True))
+
+
+def export_leftovers(server: S3Server) -> list[str]:
+    """Return what lies below the export that is neither of it nor of its documents."""
+    objects = server.dump()
+    index = json.loads(objects[f"{EXPORT}/{INDEX}"])
+    tag = index["metadata"]["fingerprint"][:16]
+    documents = ["names.json", "job.json", f"{tag}/output.json"]
+    named = {INDEX, *index["weight_map"].values(), *(f".ckpt-storage/{name}" for name in documents)}
+    left = {key.removeprefix(f"{EXPORT}/") for key in objects if key.startswith(f"{EXPORT}/")}
+    return sorted(left ^ named)
+
+
+class Matrix:
+    """Runs cells one after another, on ranks of a nursery."""
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery = nursery
+        self._folder = folder
+        self._seeds: dict[str, dict[str, bytes]] = {}
+
+    def ranks(self, cell: Cell) -> Ranks:
+        return Ranks(self._nursery, self._folder, cell)
 
     def run(self, cell: Cell) -> Row:
         with S3Server() as server:
-            server.create_bucket(driver.BUCKET)
+            server.create_bucket(BUCKET)
             for key, data in self._seed(cell).items():
-                server.put(driver.BUCKET, key, data)
+                server.put(BUCKET, key, data)
             server.reset_counters()
             row = Row(self, cell, server)
-            with self.ranks() as ranks:
+            with self.ranks(cell) as ranks:
                 try:
                     row.run(ranks)
-                except TimeoutError as error:
+                except (AssertionError, TimeoutError) as error:
                     row.problems.append(str(error))
                     row.story += [f"{one.op} {one.key} {one.fault}" for one in server.requests]
                 server.faults([])
                 if cell.fault == "oversleep":
                     # The victim wakes up when others have done its work.
                     row.settle()
-                    row.wake(ranks.pids[cell.rank])
+                    row.wake(ranks)
                 if row.problems:
                     row.story += ranks.logs()
             if cell.fault != "oversleep":
@@ -107,27 +222,23 @@ class Matrix:
             steps = [("save weights", FIRST), ("consolidate", FIRST), ("save weights", SECOND)]
         name = f"{steps[0][0]}, {cell.world_size} ranks"
         if name not in self._seeds:
-            cell = replace(cell, host="launcher")
             with S3Server() as server:
-                server.create_bucket(driver.BUCKET)
+                server.create_bucket(BUCKET)
                 for step, version in steps:
-                    for event in self.together(cell, server, step, version):
-                        assert event.details["kind"] == "returned", event.details["trace"]
+                    for told in self.together(
+                        replace(cell, host="launcher"), server, step, version
+                    ):
+                        assert told["kind"] == "returned", told["trace"]
                 self._seeds[name] = server.dump()
         return self._seeds[name]
 
     def together(
-        self,
-        cell: Cell,
-        server: S3Server,
-        operation: str,
-        version: int,
-        files: Mapping[str, int] | None = None,
-    ) -> list[driver.Event]:
+        self, cell: Cell, server: S3Server, operation: str, version: int
+    ) -> list[dict[str, Any]]:
         """Run an operation on fresh ranks without any fault; return how each ended."""
-        with self.ranks() as ranks:
-            ranks.start(cell, server, operation, version, files=files)
-            return self.hub.wait_for(*((rank, "ended") for rank in range(cell.world_size)))
+        with self.ranks(cell) as ranks:
+            ranks.start(server, operation, version)
+            return ranks.told("ended")
 
 
 @dataclass(slots=True)
@@ -157,29 +268,28 @@ class Row:
         if not holds:
             self.problems.append(problem)
 
-    def run(self, ranks: driver.Ranks) -> None:
+    def run(self, ranks: Ranks) -> None:
         """Let the operation begin, hold it, inflict the fault, and judge what the ranks tell."""
         cell, hold = self.cell, self.cell.hold
         self.server.faults(self._rules())
-        holds = {cell.rank: hold.where}
-        ranks.start(cell, self.server, cell.operation, SECOND, holds=holds, files=cell.files)
-        asked = self._reach()
+        ranks.start(self.server, cell.operation, SECOND, hold.where)
+        self._reach(ranks)
         fault_s = time.monotonic()
         if cell.fault in _SIGNALS:
             os.kill(ranks.pids[cell.rank], _SIGNALS[cell.fault])
-        if asked is not None and cell.fault in {"error", "stop and go on"}:
-            asked.connection.send("raise" if cell.fault == "error" else "go")
+        if hold.where and cell.fault in {"error", "stop and go on"}:
+            ranks.lines[cell.rank].answer(hold.where, "raise" if cell.fault == "error" else "go")
         silenced = cell.fault in _SIGNALS and cell.fault != "interrupt"
         live = [rank for rank in range(cell.world_size) if rank != cell.rank or not silenced]
-        ended = self.matrix.hub.wait_for(*((rank, "ended") for rank in live))
-        self.last_s = max(event.at_s for event in ended) - fault_s
+        ended = ranks.told("ended", live)
+        self.last_s = max(told["at_s"] for told in ended) - fault_s
         late = f"the last raised after {self.last_s:.2f} s, not {cell.limit_s} s"
         self.expect(self.last_s <= cell.limit_s, late)
         if cell.fault == "stop and go on":
             ended += self._go_on(ranks)
-        for event in ended:
-            self._judge(event)
-        self._judge_exits(ranks, [ranks.pids[event.rank] for event in ended])
+        for told in ended:
+            self._judge(told)
+        self._judge_exits(ranks, [told["rank"] for told in ended])
 
     def _rules(self) -> list[FaultRule]:
         cell, hold = self.cell, self.cell.hold
@@ -192,16 +302,17 @@ class Row:
             rule = FaultRule(action="delay", delay_s=_LATE_S)
         return [replace(rule, op=hold.op, key=cell.key)]
 
-    def _reach(self) -> driver.Event | None:
-        """Wait until the victim is in the phase for certain; return its question, if it asks."""
+    def _reach(self, ranks: Ranks) -> None:
+        """Wait until the victim is in the phase for certain."""
         cell, hold = self.cell, self.cell.hold
         if hold.where:
-            return self.matrix.hub.wait_for((cell.rank, hold.where))[0]
+            ranks.told(hold.where, [cell.rank])
+            return
 
         def were_hit(log: list[RequestRecord]) -> bool:
             return sum(record.fault != "" for record in log) >= hold.hit_count
 
-        self.server.wait_for(were_hit, timeout_s=driver.SETTLE_S)
+        self.server.wait_for(were_hit, timeout_s=END_S)
         waiting = []
         if hold.holds == "victim" and cell.fault != "error":
             # All others have done their part: what they say must not depend on who was faster.
@@ -209,58 +320,51 @@ class Row:
         elif hold.holds == "other" or (hold.holds == "" and cell.victim == "member"):
             waiting = [cell.rank]
         member_step = hold.member_step or WAITS[cell.operation]
-        self.matrix.hub.wait_for(
-            *((rank, member_step if rank else hold.coordinator_step) for rank in waiting)
-        )
-        return None
+        for rank in waiting:
+            ranks.told(member_step if rank else hold.coordinator_step, [rank])
 
-    def _go_on(self, ranks: driver.Ranks) -> list[driver.Event]:
+    def _go_on(self, ranks: Ranks) -> list[dict[str, Any]]:
         """Wake the victim, after all others raised; it must find out, too."""
         cell = self.cell
         if cell.victim == "coordinator" and cell.host == "rank 0":
             # A store that answers after all finds threads of torch's client in an interpreter
             # that ends, and torch aborts such a process.
-            others = [pid for rank, pid in ranks.pids.items() if rank != cell.rank]
-            self.matrix.hub.wait_dead(others, driver.EXIT_S)
+            ranks.codes(range(1, cell.world_size), EXIT_S)
         awake_s = time.monotonic()
         os.kill(ranks.pids[cell.rank], signal.SIGCONT)
-        ended = self.matrix.hub.wait_for((cell.rank, "ended"))
-        took_s = ended[0].at_s - awake_s
+        ended = ranks.told("ended", [cell.rank])
+        took_s = ended[0]["at_s"] - awake_s
         self.expect(took_s <= TIMEOUTS.plan + SLACK_S, f"the victim went on for {took_s:.2f} s")
         return ended
 
-    def _judge(self, event: driver.Event) -> None:
-        cell, told = self.cell, event.details
-        kind = told["kind"]
-        self.raised[event.rank] = kind + (" (committed)" if told.get("committed") else "")
-        text = f"rank {event.rank}: {kind}: {told.get('text')}"
+    def _judge(self, told: dict[str, Any]) -> None:
+        cell, rank, kind = self.cell, told["rank"], told["kind"]
+        self.raised[rank] = kind + (" (committed)" if told.get("committed") else "")
+        text = f"rank {rank}: {kind}: {told['text']}"
         self.story.append(f"{text}\n{told.get('trace', '')}")
         if kind == "returned":
             may_end = told["text"].startswith(("committed", "published"))
             self.expect(may_end and cell.phase in _LATE_PHASES, text)
-            return
-        is_victim = event.rank == cell.rank
-        if cell.fault == "interrupt" and is_victim:
+        elif cell.fault == "interrupt" and rank == cell.rank:
             self.expect(kind == "KeyboardInterrupt", f"the interrupted rank raised {kind}")
-            return
-        self.expect(told["ours"], f"{text}, which is no CheckpointError")
-        self.expect(told["phase"] in cell.phases, f"{text} has phase {told['phase']!r}")
-        names = told["rank"] == cell.rank or cell.rank in told["failures"]
-        says = re.search(rf"[Rr]ank {cell.rank}\b", told["text"])
-        self.expect(is_victim or (names and says), f"{text} does not name rank {cell.rank}")
+        else:
+            self.expect(told["ours"], f"{text}, which is no CheckpointError")
+            self.expect(told["phase"] in cell.phases, f"{text} has phase {told['phase']!r}")
+            says = re.search(rf"[Rr]ank {cell.rank}\b", told["text"])
+            is_named = cell.rank in told["names"] and says
+            self.expect(rank == cell.rank or is_named, f"{text} does not name rank {cell.rank}")
 
-    def _judge_exits(self, ranks: driver.Ranks, pids: Sequence[int]) -> None:
-        cell = self.cell
-        dead = self.matrix.hub.wait_dead(pids, driver.EXIT_S)
-        late = set(pids) - set(dead)
-        self.expect(not late, f"processes {late} did not end in {driver.EXIT_S:g} s")
-        bad = {pid: code for pid, code in dead.items() if code != 0}
-        self.expect(not bad, f"processes ended with exit codes {bad}")
-        if cell.fault == "oversleep":
+    def _judge_exits(self, ranks: Ranks, ended: Iterable[int]) -> None:
+        codes = ranks.codes(ended, EXIT_S)
+        late = [rank for rank, code in codes.items() if code is None]
+        self.expect(not late, f"ranks {late} did not end in {EXIT_S:g} s")
+        bad = {rank: code for rank, code in codes.items() if code}
+        self.expect(not bad, f"ranks ended with exit codes {bad}")
+        if self.cell.fault == "oversleep":
             return
-        if cell.fault == "stop":
-            os.kill(ranks.pids[cell.rank], signal.SIGKILL)
-        self.matrix.hub.wait_dead(ranks.pids.values(), driver.EXIT_S)
+        if self.cell.fault == "stop":
+            os.kill(ranks.pids[self.cell.rank], signal.SIGKILL)
+        ranks.codes(range(self.cell.world_size), EXIT_S)
         left = ranks.left()
         self.expect(not left, f"processes {left} are left")
 
@@ -272,13 +376,13 @@ class Row:
                 self._check_export()
             else:
                 self._check_checkpoint()
-        except TimeoutError as error:
+        except (AssertionError, TimeoutError) as error:
             self.problems.append(f"afterwards: {error}")
 
-    def wake(self, pid: int) -> None:
-        os.kill(pid, signal.SIGCONT)
-        dead = self.matrix.hub.wait_dead([pid], driver.EXIT_S + SLACK_S)
-        self.expect(dead, "who overslept did not end")
+    def wake(self, ranks: Ranks) -> None:
+        os.kill(ranks.pids[self.cell.rank], signal.SIGCONT)
+        (code,) = ranks.codes([self.cell.rank], EXIT_S + SLACK_S).values()
+        self.expect(code is not None, "who overslept did not end")
         self._check_whole_export("who overslept left")
 
     def _check_checkpoint(self) -> None:
@@ -286,34 +390,33 @@ class Row:
         self.committed = any(re.search(SLOT, key) for key in server.dump())
         self._judge_outcome()
         expected = SECOND if self.committed else FIRST
-        stock = driver.stock_version(server, cell.world_size)
+        stock = stock_version(server, cell.world_size)
         # `.metadata` follows the commit: whoever opens the checkpoint next brings it up to date.
         is_behind = self.committed and stock == FIRST
         self.expect(stock == expected or is_behind, f"stock torch loads {stock}, not {expected}")
         ended = self.matrix.together(cell, server, "check and save", THIRD)
-        if {event.details["text"] for event in ended} != {f"version {expected}"}:
-            self.problems += [event.details.get("trace", event.details["text"]) for event in ended]
-        stock = driver.stock_version(server, cell.world_size)
+        if {told["text"] for told in ended} != {f"version {expected}"}:
+            self.problems += [told.get("trace", told["text"]) for told in ended]
+        stock = stock_version(server, cell.world_size)
         self.expect(stock == THIRD, f"after the next save stock torch loads version {stock}")
 
     def _check_export(self) -> None:
         """Check that one export counts and is whole, then have other ranks consolidate again."""
         cell, server = self.cell, self.server
-        found = driver.export_version(server)
+        found = export_version(server)
         self.committed = found == SECOND
         self.expect(found in {FIRST, SECOND}, f"what the index names is version {found}")
         self._judge_outcome()
         # As many ranks as before, or fewer: what is complete already is not theirs to write.
         again = replace(cell, world_size=2 if cell.victim == "coordinator" else 3)
         server.reset_counters()
-        ended = self.matrix.together(again, server, "consolidate", SECOND, files=cell.files)
-        bad = [event for event in ended if event.details["kind"] != "returned"]
-        self.problems += [f"again: {event.details.get('trace')}" for event in bad]
+        ended = self.matrix.together(again, server, "consolidate", SECOND)
+        self.problems += [f"again: {told['trace']}" for told in ended if told["kind"] != "returned"]
         self._check_whole_export("the next consolidation left")
 
     def _check_whole_export(self, who: str) -> None:
         server = self.server
-        left, version = driver.export_leftovers(server), driver.export_version(server)
+        left, version = export_leftovers(server), export_version(server)
         self.expect(not left, f"{who} {left}")
         self.expect(version == SECOND, f"{who} the export at version {version}")
         count = server.open_upload_count
@@ -346,34 +449,23 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression for the first columns")
     parser.add_argument("--list", action="store_true", help="name the cells and run none")
     parser.add_argument("--stories", action="store_true", help="print what the ranks raised")
-    parser.add_argument("--nursery", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.nursery:
-        job = fault_ranks.nursery(options.nursery)
-        if job is not None:
-            fault_ranks.rank_main(job)
-        return 0
     cells = chosen(options.only, options.ranks)
     if options.list:
-        _say("\n".join(map(str, cells)))
+        print("\n".join(map(str, cells)))
         return 0
     bad_count = 0
-    _say(Row.HEAD)
-    with Matrix() as matrix:
+    print(Row.HEAD)
+    with Nursery(*IMPORTED) as nursery, tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(nursery, Path(folder))
         for cell in cells:
             row = matrix.run(cell)
-            _say(str(row))
+            print(row, flush=True)
             bad_count += bool(row.problems)
             if row.problems or options.stories:
-                sys.stderr.write("\n".join([*row.problems, *row.story, "", ""]))
-                sys.stderr.flush()
-    _say(f"\n{len(cells) - bad_count} of {len(cells)} cells hold.")
+                print(*row.problems, *row.story, "", sep="\n", file=sys.stderr, flush=True)
+    print(f"\n{len(cells) - bad_count} of {len(cells)} cells hold.")
     return 1 if bad_count else 0
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

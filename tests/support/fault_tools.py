@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Nursery
 
 import ckpt_storage.export.output
 from ckpt_storage.options import RetryPolicy
@@ -14,7 +17,7 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Settings
 from ckpt_storage.store.registry import backend_of
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Call, FaultBackend, Rule, Script
+from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, Script
 
 ONCE = RetryPolicy(attempt_count=1)
 
@@ -43,37 +46,24 @@ class Opener:
         self._opened.clear()
 
 
-class Scripted(Opener):
-    """Stands in for `open_store`; all its stores play one script, as one process does."""
-
-    def __init__(self, *rules: Rule) -> None:
-        super().__init__(self._scripted)
-        self.script = Script(rules)
-
-    def _scripted(self, _: Location, backend: Backend) -> Backend:
-        found = FaultBackend(backend)
-        found.script = self.script
-        return found
-
-
 class Faulty(Opener):
-    """Stands in for `open_store`; stores whose URL begins with `target` play `rules`."""
+    """Stands in for `open_store`; stores at `target` and below play one script, as processes do."""
 
-    def __init__(self, target: str, *rules: Rule, retry: RetryPolicy = ONCE) -> None:
+    def __init__(self, target: str = "", *rules: Rule, retry: RetryPolicy = ONCE) -> None:
         super().__init__(self._faulty, retry=retry)
         self.target = target
-        self.rules: Sequence[Rule] = rules
-        self.made: list[FaultBackend] = []
+        self.play(*rules)
+
+    def play(self, *rules: Rule) -> None:
+        """Begin anew with these rules; none is for a run without faults."""
+        self.script = Script(rules)
 
     def _faulty(self, location: Location, backend: Backend) -> Backend:
         if not location.url.startswith(self.target):
             return backend
-        self.made.append(FaultBackend(backend, self.rules))
-        return self.made[-1]
-
-    def calls(self) -> Sequence[Call]:
-        """Return what the latest of these stores was asked for."""
-        return self.made[-1].script.calls
+        found = FaultBackend(backend)
+        found.script = self.script
+        return found
 
 
 @pytest.fixture
@@ -83,3 +73,24 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
     yield found
     found.close()
+
+
+def each_fault(
+    calls: Sequence[Call], actions: Mapping[Action, str] | Sequence[Action], **rule: Any
+) -> Iterator[tuple[str, Rule]]:
+    """Yield each fault at each call that it may befall, first where that is.
+
+    `actions` says which operations each is for; "" is all.
+    """
+    for action, (number, call) in itertools.product(actions, enumerate(calls)):
+        operations = actions[action] if isinstance(actions, Mapping) else ""
+        if re.fullmatch(operations or ".*", call.operation):
+            at = f"{action} at {number} ({call.operation} {call.path})"
+            yield at, Rule(action=action, skip_count=number, **rule)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """A process that has imported torch; what it starts ends as scripts do."""
+    with Nursery("s3fs", "saver_cases", "ckpt_storage.export.consolidate") as running:
+        yield running
