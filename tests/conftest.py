@@ -50,7 +50,7 @@ _TIERS = {"docs", "faults", "interop", "ranks", "servers"}
 _LONG = (
     "test_example",
     "test_fault_matrix",
-    "test_copy_faults",
+    "test_output_faults",
     "test_integration_torchtitan",
     "test_damage_everywhere",
     "test_prune_attack",

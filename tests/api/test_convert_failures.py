@@ -168,10 +168,10 @@ def die(cut: Faulty, folder: Path, to: TargetFormat, *, completed: int) -> dict[
     """Convert, and die when so many files are sealed; return where they lie."""
     step = "complete_upload" if to == "dcp" else "put"
     path = "" if to == "dcp" else ".ckpt-storage/.*/0"
-    cut.rules = [Rule(action="crash_before", operation=step, path=path, skip_count=completed)]
+    cut.play(Rule(action="crash_before", operation=step, path=path, skip_count=completed))
     with pytest.raises((SimulatedCrash, errors.CheckpointError)):
         call(folder, to)
-    cut.rules = ()
+    cut.play()
     target = folder / "dst"
     records = target.glob(".ckpt-storage/*/0*.json")
     names = [json.loads(record.read_bytes())["body"]["file"]["path"] for record in records]
@@ -208,7 +208,7 @@ def test_complete_files_are_kept(
     before = {name: path.stat().st_ino for name, path in died.items()}
     assert len(before) == completed
     if refusal is not None:
-        cut.rules = [Rule(action="error", operation="list_uploads", kind=refusal, hit_count=None)]
+        cut.play(Rule(action="error", operation="list_uploads", kind=refusal, hit_count=None))
         before = before if to == "dcp" else {}
     assert call(tmp_path, to).kept_count == len(before)
     # One that is written again gets another inode.
@@ -217,7 +217,7 @@ def test_complete_files_are_kept(
     # What is whole is not replaced unasked.
     with pytest.raises(errors.CheckpointExistsError):
         call(tmp_path, to)
-    cut.rules = ()
+    cut.play()
     assert call(tmp_path, to, overwrite=True).kept_count == 0
 
 
@@ -274,10 +274,10 @@ def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, c
     """Its length may be the same: then its time tells."""
     source = tmp_path / "src.pt"
     torch.save(state_of(1), source)
-    cut.rules = [Rule(action="crash_before", operation="complete_upload", skip_count=2)]
+    cut.play(Rule(action="crash_before", operation="complete_upload", skip_count=2))
     with pytest.raises((SimulatedCrash, errors.CheckpointError)):
         convert(source, tmp_path / "dst", to="safetensors", max_file_bytes=200_000)
-    cut.rules = ()
+    cut.play()
     size = source.stat().st_size
     torch.save(state_of(9), source)
     os.utime(source, (1e9, 1e9))

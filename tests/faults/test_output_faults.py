@@ -1,71 +1,84 @@
-"""Outputs of one process, cut at every storage operation of the target, and called again."""
+"""Exports, conversions, copies and mirrors, cut at every storage operation, and called again."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import logging
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import consolidate_cases
 import pytest
 import torch
-from copy_cases import ACTIONS, files_below, make, save
+from commit_tools import QUICK
+from copy_cases import ACTIONS, attempt, files_below, flip, head_of, make, save, save_files
 from dcp_cases import same, seeded
-from fault_tools import Faulty
+from fault_tools import Faulty, each_fault
+from manager_cases import seen_in, state_of
+from prune_cases import name_of
 
 import ckpt_storage
-import ckpt_storage.export.output
-from ckpt_storage import CheckpointError, consolidate, convert, copy, verify
+from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, verify
 from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.folder import remove_exports
-from ckpt_storage.store import Location
-from ckpt_storage.testing.faults import Rule, SimulatedCrash
+from ckpt_storage.manager.mirror import Mirror
+from ckpt_storage.manager.prune import Pruner
+from ckpt_storage.manager.retention import KeepLatest, StepNames
+from ckpt_storage.manager.root import Root
+from ckpt_storage.options import MIB
+from ckpt_storage.store import Location, open_store, probe
+from ckpt_storage.store.backends.s3 import S3Backend
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
+from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 Call = Callable[[Path, Path], object]
 
 STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
-
-
 OTHER = {f"t{number}": seeded(number + 9, 300) for number in range(3)}
-
-
-def made(kind: str, state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Make a checkpoint; of ours in several files with "shards"."""
-    if kind == "shards":
-        torch.save(state, folder.with_suffix(".pt"))
-        convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
-    else:
-        make(kind, state, folder)
-
-
-def converted(to: str, source: Path, target: Path) -> None:
-    """Convert to one format, in several files."""
-    kwargs = {"to": to, "max_file_bytes": 1300}
-    convert(source, target, **kwargs)  # type: ignore[arg-type]  # formats are texts here
-
-
-CASES: dict[str, tuple[str, Call]] = {
-    "consolidate": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
-    "consolidate over another": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
-    "convert to dcp": ("ckpt_storage", partial(converted, "dcp")),
-    "convert to dcp_safetensors": ("ckpt_storage", partial(converted, "dcp_safetensors")),
-    "convert to safetensors": ("ckpt_storage", partial(converted, "safetensors")),
-    "convert to ckpt_storage": ("dcp", partial(converted, "ckpt_storage")),
-    "copy dcp": ("dcp", copy),
-    "copy unindexed safetensors": ("unindexed", copy),
-    "copy safetensors": ("safetensors", copy),
-    "copy ckpt_storage": ("shards", copy),
-    "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
-}
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+
+
+def made(kind: str, state: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Make a checkpoint; of ours in several files with "shards"."""
+    if kind == "shards":
+        torch.save(state, folder.with_suffix(".pt"))
+        convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
+    else:
+        make(kind, state, folder)
+    return folder
+
+
+def converted(to: Any) -> Call:
+    """Return what converts to one format, in several files."""
+    return partial(convert, to=to, max_file_bytes=1300)
+
+
+CASES: dict[str, tuple[str, Call]] = {
+    "consolidate": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
+    "consolidate over another": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
+    "convert to dcp": ("ckpt_storage", converted("dcp")),
+    "convert to dcp_safetensors": ("ckpt_storage", converted("dcp_safetensors")),
+    "convert to safetensors": ("ckpt_storage", converted("safetensors")),
+    "convert to ckpt_storage": ("dcp", converted("ckpt_storage")),
+    "copy dcp": ("dcp", copy),
+    "copy unindexed safetensors": ("unindexed", copy),
+    "copy safetensors": ("safetensors", copy),
+    "copy ckpt_storage": ("shards", copy),
+    "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
+}
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor] | None:
@@ -83,26 +96,22 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
 ) -> None:
     """What is found is what was there before or the whole new one; the next call ends the work."""
     kind, call = CASES[case]
-    source, before, dry = tmp_path / "src", tmp_path / "before", tmp_path / "dst" / "dry"
-    made(kind, STATE, source)
+    before, dry, root = tmp_path / "before", tmp_path / "dst" / "dry", tmp_path / "dst" / "cut"
+    source = made(kind, STATE, tmp_path / "src")
     if case.endswith("another"):
-        made(kind, OTHER, tmp_path / "other")
-        call(tmp_path / "other", before)
+        call(made(kind, OTHER, tmp_path / "other"), before)
         shutil.copytree(before, dry)
     call(source, dry)
-    calls = faulty.calls()
     old, whole, names = values_of(before), values_of(dry), set(files_below(dry))
     assert same(whole, values_of(source))
     assert not same(old, whole)
-    for action, (number, one) in itertools.product(ACTIONS, enumerate(calls)):
-        at = f"{case} {action} at {number} ({one.operation} {one.path})"
-        root = tmp_path / "dst" / f"{action}-{number}"
+    for at, rule in each_fault(faulty.script.calls, ACTIONS, retryable=False):
         if before.exists():
             shutil.copytree(before, root)
-        faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
+        faulty.play(rule)
         with contextlib.suppress(SimulatedCrash, CheckpointError):
             call(source, root)
-        faulty.rules = ()
+        faulty.play()
         found = values_of(root)
         assert found is None or same(old, found) or same(found, whole), at
         if not same(found, whole) or kind == "shards":
@@ -114,10 +123,54 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
         assert same(values_of(root), whole), at
         if kind not in {"ckpt_storage", "shards"} and case.startswith("copy"):
             # What is left of a cut at the very end are the notes alone.
-            left = {path for path in files_below(root) if not path.startswith(".ckpt-storage")}
-            assert left == {path for path in names if not path.startswith(".ckpt-storage")}, at
+            left = set(files_below(root)) ^ names
+            assert all(path.startswith(".ckpt-storage") for path in left), at
         faulty.close()
         shutil.rmtree(root)
+
+
+def test_an_export_whose_copy_was_cut_goes_over_with_the_next(
+    tmp_path: Path, faulty: Faulty
+) -> None:
+    """Cut anywhere it is no export of the copy, or the whole one, and the next call ends it."""
+    source, root = made("shards", STATE, tmp_path / "src"), tmp_path / "dst" / "cut"
+    consolidate(source)
+    (source / "hf" / "config.json").write_text("{}")
+    faulty.target = f"{root.as_uri()}/hf"
+    copy(source, root)
+    calls = faulty.script.calls
+    assert consolidate_cases.INDEX in {call.path for call in calls}
+    assert len(calls) > 15
+    # A copy has the same bytes, but for who holds the folder.
+    files = files_below(source / "hf").items()
+    whole = {path: data for path, data in files if not path.endswith("job.json")}
+    for at, rule in each_fault(calls, ["crash_before"]):
+        shutil.rmtree(root / "hf")
+        faulty.play(rule)
+        assert copy(source, root).failed_exports, at
+        faulty.play()
+        found = verify(root)
+        assert found.ok or "still being written" in found.problems[0].message, at
+        assert copy(source, root).exports == ("hf",), at
+        assert files_below(root / "hf").items() >= whole.items(), at
+        assert verify(root).ok, at
+
+
+def test_half_written_files_are_sent_again(tmp_path: Path, faulty: Faulty) -> None:
+    """A file whose name is there but whose bytes are not right is not believed."""
+    source, root = made("shards", STATE, tmp_path / "src"), tmp_path / "dst" / "x"
+    faulty.play(Rule(action="crash_before", operation="put_absent", path="commits"))
+    assert isinstance(attempt(source, root), SimulatedCrash)
+    faulty.play()
+    first, second, *_ = sorted(root.rglob("*.distcp"))
+    first.write_bytes(first.read_bytes()[:-1])
+    flip(second, -1)
+    report = copy(source, root)
+    calls = faulty.script.calls
+    sent = {call.path for call in calls if call.operation == "complete_upload"}
+    assert sent == {str(one.relative_to(root)) for one in (first, second)}
+    assert report.kept_count >= 1
+    assert verify(root).ok
 
 
 def test_what_is_deleted_needs_no_list_of_uploads(tmp_path: Path, faulty: Faulty) -> None:
@@ -125,10 +178,183 @@ def test_what_is_deleted_needs_no_list_of_uploads(tmp_path: Path, faulty: Faulty
     root = tmp_path / "dst" / "run"
     save(STATE, root)
     consolidate(root)
-    faulty.rules = [
-        Rule(action="error", operation="list_uploads", kind="permission", hit_count=None)
-    ]
+    refusal = {"operation": "list_uploads", "kind": "permission", "hit_count": None}
+    faulty.play(Rule(action="error", **refusal))  # type: ignore[arg-type]  # of several types
     store = faulty(Location.of(root))
     assert remove_exports(store) == []
     assert delete(store)
     assert [path for path in files_below(root) if not path.startswith("commits/")] == []
+
+
+def _stored(server: S3Server, folder: str) -> dict[str, bytes]:
+    prefix = f"{folder}/"
+    objects = server.dump("bkt").items()
+    return {key.removeprefix(prefix): data for key, data in objects if key.startswith(prefix)}
+
+
+def test_copies_within_s3_cut_anywhere_go_on(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the storage copying by itself: nothing commits half, no upload stays open."""
+    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
+    options = server.storage_options
+    state = {"a": torch.arange(3 * MIB, dtype=torch.float32)}
+    save(state, "s3://bkt/src", storage_options=options)
+    faulty = Faulty("s3://bkt/dst")
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", faulty)
+    whole, new_id = save_files(_stored(server, "src")), head_of(_stored(server, "src"))
+    copy("s3://bkt/src", "s3://bkt/dst", storage_options=options)
+    calls = faulty.script.calls
+    assert [call.operation for call in calls].count("copy_part") == 2
+    for number, (at, rule) in enumerate(each_fault(calls, ["crash_after"])):
+        root = f"dst-{number}"
+        faulty.play(rule)
+        attempt("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
+        faulty.play()
+        found = _stored(server, root)
+        assert head_of(found) is None or save_files(found) == whole, at
+        copy("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
+        found = _stored(server, root)
+        assert (head_of(found), save_files(found)) == (new_id, whole), at
+        plain = open_store(Location.of(f"s3://bkt/{root}", options))
+        assert plain.abort_uploads("") == 0, f"{at}: an upload stayed open"
+        plain.delete_folder("saves")
+        plain.close()
+    faulty.close()
+
+
+S3_FAULTS: dict[str, Callable[[int], list[FaultRule]]] = {
+    "lost answer": lambda number: [FaultRule(after=number, action="lost")],
+    "passing error": lambda number: [FaultRule(after=number, action="status", status=503)],
+    "death": lambda number: crash_rules(number + 1, "after"),
+}
+
+
+def version_in(files: dict[str, bytes]) -> int | None:
+    """Return to which version of the model the index leads; fails for a mixture."""
+    index = json.loads(files.get(consolidate_cases.INDEX, b'{"weight_map": {}}'))
+    if not files.keys() & index["weight_map"].values():
+        return None
+    found = consolidate_cases.tensors_of(files)
+    models = {v: consolidate_cases.small_model(v) for v in (1, 2)}
+    (version,) = [v for v in models if consolidate_cases.expected_of(models[v]) == found]
+    return version
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("first", "lost answer"),
+        ("replace", "passing error"),
+        ("first", "death"),
+        ("replace", "death"),
+    ],
+)
+def test_an_export_to_s3_survives_every_fault_at_every_request(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str
+) -> None:
+    """What passes is not noticed; after a death the index leads to old or new, and all goes on."""
+    parts = replace(S3Backend.capabilities, max_put_bytes=20_000)
+    monkeypatch.setattr(S3Backend, "capabilities", parts)
+    retry = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
+    given: dict[str, Any] = {"storage_options": server.storage_options, "retry": retry}
+    for version in (1, 2):
+        state = consolidate_cases.small_model(version)
+        ckpt_storage.save(state, f"s3://bkt/run{version}", **given)
+    if kind == "replace":
+        consolidate("s3://bkt/run1", "s3://bkt/before", **given)
+    before = _stored(server, "before")
+
+    def export(url: str) -> None:
+        consolidate("s3://bkt/run2", url, max_file_bytes=60_000, **given)
+
+    def fresh(output: str) -> str:
+        for path, data in before.items():
+            server.put("bkt", f"{output}/{path}", data)
+        server.reset_counters()
+        return f"s3://bkt/{output}"
+
+    export(fresh("out-dry"))
+    # Of several requests alike the first.
+    requests: dict[str, int] = {}
+    for number, request in enumerate(server.requests):
+        requests.setdefault(re.sub(r"[0-9a-f]{5,}", "#", f"{request.op} {request.key}"), number)
+    assert {"create_upload", "part", "complete", "put"} <= {one.split()[0] for one in requests}
+    for asked, number in requests.items():
+        output, at = f"out-{number}", f"{fault} at {number} ({asked})"
+        url = fresh(output)
+        server.faults(S3_FAULTS[fault](number))
+        with contextlib.suppress(*([CheckpointError] if fault == "death" else [])):
+            export(url)
+        server.faults([])
+        left = {version_in(before), 2} if fault == "death" else {2}
+        assert version_in(_stored(server, output)) in left, at
+        export(url)
+        files = _stored(server, output)
+        assert version_in(files) == 2, at
+        assert len([path for path in files if path.startswith("model-")]) == 2, at
+        assert server.open_upload_count == 0, at
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Stores of both roots, as a mirror and a pruner open them."""
+    found = Faulty()
+    for module in ("export.output", "manager.root"):
+        monkeypatch.setattr(f"ckpt_storage.{module}.open_store", found)
+    yield found
+    found.close()
+
+
+def one_turn(run: Path) -> None:
+    """Do what a manager does after a save, as a new process: copy, prune there, prune here."""
+    probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+    fast, slow = (
+        Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
+    )
+    mirror = Mirror(fast, slow, KeepLatest(2))
+    mirror.fill(Deadline("commit", 60))
+    Pruner(fast, KeepLatest(1), others=mirror.waiting).prune(Deadline("commit", 60))
+
+
+def _steps_in(root: Path) -> set[int]:
+    found = seen_in(root)
+    assert all(step == held for step, held in found.items())
+    return set(found)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_mirror_cut_anywhere_loses_nothing_and_goes_on(
+    tmp_path: Path, opened: Faulty, action: Action
+) -> None:
+    """After each cut every step is whole in one of the roots, and the next turn ends the work.
+
+    Steps 2 and 3 wait for their copies; the mirror has 1, and has pruned 0.
+    """
+    origin, run = tmp_path / "origin", tmp_path / "run"
+    for step in (1, 2, 3):
+        ckpt_storage.save(state_of(step), origin / "fast" / name_of(step), sync_files=False)
+    copy(origin / "fast" / name_of(1), origin / "slow" / name_of(1))
+    shutil.copytree(origin, run)
+    opened.play()
+    one_turn(run)
+    calls = opened.script.calls
+    assert len(calls) > 60
+    for at, rule in each_fault(
+        calls, {action: ".*(put|delete|upload|folder|part).*"}, retryable=False
+    ):
+        shutil.rmtree(run)
+        shutil.copytree(origin, run)
+        opened.play(rule)
+        with contextlib.suppress(CheckpointError, SimulatedCrash):
+            one_turn(run)
+        opened.close()
+        opened.play()
+        fast, slow = _steps_in(run / "fast"), _steps_in(run / "slow")
+        assert 3 in fast, at
+        assert {2, 3} <= fast | slow, at
+        assert slow, at
+        one_turn(run)
+        one_turn(run)
+        assert (_steps_in(run / "fast"), _steps_in(run / "slow")) == ({3}, {2, 3}), at
+        opened.close()

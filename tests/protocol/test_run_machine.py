@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fault_tools import Scripted
+from fault_tools import Faulty
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -65,7 +65,7 @@ class Run(RuleBasedStateMachine):
     def dying(self, cut: int | None) -> Iterator[None]:
         """Let the process die inside after some storage operations, and another begin."""
         rules = [] if cut is None else [Rule(action="crash_before", skip_count=cut)]
-        opener = Scripted(*rules)
+        opener = Faulty("", *rules)
         self.is_dead = False
         with contextlib.ExitStack() as patches:
             for module in OPENERS:
