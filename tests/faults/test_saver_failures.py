@@ -27,6 +27,10 @@ from ckpt_storage.saves import session
 from ckpt_storage.testing.ranks import RankPool
 
 
+def _saved_in(folder: Path) -> set[str]:
+    return {info.name for info in ckpt_storage.list_checkpoints(folder)}
+
+
 class Unpicklable(DefaultSavePlanner):
     """A planner that no process but its own can have."""
 
@@ -54,6 +58,16 @@ FAILURES: dict[str, tuple[dict[str, Callable[[], Any]], str]] = {
     "planner cannot be read": ({"planner": Unreadable}, "read divides by zero"),
 }
 """What rank 1 gives another value or option, and what the error says; the last two in a process."""
+
+
+def _error_of(
+    saver: ckpt_storage.AsyncSaver, folder: str, rank: int, step: int
+) -> BaseException | None:
+    """Save; return what that raised, or its handle."""
+    try:
+        return cases.save_step(saver, folder, rank, step).exception(cases.END_S)
+    except ckpt_storage.CheckpointError as error:
+        return error
 
 
 def _begin(saver: ckpt_storage.AsyncSaver, folder: str, rank: int, what: str) -> Any:
@@ -111,7 +125,7 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
             assert "ank 1" in text, (what, text)
         if what == "other place":
             assert {kind, other_kind} == {"RankMismatchError"}
-    assert not any("broken" in info.name for info in ckpt_storage.list_checkpoints(tmp_path))
+    assert not any("broken" in name for name in _saved_in(tmp_path))
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -128,37 +142,33 @@ def test_failure_that_nobody_asked_for_is_raised_once(
             with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
                 cases.save_step(saver, tmp_path, 0, 1)
         cases.save_step(saver, tmp_path, 0, 2).result(cases.END_S)
-    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-2"}
+    assert _saved_in(tmp_path) == {"step-2"}
 
 
 def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
     """`wait` and `close` raise what nobody asked for; `close` closes nevertheless."""
     saver = cases.quick_saver("thread", max_pending=2)
-    cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
-    with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
-        saver.wait(cases.END_S)
-    saver.wait(cases.END_S)
-    cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
-    with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
-        saver.close(cases.END_S)
+    for end in (saver.wait, saver.close):
+        cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
+        with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
+            end(cases.END_S)
+        end(cases.END_S)
     with pytest.raises(ckpt_storage.InvalidInputError, match="closed"):
         cases.save_step(saver, tmp_path, 0, 1)
-    saver.close()
 
 
 def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path) -> None:
     """A wait that ends at its limit raises the failure that it has met, and says what goes on."""
-    saver = cases.quick_saver("thread", max_pending=2)
-    cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
-    hold = cases.Hold(tmp_path, "write", 0)
-    going = cases.save_step(saver, tmp_path, 0, 1, planner=cases.held(hold))
-    hold.reached()
-    with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero") as caught:
-        saver.wait(0.01)
-    assert any("step-1 has not ended" in note for note in caught.value.__notes__)
-    hold.go()
-    going.result(cases.END_S)
-    saver.close()
+    with cases.quick_saver("thread", max_pending=2) as saver:
+        cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
+        hold = cases.Hold(tmp_path, "write", 0)
+        going = cases.save_step(saver, tmp_path, 0, 1, planner=cases.held(hold))
+        hold.reached()
+        with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero") as caught:
+            saver.wait(0.01)
+        assert any("step-1 has not ended" in note for note in caught.value.__notes__)
+        hold.go()
+        going.result(cases.END_S)
 
 
 def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
@@ -175,10 +185,7 @@ def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
         if rank == 1:
             patch.setattr(kind, "start", refused)
         saver = cases.quick_saver(mode)
-        try:
-            error = cases.save_step(saver, folder, rank, 0).exception(cases.END_S)
-        except ckpt_storage.CheckpointError as raised:
-            error = raised
+        error = _error_of(saver, folder, rank, 0)
     with saver:
         cases.save_step(saver, folder, rank, 1).result(cases.END_S)
     return [type(error).__name__, str(error)]
@@ -195,25 +202,17 @@ def test_rank_without_thread_or_process_tells_all(
     for text in (first[1], second[1]):
         assert "none left" in text
         assert "ank 1" in text
-    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-1"}
+    assert _saved_in(tmp_path) == {"step-1"}
 
 
 def _asked_on_one(rank: int, folder: str) -> list[str]:
     """Ask for the outcome of a failed save on rank 0 only; go on as scripts do."""
-    seen = []
     with cases.quick_saver("thread") as saver:
         planner = cases.BrokenPlanner() if rank == 1 else None
         handle = cases.save_step(saver, folder, rank, 0, planner=planner)
         if rank == 0:
             handle.exception(cases.END_S)
-        for step in (1, 2):
-            try:
-                handle = cases.save_step(saver, folder, rank, step)
-                error = handle.exception(cases.END_S)
-            except ckpt_storage.CheckpointError as raised:
-                error = raised
-            seen.append(type(error).__name__)
-    return seen
+        return [type(_error_of(saver, folder, rank, step)).__name__ for step in (1, 2)]
 
 
 def test_rank_that_raises_in_save_leaves_nobody_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -221,7 +220,7 @@ def test_rank_that_raises_in_save_leaves_nobody_alone(ranks: RankPool, tmp_path:
     first, second = ranks.run(_asked_on_one, str(tmp_path), world_size=2)
     assert second == ["CheckpointError", "NoneType"]
     assert first == ["RankFailedError", "NoneType"]
-    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-2"}
+    assert _saved_in(tmp_path) == {"step-2"}
 
 
 def test_interrupt_while_staging_ends_the_save(
@@ -238,7 +237,7 @@ def test_interrupt_while_staging_ends_the_save(
             with pytest.raises(KeyboardInterrupt):
                 cases.save_step(ours, tmp_path, 0, 0)
         cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
-    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-1"}
+    assert _saved_in(tmp_path) == {"step-1"}
 
 
 def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
@@ -280,31 +279,7 @@ def test_what_breaks_after_the_commit_is_no_failure(tmp_path: Path, mode: Any) -
         first.exception(cases.END_S)
         cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
     assert first.state in {ckpt_storage.SaveState.UNKNOWN, ckpt_storage.SaveState.COMMITTED}
-    assert {info.name for info in ckpt_storage.list_checkpoints(tmp_path)} == {"step-0", "step-1"}
-
-
-@pytest.mark.parametrize("mode", cases.MODES)
-def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None:
-    """A write that never ends is TIMED_OUT at its deadline; its memory is not used again."""
-    with ckpt_storage.AsyncSaver(
-        mode=mode, timeout=cases.quick_timeouts(plan=1.0), on_error="warn"
-    ) as ours:
-        hold = cases.Hold(tmp_path, "local plan", 0)
-        first = cases.save_step(
-            ours, tmp_path, 0, 0, planner=cases.held(hold), block_until_staged=True
-        )
-        hold.reached()
-        with pytest.raises(ckpt_storage.PhaseTimeoutError):
-            first.result(0.05)
-        assert first.cancel()
-        hold.go()
-        assert cases.told(first.exception(cases.END_S))[0] in {
-            "SaveCancelledError",
-            "PhaseTimeoutError",
-        }
-        cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
-        pid = ours.worker_pid
-    assert pid is None or not cases.is_alive(pid)
+    assert _saved_in(tmp_path) == {"step-0", "step-1"}
 
 
 def _copies_late(rank: int, folder: str) -> str:
