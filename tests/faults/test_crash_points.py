@@ -9,12 +9,14 @@ of the tests (`-rP` shows what was printed).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +25,18 @@ import spec_reader
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
+from fault_tools import each_fault
 from local_stores import local_store
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage.saves.options
-from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, RetryPolicy, verify
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    NotPublishedError,
-)
+from ckpt_storage import RetryPolicy, errors, verify
+from ckpt_storage.dcp.reader import CheckpointStorageReader
+from ckpt_storage.dcp.writer import CheckpointStorageWriter
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Action, Rule
+from ckpt_storage.testing.faults import Action
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import CrashWhen, FaultRule, S3Server, crash_rules
 
@@ -58,8 +56,7 @@ def state_of(number: int) -> State:
     }
 
 
-def blank() -> State:
-    """Return what a state is loaded into."""
+def _blank() -> State:
     state = state_of(0)
     return {name: torch.full_like(state[name], -1) for name in list(state)[:2]} | {"step": None}
 
@@ -86,9 +83,9 @@ def seen_by_us(url: str | Path, **options: Any) -> int | None:
     reader = CheckpointStorageReader(url, retry=QUICK, **options)
     try:
         reader.read_metadata()
-    except (CheckpointNotFoundError, CheckpointInProgressError):
+    except (errors.CheckpointNotFoundError, errors.CheckpointInProgressError):
         return None
-    state = blank()
+    state = _blank()
     dcp.load(state, storage_reader=reader, no_dist=True)
     return number_of(state)
 
@@ -97,31 +94,28 @@ def seen_by_stock(folder: Path) -> int | None:
     """Return which save torch's own reader loads; None if there is no checkpoint for it."""
     if not (folder / ".metadata").exists():
         return None
-    state = blank()
+    state = _blank()
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return number_of(state)
 
 
-def failure_of(error: BaseException) -> BaseException:
-    """Return what the only rank raised."""
+def _failure_of(error: BaseException) -> BaseException:
     assert isinstance(error, CheckpointException), repr(error)
     ((failure, _),) = error.failures.values()
     assert isinstance(failure, BaseException)
     return failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a save with a fault ended: no error, an error of ours, or the death of the process."""
+class Died(BaseException):  # no error, but the end of a process
+    """How a save ended whose process died."""
 
-    error: BaseException | None
-    crashed: bool = False
 
-    @property
-    def name(self) -> str:
-        if self.crashed:
-            return "died"
-        return type(self.error).__name__ if self.error else "saved"
+Outcome = BaseException | None
+"""How a save with a fault ended: no error, an error of ours, or `Died`."""
+
+
+def _said(outcome: Outcome) -> str:
+    return "saved" if outcome is None else type(outcome).__name__
 
 
 def check_views(kind: str, outcome: Outcome, ours: int | None, stock: int | None, at: str) -> None:
@@ -129,16 +123,15 @@ def check_views(kind: str, outcome: Outcome, ours: int | None, stock: int | None
     old = 1 if kind == "overwrite" else None
     # Stock readers may be behind us, never ahead.
     assert (ours, stock) in {(old, old), (2, old), (2, 2)}, f"{at}: {ours} {stock}"
-    if outcome.crashed:
+    if isinstance(outcome, Died):
         return
-    error = outcome.error
-    if error is not None:
-        assert isinstance(error, CheckpointError), f"{at}: {error!r}"
-        assert error.next_step, f"{at}: {error}"
-        assert error.path, f"{at}: {error!r}"
-    if not isinstance(error, CommitUnknownError):
-        is_new = error is None or isinstance(error, NotPublishedError)
-        assert ours == (2 if is_new else old), f"{at}: {ours} after {error!r}"
+    if outcome is not None:
+        assert isinstance(outcome, errors.CheckpointError), f"{at}: {outcome!r}"
+        assert outcome.next_step, f"{at}: {outcome}"
+        assert outcome.path, f"{at}: {outcome!r}"
+    if not isinstance(outcome, errors.CommitUnknownError):
+        is_new = outcome is None or isinstance(outcome, errors.NotPublishedError)
+        assert ours == (2 if is_new else old), f"{at}: {ours} after {outcome!r}"
 
 
 _RANDOM = re.compile(
@@ -167,7 +160,7 @@ class Judged:
             (self._fixed(path.encode()), data if path.endswith(".distcp") else self._fixed(data))
             for path, data in files.items()
         )
-        key = (hashlib.sha256(repr(parts).encode()).digest(), outcome.name)
+        key = (hashlib.sha256(repr(parts).encode()).digest(), _said(outcome))
         known = key in self._states
         self._states.add(key)
         return not known
@@ -247,17 +240,16 @@ class Disks:
 
     def save(self, root: Path, posix: FaultPosix, kind: str) -> Outcome:
         self._posix = posix
-        error: BaseException | None = None
         try:
             save(2, root, overwrite=kind == "overwrite")
         except BaseException as caught:  # noqa: BLE001  # the death of a process, too
-            error = failure_of(caught)
+            return Died() if posix.script.crashed else _failure_of(caught)
         finally:
             self._posix = None
             for store in self._stores:
                 store.close()
             self._stores.clear()
-        return Outcome(error=error, crashed=posix.script.crashed)
+        return Died() if posix.script.crashed else None
 
 
 NAMING = {"link", "rename", "unlink"}
@@ -280,42 +272,37 @@ def test_a_save_to_a_disk_survives_every_fault_at_every_system_call(
     """Old or new after each, no temporary file after an error, and the next save succeeds."""
     disks = Disks(monkeypatch, folder)
     dry = FaultPosix()
-    assert disks.save(disks.fresh(kind), dry, kind).error is None
+    assert disks.save(disks.fresh(kind), dry, kind) is None
     calls = dry.script.calls
     judged = Judged(disks.before)
     counts: Counter[str] = Counter()
-    for action, operation in DISK_ACTIONS.items():
-        for number, call in enumerate(calls):
-            if operation and call.operation not in operation.split("|"):
-                continue
-            at = f"{kind} {action} at {number} ({call.operation} {call.path})"
-            root = disks.fresh(kind)
-            posix = FaultPosix([Rule(action=action, skip_count=number)])
-            outcome = disks.save(root, posix, kind)
-            counts[f"{action}: {outcome.name}"] += 1
-            assert outcome.crashed == (action in {"crash_before", "torn"}) or (
-                # A call that fails by itself, such as opening what is not there, has no after.
-                action == "crash_after"
-            ), at
-            if action == "short" or (action == "lost_answer" and call.operation in NAMING):
-                assert outcome.error is None, f"{at}: {outcome.error!r}"
-            if not outcome.crashed:
-                left = [path for path in root.rglob("*") if ".tmp-" in path.name]
-                # Only what the system itself refused to remove may stay.
-                assert len(left) <= (action == "error" and call.operation == "unlink"), at
-                assert posix.open_count == 0, at
-            if not judged.is_new(files_below(root), outcome):
-                shutil.rmtree(root, ignore_errors=True)
-                continue
-            stock = seen_by_stock(root)
-            ours = seen_by_us(root)
-            check_views(kind, outcome, ours, stock, at)
-            assert seen_by_stock(root) == ours, f"{at}: .metadata was not brought up to date"
-            save(3, root, overwrite=ours is not None)
-            check_sound(root, at)
-    operations = Counter(call.operation for call in calls)
+    for at, rule in each_fault(calls, DISK_ACTIONS):
+        action, call = rule.action, calls[rule.skip_count]
+        root = disks.fresh(kind)
+        posix = FaultPosix([rule])
+        outcome = disks.save(root, posix, kind)
+        has_died = isinstance(outcome, Died)
+        counts[f"{action}: {_said(outcome)}"] += 1
+        # A call that fails by itself, such as opening what is not there, has no after.
+        assert has_died == (action in {"crash_before", "torn"}) or action == "crash_after", at
+        if action == "short" or (action == "lost_answer" and call.operation in NAMING):
+            assert outcome is None, f"{at}: {outcome!r}"
+        if not has_died:
+            left = [path for path in root.rglob("*") if ".tmp-" in path.name]
+            # Only what the system itself refused to remove may stay.
+            assert len(left) <= (action == "error" and call.operation == "unlink"), at
+            assert posix.open_count == 0, at
+        if not judged.is_new(files_below(root), outcome):
+            shutil.rmtree(root, ignore_errors=True)
+            continue
+        stock = seen_by_stock(root)
+        ours = seen_by_us(root)
+        check_views(kind, outcome, ours, stock, at)
+        assert seen_by_stock(root) == ours, f"{at}: .metadata was not brought up to date"
+        save(3, root, overwrite=ours is not None)
+        check_sound(root, at)
     assert len(judged) > 20
-    _report(record_property, f"{kind} on a disk", operations, counts, len(judged))
+    _report(record_property, f"{kind} on a disk", calls, counts, judged)
 
 
 class Buckets:
@@ -358,7 +345,7 @@ class Buckets:
         try:
             save(2, url, overwrite=kind == "overwrite", **self.options)
         except CheckpointException as error:
-            return failure_of(error)
+            return _failure_of(error)
         return None
 
     def local(self) -> Path:
@@ -374,11 +361,16 @@ class Buckets:
 
 
 S3_CRASHES: tuple[CrashWhen, ...] = ("before", "after", "torn")
-S3_FAULTS: dict[str, dict[str, Any]] = {
-    "error": {"action": "status", "status": 500, "code": "InternalError"},
-    "refused": {"action": "status", "status": 403, "code": "AccessDenied"},
-    "reset": {"action": "reset"},
-    "lost_answer": {"action": "lost"},
+S3_FAULTS: dict[str, Callable[[int], list[FaultRule]]] = {
+    **{when: partial(crash_rules, when=when) for when in S3_CRASHES},
+    "error": lambda number: [
+        FaultRule(after=number - 1, action="status", status=500, code="InternalError")
+    ],
+    "refused": lambda number: [
+        FaultRule(after=number - 1, action="status", status=403, code="AccessDenied")
+    ],
+    "reset": lambda number: [FaultRule(after=number - 1, action="reset")],
+    "lost_answer": lambda number: [FaultRule(after=number - 1, action="lost")],
 }
 
 
@@ -403,48 +395,39 @@ def test_a_save_to_s3_survives_every_fault_at_every_request(
         judged = Judged(buckets.before)
         assert {"create_upload", "part", "complete"} <= {request.op for request in requests}
         # In the other order what is left between two requests is new, and what comes of a refusal.
-        names = (*S3_CRASHES, *S3_FAULTS) if order == IN_TURN[0] else ("after", "refused")
-        for name in names:
-            for number, request in enumerate(requests, start=1):
-                at = f"{kind} {name} at {number} ({request.op} {request.key})"
-                url = buckets.fresh(kind)
-                if name in S3_FAULTS:
-                    server.faults([FaultRule(after=number - 1, times=1, **S3_FAULTS[name])])
-                else:
-                    server.faults(crash_rules(number, name))  # type: ignore[arg-type]
-                error = buckets.save(url, kind)
-                reached = len(server.requests) >= number
-                server.faults([])
-                assert reached, at
-                outcome = Outcome(error=error, crashed=name in S3_CRASHES)
-                counts[f"{name}: {'died' if outcome.crashed else outcome.name}"] += 1
-                if name == "lost_answer":
-                    assert error is None, f"{at}: {error!r}"
-                if not outcome.crashed:
-                    assert server.open_upload_count == uploads_before, at
-                uploads_before = server.open_upload_count
-                if not judged.is_new(server.dump(buckets.bucket), outcome):
-                    continue
-                root = buckets.local()
-                stock = seen_by_stock(root)
-                ours = seen_by_us(root)
-                check_views(kind, outcome, ours, stock, at)
-                save(3, url, overwrite=ours is not None, **buckets.options)
-                check_sound(buckets.local(), at)
-    operations = Counter(request.op for request in requests)
+        names = S3_FAULTS if order == IN_TURN[0] else ("after", "refused")
+        for name, (number, request) in itertools.product(names, enumerate(requests, start=1)):
+            at = f"{kind} {name} at {number} ({request.op} {request.key})"
+            url = buckets.fresh(kind)
+            server.faults(S3_FAULTS[name](number))
+            outcome = buckets.save(url, kind)
+            reached = len(server.requests) >= number
+            server.faults([])
+            assert reached, at
+            if name in S3_CRASHES:
+                outcome = Died()
+            counts[f"{name}: {_said(outcome)}"] += 1
+            if name == "lost_answer":
+                assert outcome is None, f"{at}: {outcome!r}"
+            if name not in S3_CRASHES:
+                assert server.open_upload_count == uploads_before, at
+            uploads_before = server.open_upload_count
+            if not judged.is_new(server.dump(buckets.bucket), outcome):
+                continue
+            root = buckets.local()
+            stock = seen_by_stock(root)
+            ours = seen_by_us(root)
+            check_views(kind, outcome, ours, stock, at)
+            save(3, url, overwrite=ours is not None, **buckets.options)
+            check_sound(buckets.local(), at)
     assert len(judged) > 10
-    _report(record_property, f"{kind} on S3, side by side {order}", operations, counts, len(judged))
+    _report(record_property, f"{kind} on S3, side by side {order}", requests, counts, judged)
 
 
 def _report(
-    record_property: Note,
-    what: str,
-    operations: Mapping[str, int],
-    counts: Mapping[str, int],
-    state_count: int,
+    record_property: Note, what: str, calls: Sequence[object], counts: Counter[str], judged: Judged
 ) -> None:
-    total, faults = sum(operations.values()), sum(counts.values())
-    text = f"{what}: {total} operations {dict(operations)}; {faults} faults {dict(counts)}; "
-    text += f"{state_count} different states judged"
+    text = f"{what}: {len(calls)} operations; {counts.total()} faults {dict(counts)}; "
+    text += f"{len(judged)} different states judged"
     record_property(what, text)
     print(text)  # noqa: T201  # shown by -rP; the counts are asked for

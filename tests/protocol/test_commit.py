@@ -4,41 +4,28 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import commit_tools as tools
 import pytest
 from local_stores import local_store
 
+from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
-from ckpt_storage.errors import (
-    CommitConflictError,
-    CommitUnknownError,
-    FormatError,
-    IntegrityError,
-    PhaseTimeoutError,
-    StorageError,
-)
 from ckpt_storage.format.names import slot_path
-from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3_server import S3Server
 
 SLOT_1 = "commits/00000001.json"
 
 
-def test_the_head_is_found_in_logarithmic_reads(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_the_head_is_found_in_logarithmic_reads() -> None:
     """For 1 to 40 slots of all types the oracle's head is found, in about 2 log2(n) reads."""
     most: dict[int, int] = {}
     paths: list[str] = []
@@ -61,16 +48,8 @@ def test_the_head_is_found_in_logarithmic_reads(
             assert len(paths) <= 2 * count.bit_length() + 1
             most[count] = max(most.get(count, 0), len(paths))
             source.choices(actions, (6, 3, 1))[0](tools.DictStore(disk))
-    record_property("reads of n slots", most)
     assert most[1] == 2
     assert most[40] <= 13
-
-
-def test_no_slot_costs_a_read_and_a_listing(store: tools.DictStore) -> None:
-    """Where slot 1 is absent, it may have been removed before the others."""
-    found = slotlog.read_log(store)
-    assert (found.last_slot, found.last, found.head) == (0, None, None)
-    assert store.asked() == [("get", SLOT_1), ("list", "commits")]
 
 
 @pytest.mark.parametrize("named", ["a fence", "a commit of another save", "nothing"])
@@ -87,7 +66,7 @@ def test_a_head_that_leads_astray_is_refused(disk: tools.Disk, named: str) -> No
     }[named]
     body = tools.body_of(disk.files[path]) | {"head": {"slot": slot, "save_id": save_id}}
     disk.put(path, tools.sealed(body))
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(errors.FormatError) as caught:
         slotlog.read_log(store)
     assert caught.value.path == path
 
@@ -105,61 +84,8 @@ def test_begin_goes_on_where_nothing_is_committed(store: tools.DictStore) -> Non
     assert (grant.last_slot, grant.previous) == (3, None)
 
 
-Arena = tuple[Callable[[], Store], int]
-
-
-@pytest.fixture(params=["dict", "local", "s3"])
-def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
-    """A function that gives one more client of one empty root, and how many rounds to play."""
-    if request.param == "dict":
-        disk = tools.Disk()
-        yield lambda: tools.DictStore(disk), 30
-    elif request.param == "local":
-        yield lambda: local_store(str(tmp_path / "run"), sync_files=False), 10
-    else:
-        with S3Server() as server:
-            server.create_bucket("bkt")
-            options = server.storage_options
-            yield lambda: open_store("s3://bkt/run", storage_options=options), 2
-
-
-def files_in(store: Store) -> dict[str, bytes]:
-    """Return all objects of a store."""
+def _files_in(store: Store) -> dict[str, bytes]:
     return {entry.path: store.get(entry.path).data for entry in store.list("")}
-
-
-def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
-    """In every round six savers aim at one slot: one commits, five learn who did."""
-    clients, rounds = arena
-    savers = 6
-    watcher = clients()
-    for _ in range(rounds):
-        attempts = [tools.attempted(clients()) for _ in range(savers)]
-        before = files_in(watcher)
-        barrier = Barrier(savers)
-
-        def race(attempt: tools.Attempt, barrier: Barrier = barrier) -> str | CommitConflictError:
-            store = clients()
-            barrier.wait(30)
-            try:
-                return tools.committed(store, attempt).save_id or ""
-            except CommitConflictError as error:
-                return error  # noqa: B023  # bound by the except clause
-
-        with ThreadPoolExecutor(savers) as threads:
-            outcomes = list(threads.map(race, attempts))
-        winners = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        losers = [outcome for outcome in outcomes if not isinstance(outcome, str)]
-        after = files_in(watcher)
-        assert len(winners) == 1
-        assert tools.seen(after).head == winners[0]
-        for error in losers:
-            assert error.winner["save_id"] == winners[0]
-            assert error.winner["pid"] == os.getpid()
-            assert winners[0] in str(error)
-        for attempt in attempts:
-            for path in tools.files_of(attempt.save_id):
-                assert after[path] == before[path], "the data of a saver were touched"
 
 
 def failed(action: Any, operation: str = "put_absent", **more: Any) -> Rule:
@@ -171,28 +97,33 @@ REFUSALS = ("permission", "credentials", "no-space", "unsupported")
 ANSWERS: dict[str, tuple[list[Rule], type[Exception] | None, bool, int]] = {
     "lost": ([failed("lost_answer", hit_count=1)], None, True, 1),
     "nothing was done, thrice": ([failed("error", hit_count=3)], None, True, 4),
-    "never any": ([failed("error")], CommitUnknownError, False, 4),
+    "never any": ([failed("error")], errors.CommitUnknownError, False, 4),
     "never any, nor a read": (
         [failed("error"), failed("error", "get")],
-        CommitUnknownError,
+        errors.CommitUnknownError,
         False,
         4,
     ),
     "lost, and no read": (
         [failed("lost_answer"), failed("error", "get")],
-        CommitUnknownError,
+        errors.CommitUnknownError,
         True,
         4,
     ),
     # The first request may still arrive, so the refusal of the second proves nothing.
     "refused after a timeout": (
         [failed("error", kind="timeout", hit_count=1), failed("error", kind="permission")],
-        CommitUnknownError,
+        errors.CommitUnknownError,
         False,
         4,
     ),
 } | {
-    f"refused: {kind}": ([failed("error", kind=kind, retryable=False)], StorageError, False, 1)
+    f"refused: {kind}": (
+        [failed("error", kind=kind, retryable=False)],
+        errors.StorageError,
+        False,
+        1,
+    )
     for kind in REFUSALS
 }
 """What a creation is answered, how the commit ends, if it is in the slot, and how often asked."""
@@ -217,11 +148,11 @@ def test_a_commit_ends_as_its_answers_say(
         with pytest.raises(raised) as caught:
             tools.committed(faulty, attempt)
         error = caught.value
-        if isinstance(error, CommitUnknownError):
+        if isinstance(error, errors.CommitUnknownError):
             assert (error.save_id, error.slot) == (attempt.save_id, 1)
             assert "ckpt-storage show" in (error.next_step or "")
         else:
-            assert isinstance(error, StorageError)
+            assert isinstance(error, errors.StorageError)
             assert error.kind == rules[0].kind
     assert tools.seen(store.disk.files).committed == [attempt.save_id] * is_there
     calls = [call.operation for call in faulty.script.calls]
@@ -229,13 +160,15 @@ def test_a_commit_ends_as_its_answers_say(
     assert calls[:2] == ["put_absent", "get"]
 
 
-def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: tools.DictStore) -> None:
-    """A slot that another holds is lost to it; the error names slot, winner, process and a way."""
+@pytest.mark.parametrize("exclusive_create", [True, False])
+def test_a_slot_that_another_holds_is_lost_to_it(*, exclusive_create: bool) -> None:
+    """The error names slot, winner, process and a way; also where nobody creates exclusively."""
+    store = tools.DictStore(tools.Disk(), replace(tools.CAS, exclusive_create=exclusive_create))
     mine, theirs = tools.attempted(store), tools.attempted(store)
     tools.committed(store, theirs)
-    faulty = store.failing(Rule(action="error", operation="put_absent"))
-    with pytest.raises(CommitConflictError) as caught:
-        tools.committed(faulty, mine)
+    lost = [Rule(action="error", operation="put_absent")] * exclusive_create
+    with pytest.raises(errors.CommitConflictError) as caught:
+        tools.committed(store.failing(*lost), mine)
     error = caught.value
     assert error.winner["save_id"] == theirs.save_id
     assert tools.is_whole(store.disk.files, mine.save_id)
@@ -251,9 +184,9 @@ def test_a_torn_slot_is_unknown_not_failed(store: tools.DictStore) -> None:
     faulty = store.failing(Rule(action="short", operation="put_absent"))
     attempt = tools.attempted(store)
     assert tools.committed(faulty, attempt).slot == 1  # it reported success, which is its own fault
-    with pytest.raises(IntegrityError):
+    with pytest.raises(errors.IntegrityError):
         slotlog.read_log(store)
-    with pytest.raises(CommitUnknownError):
+    with pytest.raises(errors.CommitUnknownError):
         tools.committed(store, attempt)
 
 
@@ -284,7 +217,7 @@ def test_an_expired_deadline_fails_before_anything_is_sent(store: tools.DictStor
     """With no time left nothing is created, so that is no unknown outcome but a timeout."""
     attempt = tools.attempted(store)
     faulty = store.failing()
-    with pytest.raises(PhaseTimeoutError):
+    with pytest.raises(errors.PhaseTimeoutError):
         tools.committed(faulty.bounded(Deadline("commit", 1e-9)), attempt)
     assert faulty.script.calls == []
 
@@ -300,18 +233,8 @@ def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
     if operation == "link":
         assert tools.committed(faulty, attempt).save_id == attempt.save_id
     else:
-        with pytest.raises(CommitUnknownError, match="it is there, but"):
+        with pytest.raises(errors.CommitUnknownError, match="it is there, but"):
             tools.committed(faulty, attempt)
-    files = files_in(local_store(str(tmp_path)))
+    files = _files_in(local_store(str(tmp_path)))
     assert tools.seen(files).head == attempt.save_id
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
-
-
-def test_a_single_writer_storage_still_tells_a_later_saver(disk: tools.Disk) -> None:
-    """Without exclusive creation a saver that finds its slot taken is told who took it."""
-    store = tools.DictStore(disk, replace(tools.CAS, exclusive_create=False))
-    first, second = tools.attempted(store), tools.attempted(store)
-    tools.committed(store, first)
-    with pytest.raises(CommitConflictError) as caught:
-        tools.committed(store, second)
-    assert caught.value.winner["save_id"] == first.save_id

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import commit_tools as tools
 import pytest
 from commit_model import WEEK_S, gone
+from fault_tools import each_fault
 from hypothesis import given
 from hypothesis import strategies as st
 from local_stores import local_store
@@ -23,7 +23,7 @@ from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Backend, Capabilities, ObjectInfo
-from ckpt_storage.testing.faults import Rule, SimulatedCrash
+from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -108,26 +108,20 @@ def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
 @tools.BOTH
 @pytest.mark.parametrize("keep_previous", [0, 1, 2, 5])
 def test_superseded_commits_are_freed(store: tools.DictStore, keep_previous: int) -> None:
-    """The head and the newest `keep_previous` before it stay; nothing remains of the others."""
-    ids = [tools.saved(store) for _ in range(5)]
-    freed = cleaning.free_leftovers(store, keep_previous=keep_previous)
-    expected = ids[: max(0, 4 - keep_previous)]
-    assert freed == expected
-    files = store.disk.files
-    assert {path.split("/")[1] for path in files if path.startswith("saves/")} == (
-        set(ids) - set(expected)
-    )
-    assert cleaning.free_leftovers(store, keep_previous=keep_previous) == []
-    assert all(tools.is_whole(files, save_id) for save_id in set(ids) - set(expected))
+    """The head and the newest before it stay, however old; nothing remains of the others.
 
-
-@tools.BOTH
-def test_a_sweep_keeps_head_and_previous_however_old(store: tools.DictStore) -> None:
-    """Age alone frees nothing that is committed and wanted."""
+    Where nothing is left over no slot is taken, and no history read.
+    """
     ids = [tools.saved(store) for _ in range(5)]
     store.disk.clock_s += 100 * tools.DAY_S
-    assert tools.cleaned(store, min_age_s=tools.DAY_S) == ids[:3]
-    assert all(tools.is_whole(store.disk.files, save_id) for save_id in ids[3:])
+    expected = ids[: max(0, 4 - keep_previous)]
+    assert tools.cleaned(store, min_age_s=tools.DAY_S, keep_previous=keep_previous) == expected
+    files, kept = store.disk.files, set(ids) - set(expected)
+    assert {path.split("/")[1] for path in files if path.startswith("saves/")} == kept
+    again, changes = store.failing(), store.disk.changes
+    assert tools.cleaned(again, keep_previous=keep_previous) == []
+    assert (store.disk.changes, len(again.asked()) < 14) == (changes, True)
+    assert all(tools.is_whole(store.disk.files, save_id) for save_id in kept)
 
 
 @tools.BOTH
@@ -143,7 +137,10 @@ def test_shards_go_first_and_the_manifest_last(store: tools.DictStore) -> None:
 
 @tools.BOTH
 def test_attempts_that_never_committed_are_fenced_and_freed(store: tools.DictStore) -> None:
-    """Old ones go, behind a fence that names them; young ones, commits and other files stay."""
+    """Old ones go, behind a fence that names them; young ones, commits and other files stay.
+
+    Ages are by the storage's clock, which is years behind this machine's here.
+    """
     head = tools.saved(store)
     store.put("saves/notes/mine.txt", b"not an attempt")
     old = tools.attempted(store)
@@ -163,35 +160,6 @@ def test_attempts_that_never_committed_are_fenced_and_freed(store: tools.DictSto
         tools.committed(store, old)
     assert tools.committed(store, young).save_id == young.save_id
     assert tools.cleaned(store, min_age_s=tools.DAY_S) == []
-
-
-@tools.BOTH
-def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: tools.DictStore) -> None:
-    """Looking for leftovers costs a listing and the search for the head."""
-    for _ in range(20):
-        tools.saved(store)
-        cleaning.free_leftovers(store)
-    again = store.failing()
-    assert tools.cleaned(again) == []
-    assert len(again.asked()) < 14
-    assert again.asked()[0] == ("list", "saves")
-
-
-@pytest.mark.parametrize("wrong_by_s", [-tools.DAY_S, tools.DAY_S])
-def test_age_is_told_by_the_storages_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_by_s: float
-) -> None:
-    """With the local clock off by a day, what is 23 hours old stays and what is 25 goes."""
-    real = time.time
-    store = local_store(str(tmp_path), sync_files=False)
-    tools.saved(store)
-    ages = {23.0: tools.attempted(store), 25.0: tools.attempted(store)}
-    for hours, attempt in ages.items():
-        for path in (tmp_path / "saves" / attempt.save_id).rglob("*"):
-            then = real() - hours * 3600
-            os.utime(path, (then, then))
-    monkeypatch.setattr(time, "time", lambda: real() + wrong_by_s)
-    assert tools.cleaned(store, min_age_s=tools.DAY_S) == [ages[25.0].save_id]
 
 
 class Clockless(tools.DictBackend):
@@ -248,35 +216,15 @@ def test_open_uploads_of_a_dead_attempt_are_aborted(server: S3Server) -> None:
 
 
 @tools.BOTH
-def test_deleting_leaves_only_the_slots(store: tools.DictStore) -> None:
-    """No checkpoint, no `.metadata`, no attempt; the slots stay and tell what happened."""
-    tools.saved(store)
-    tools.saved(store)
-    tools.attempted(store)
-    tools.deleted(store)
-    files = store.disk.files
-    assert set(files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
-    assert tools.seen(files).head is None
-    tools.deleted(store)
-    assert store.disk.files == files
-
-
-@tools.BOTH
-def test_no_save_id_to_expect_is_refused(store: tools.DictStore) -> None:
-    """An empty id where nothing is committed would mean whatever is being saved."""
+def test_only_the_save_that_is_meant_is_deleted(
+    store: tools.DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty id would mean what is being saved. And another save may commit after the look."""
     live = tools.attempted(store)
     with pytest.raises(errors.InvalidInputError, match="save id"):
         cleaning.delete(store, expected_save_id="")
-    assert tools.is_whole(store.disk.files, live.save_id)
     assert cleaning.delete(store, expected_save_id="none") is False
     assert tools.is_whole(store.disk.files, live.save_id)
-
-
-@tools.BOTH
-def test_what_replaces_the_save_to_delete_stays(
-    store: tools.DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it commits between the look at the head and the slot that is taken."""
     old, look = tools.saved(store), cleaning.log_to_extend
     monkeypatch.setattr(
         cleaning, "log_to_extend", lambda again: (tools.saved(store), look(again))[1]
@@ -334,20 +282,19 @@ def cut_anywhere(
     ends: Callable[[tools.DictStore], object],
 ) -> Iterator[tuple[tools.DictStore, tools.T]]:
     """Yield what is left where `ends` died before, after or within any operation."""
-    count = 0
-    for action in ("crash_before", "crash_after", "torn"):
-        operation = "delete|delete_folder" if action == "torn" else ""
-        for skip in itertools.count():
-            store = tools.DictStore(tools.Disk(), capabilities)
-            told = before(store)
-            try:
-                ends(store.failing(Rule(action=action, operation=operation, skip_count=skip)))
-            except SimulatedCrash:
-                count += 1
-            else:
-                break
-            yield store, told
-    assert count > 20
+    dry = tools.DictStore(tools.Disk(), capabilities)
+    before(dry)
+    ends(watched := dry.failing())
+    actions: dict[Action, str] = {"crash_before": "", "crash_after": ""}
+    faults = [*each_fault(watched.script.calls, actions | {"torn": "delete|delete_folder"})]
+    assert len(faults) > 20
+    for _, rule in faults:
+        store = tools.DictStore(tools.Disk(), capabilities)
+        told = before(store)
+        # What fails by itself, such as a look at what is not there, has no after.
+        with contextlib.suppress(SimulatedCrash):
+            ends(store.failing(rule))
+        yield store, told
 
 
 @tools.BOTH
@@ -358,42 +305,22 @@ def test_freeing_and_deleting_may_be_cut_anywhere_and_run_again(
     """At every point the head is whole, or there is none; the next run leaves no trace."""
 
     def thrice(store: tools.DictStore) -> list[str]:
-        return [tools.saved(store) for _ in range(3)]
+        return [tools.attempted(store).save_id, *(tools.saved(store) for _ in range(3))]
 
-    for store, (first, *kept) in cut_anywhere(capabilities, thrice, ends):
+    deletes = ends is tools.deleted
+    for store, (dead, first, *kept) in cut_anywhere(capabilities, thrice, ends):
         now = tools.seen(store.disk.files)
-        if ends is not tools.deleted or now.head is not None:
+        if not deletes or now.head is not None:
             assert now.head == now.stock == kept[-1]
             assert all(tools.is_whole(store.disk.files, save_id) for save_id in kept)
         ends(store)
-        gone = [first] if ends is not tools.deleted else [first, *kept]
         left = [path for path in store.disk.files if not path.startswith("commits/")]
-        assert not [path for path in left if any(save_id in path for save_id in gone)]
-        assert tools.seen(store.disk.files).head == (None if ends is tools.deleted else kept[-1])
-
-
-def test_an_old_tombstone_goes_without_a_trace(store: tools.DictStore) -> None:
-    """After 7 days by the storage's clock nothing is left, and the id is new."""
-    gone(store, age_s=WEEK_S - 1)
-    assert not remove_tombstone(store)
-    store.disk.clock_s += 2
-    assert remove_tombstone(store)
-    assert not store.disk.files
-    assert not remove_tombstone(store)
-    latest = tools.saved(store)
-    assert tools.seen(store.disk.files).head == latest
-    assert not remove_tombstone(store)
-
-
-def test_a_storage_without_conditional_deletion_keeps_it() -> None:
-    """It stays, and the next saver builds on it."""
-    rule = Rule(action="error", operation="delete_version", kind="unsupported", hit_count=None)
-    store = tools.DictStore(tools.Disk(), rules=[rule])
-    gone(store)
-    assert not remove_tombstone(store)
-    latest = tools.saved(store)
-    assert tools.seen(store.disk.files).head == latest
-    assert tools.seen(store.disk.files).slots[-1]["slot"] == 4
+        assert not (left if deletes else [path for path in left if first in path])
+        assert deletes or tools.is_whole(store.disk.files, dead)
+        assert tools.seen(store.disk.files).head == (None if deletes else kept[-1])
+        files = store.disk.files
+        ends(store)
+        assert store.disk.files == files
 
 
 def test_a_removal_that_is_cut_leaves_nothing_to_load_and_may_go_on() -> None:

@@ -20,6 +20,7 @@ from rank_threads import (
     LOOK_S,
     SLACK_S,
     TERMS,
+    Ended,
     MemoryKeys,
     errors,
     group,
@@ -83,23 +84,27 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int], 
 FAILURES = ("early", "met", "gather", "scatter", "broadcast", "last")
 
 
+def failing(at: str, who: int, error: BaseException, phase: Any = "write") -> list[Ended]:
+    """Let one of three ranks fail at a step of an operation; return how all ended."""
+
+    def body(ranks: RankGroup) -> None:
+        with ranks.operation("the test", timeouts=LONG) as operation:
+            operation.phase(phase)
+            whole(operation, at, error if ranks.rank == who else None)
+            # A rank that needs nothing of the failed one any more learns it at a look.
+            while True:
+                operation.phase(phase).check("looking")
+                time.sleep(LOOK_S)
+
+    return run(group(MemoryKeys(), 3), body)
+
+
 @pytest.mark.parametrize("at", FAILURES)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
     """Wherever a rank fails, it raises its own error and all others one that says it."""
     own = StorageError("the disk is full", kind="no-space")
-
-    def body(ranks: RankGroup) -> None:
-        with ranks.operation("the test", timeouts=LONG) as operation:
-            operation.phase("write")
-            whole(operation, at, own if ranks.rank == who else None)
-            # A rank that needs nothing of the failed one any more learns it at a look.
-            while True:
-                operation.phase("write").check("looking")
-                time.sleep(LOOK_S)
-
-    ranks = group(MemoryKeys(), 3)
-    for rank, error in enumerate(errors(run(ranks, body))):
+    for rank, error in enumerate(errors(failing(at, who, own))):
         assert "the disk is full" in str(error)
         if rank == who:
             assert error is own
@@ -107,18 +112,23 @@ def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
             assert isinstance(error, RankFailedError)
             assert (error.rank, error.is_silent) == (who, False)
             assert list(error.failures) == [who]
-    assert values(run(ranks, together)) == [[b"0", b"1", b"2"]] * 3
 
 
-def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all() -> None:
-    """An error about the checkpoint itself has the same type on every rank."""
-
-    def body(ranks: RankGroup) -> None:
-        with ranks.operation("the test", timeouts=LONG) as operation:
-            whole(operation, "met", CheckpointNotFoundError("None.") if ranks.rank == 2 else None)
-
-    for error in errors(run(group(MemoryKeys(), 3), body)):
-        assert isinstance(error, CheckpointNotFoundError)
+@pytest.mark.parametrize(
+    ("at", "who", "error", "kind"),
+    [
+        ("met", 2, CheckpointNotFoundError("None."), CheckpointNotFoundError),
+        ("met", 0, StorageError("no place"), RankFailedError),
+        ("gather", 0, StorageError("no place"), StorageError),
+    ],
+)
+def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all(
+    at: str, who: int, error: CheckpointError, kind: type[CheckpointError]
+) -> None:
+    """So is an error of rank 0 where it decides for all, but not one in its own planning."""
+    told = errors(failing(at, who, error, "plan"))
+    assert type(told.pop(who)) is type(error)
+    assert [(type(one), one.rank) for one in told] == [(kind, who)] * 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -134,25 +144,9 @@ def test_what_another_thread_tells_ends_the_operation_of_all(who: int) -> None:
             while True:
                 operation.all_gather(b"")
 
-    for rank, error in enumerate(errors(run(group(MemoryKeys(), 3), body))):
+    for error in errors(run(group(MemoryKeys(), 3), body)):
         assert "the worker died" in str(error)
-        assert error.rank == who, rank
-
-
-@pytest.mark.parametrize(("at", "kind"), [("met", RankFailedError), ("gather", StorageError)])
-def test_an_error_of_rank_0_is_every_ranks_only_where_it_decides(
-    at: str, kind: type[CheckpointError]
-) -> None:
-    """What fails in its own planning names it elsewhere, like what fails on any rank."""
-
-    def body(ranks: RankGroup) -> None:
-        with ranks.operation("the test", timeouts=LONG) as operation:
-            operation.phase("plan")
-            whole(operation, at, StorageError("no place") if ranks.is_coordinator else None)
-
-    told = errors(run(group(MemoryKeys(), 3), body))
-    assert [type(error) for error in told] == [StorageError, kind, kind]
-    assert [error.rank for error in told] == [0, 0, 0]
+        assert error.rank == who
 
 
 class OddError(CheckpointError):
@@ -163,17 +157,13 @@ class OddError(CheckpointError):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize(("who", "kind"), [(0, OddError), (1, KeyboardInterrupt)])
-def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int) -> None:
+@pytest.mark.parametrize("at", ["early", "gather"])
+@pytest.mark.parametrize(("who", "kind"), [(0, OddError), (1, KeyboardInterrupt), (0, SystemExit)])
+def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int, at: str) -> None:
     """The failing rank raises its own error, the others one with its text, and none waits."""
     made = kind()
     said = str(made) or kind.__name__
-
-    def body(ranks: RankGroup) -> None:
-        with ranks.operation("the test", timeouts=LONG) as operation:
-            whole(operation, "gather", made if ranks.rank == who else None)
-
-    ended = run(group(MemoryKeys(), 3), body)
+    ended = failing(at, who, made)
     assert ended.pop(who).error is made
     assert all(said in str(error) for error in errors(ended))
 

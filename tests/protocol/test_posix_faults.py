@@ -10,10 +10,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytest
+from fault_tools import each_fault
 from local_stores import error_of, local_store
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -46,11 +48,6 @@ def upload(store: Store, data: bytes = NEW, part_bytes: int = 40) -> None:
         raise
 
 
-def long_upload(store: Store) -> None:
-    """Upload content that the kernel begins to write back before it is synced."""
-    upload(store, LONG, PART_BYTES)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to write, what bears the name before, and what does after."""
@@ -67,7 +64,8 @@ WAYS = (
     Way(name="replace-nothing", run=lambda store: store.replace(NAME, NEW)),
     Way(name="replace", run=lambda store: store.replace(NAME, NEW), before=OLD),
     Way(name="upload", run=upload),
-    Way(name="long-upload", run=long_upload, after=LONG),
+    # The kernel begins to write this back before it is synced.
+    Way(name="long-upload", run=partial(upload, data=LONG, part_bytes=PART_BYTES), after=LONG),
 )
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
@@ -100,17 +98,20 @@ def prepared(roots: Iterator[Path], way: Way) -> Path:
     return root
 
 
-def calls_of(roots: Iterator[Path], way: Way) -> list[str]:
-    """Return the system calls of a run without faults."""
+def faults_of(
+    roots: Iterator[Path], way: Way, action: Action, **rule: Any
+) -> Iterator[tuple[str, str, Path, Rule]]:
+    """Yield a fault at each system call of a run: where, at what, a fresh root, and the rule."""
     posix = FaultPosix()
     root = prepared(roots, way)
     way.run(local_store(str(root), posix=posix))
     assert (root / NAME).read_bytes() == way.after
-    return [call.operation for call in posix.script.calls]
+    calls = posix.script.calls
+    for at, fault in each_fault(calls, {action: "pwritev" * (action == "torn")}, **rule):
+        yield at, calls[fault.skip_count].operation, prepared(roots, way), fault
 
 
-def content(root: Path) -> bytes | None:
-    """Return what bears the name on the disk."""
+def _content(root: Path) -> bytes | None:
     path = root / NAME
     return path.read_bytes() if path.exists() else None
 
@@ -119,14 +120,14 @@ def assert_clean_retry(root: Path, way: Way) -> None:
     """Check that a store without faults hides and sweeps leftovers and can write again."""
     store = local_store(str(root))
     visible = [entry.path for entry in store.list("")]
-    assert visible == ([NAME] if content(root) is not None else [])
+    assert visible == ([NAME] if _content(root) is not None else [])
     store.abort_uploads("")
     assert [path.name for path in (root / "saves").iterdir()] == (["x"] if visible else [])
     if way.name == "create" and visible:
         assert error_of(lambda: store.create(NAME, OLD)).kind == "exists"
     else:
         way.run(store)
-    assert content(root) == way.after
+    assert _content(root) == way.after
 
 
 @EACH_WAY
@@ -137,18 +138,15 @@ def test_a_crash_at_any_call_leaves_old_or_new(
 ) -> None:
     """Dying before, after or within any call tears no file, also if what was not synced is lost."""
     cut_count = 0
-    for n, operation in enumerate(calls_of(roots, way)):
-        if action == "torn" and operation != "pwritev":
-            continue
-        root = prepared(roots, way)
-        disk = PowerCutPosix(tmp_path / f"graveyard-{n}") if lost else None
-        posix = FaultPosix([Rule(action=action, skip_count=n)], disk)
+    for at, _, root, fault in faults_of(roots, way, action):
+        disk = PowerCutPosix(tmp_path / f"graveyard-{root.name}") if lost else None
+        posix = FaultPosix([fault], disk)
         with pytest.raises(SimulatedCrash):
             way.run(local_store(str(root), posix=posix))
         assert posix.open_count == 0
         if disk is not None and lost is not None:
             disk.power_cut(lost)
-        assert content(root) in {way.before, way.after}, (n, operation)
+        assert _content(root) in {way.before, way.after}, at
         assert_clean_retry(root, way)
         cut_count += 1
     assert cut_count >= (1 if action == "torn" else 6)
@@ -161,23 +159,20 @@ def test_a_failure_of_any_call_leaves_old_or_new(
     roots: Iterator[Path], way: Way, action: Action, number: int
 ) -> None:
     """A failed call is an error or harmless, and leaves no temporary file and no descriptor."""
-    for n, operation in enumerate(calls_of(roots, way)):
-        root = prepared(roots, way)
-        posix = FaultPosix([Rule(action=action, skip_count=n, errno=number)])
+    for at, operation, root, fault in faults_of(roots, way, action, errno=number):
+        posix = FaultPosix([fault])
         try:
             way.run(local_store(str(root), posix=posix))
         except CheckpointError:
-            assert content(root) in {way.before, way.after}, (n, operation)
-            if operation in {"pwritev", "fsync", "close", "fstat"}:
-                assert content(root) == way.before, (n, operation)
+            is_early = operation in {"pwritev", "fsync", "close", "fstat"}
+            assert _content(root) in ({way.before} if is_early else {way.before, way.after}), at
         else:
-            assert content(root) == way.after, (n, operation)
+            assert _content(root) == way.after, at
             # Only these may fail without the operation failing, each for a reason.
-            assert operation in {"open_new", "link", "rename", "unlink"}, (n, operation)
+            assert operation in {"open_new", "link", "rename", "unlink"}, at
         assert posix.open_count == 0
         drafts = [path.name for path in (root / "saves").iterdir() if path.name != "x"]
-        if operation != "unlink":
-            assert drafts == [], (n, operation)
+        assert drafts == [] or operation == "unlink", at
         assert all(DRAFT.fullmatch(name) for name in drafts)
         assert_clean_retry(root, way)
 
@@ -192,7 +187,7 @@ def test_a_failed_fsync_is_never_tried_again(roots: Iterator[Path], way: Way) ->
     operations = [call.operation for call in posix.script.calls]
     assert operations.count("fsync") == 1
     assert not {"rename", "link"} & set(operations)
-    assert content(root) == way.before
+    assert _content(root) == way.before
 
 
 @pytest.mark.parametrize("operation", ["fsync", "close", "fsync_folder"])
@@ -207,7 +202,7 @@ def test_a_failed_completion_is_final(roots: Iterator[Path], operation: str) -> 
         assert not error_of(lambda: started.complete(len(NEW))).retryable
     assert not [path for path in (root / "saves").iterdir() if path.name != "x"]
     started.abort()
-    assert content(root) == (NEW if operation == "fsync_folder" else None)
+    assert _content(root) == (NEW if operation == "fsync_folder" else None)
 
 
 def test_a_write_that_was_not_carried_out_is_noticed(roots: Iterator[Path]) -> None:
@@ -271,7 +266,7 @@ def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> Non
 
     store = local_store(str(root), posix=Backup())
     assert error_of(lambda: store.create(NAME, NEW)).kind == "exists"
-    assert content(root) == OLD
+    assert _content(root) == OLD
 
 
 @EACH_WAY
@@ -286,32 +281,27 @@ def test_what_was_reported_done_survives_a_power_cut(
         way.run(local_store(str(root), sync_files=sync_files, posix=disk))
         disk.power_cut(lost)
         zeros = bytes(len(way.after)) if lost == "data" else way.before
-        assert content(root) == (way.after if sync_files else zeros)
+        assert _content(root) == (way.after if sync_files else zeros)
         if sync_files:
             assert [path.name for path in (root / "saves").iterdir()] == ["x"]
 
 
 def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:
-    """Every folder made by `prepare`, the root's missing parents too, has a durable name."""
-    disk = PowerCutPosix(tmp_path / "graveyard")
-    store = local_store(str(tmp_path / "a" / "b" / "root"), posix=disk)
+    """Those that `prepare` makes, the root's missing parents too; and those that were there.
+
+    Who made these may have died before it synced their names.
+    """
+    root, disk = tmp_path / "a" / "b" / "root", PowerCutPosix(tmp_path / "graveyard")
+    store = local_store(str(root), posix=disk)
     store.make_folders(["saves/1/ranks", "commits"])
     store.put("saves/1/ranks/0", NEW)
     disk.power_cut("data and names")
-    assert (tmp_path / "a/b/root/saves/1/ranks/0").read_bytes() == NEW
-    assert (tmp_path / "a/b/root/commits").is_dir()
-
-
-def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
-    """Preparing again syncs names that were there already, made by who died before syncing."""
-    root = tmp_path / "root"
-    root.mkdir()
-    disk = PowerCutPosix(tmp_path / "graveyard")
-    for folder in ("saves", "saves/1"):
-        disk.mkdir(str(root / folder))
-    local_store(str(root), posix=disk).make_folders(["saves/1"])
+    assert (root / "saves/1/ranks/0").read_bytes() == NEW
+    assert (root / "commits").is_dir()
+    disk.mkdir(str(root / "saves/2"))
+    local_store(str(root), posix=disk).make_folders(["saves/2"])
     disk.power_cut("data and names")
-    assert (root / "saves" / "1").is_dir()
+    assert (root / "saves/2").is_dir()
 
 
 def test_a_delete_is_durable_when_it_returns(tmp_path: Path) -> None:

@@ -13,20 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from consolidate_cases import small_model
 from copy_cases import saved_stock
+from dcp_cases import same
 from safetensors.torch import load_file, save_file
 
-import ckpt_storage
-from ckpt_storage import consolidate, convert, copy, load, open_checkpoint, save
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    IntegrityError,
-)
+from ckpt_storage import consolidate, convert, copy, errors, load, open_checkpoint, save
 from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.format.stock_metadata import decode_stock_metadata
-from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.transfer import ranges
 
 
@@ -38,20 +30,19 @@ def stock(folder: Path, values: Mapping[str, int]) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
-def eight(value: int) -> dict[str, torch.Tensor]:
-    """Return eight tensors of one value."""
+def _eight(value: int) -> dict[str, torch.Tensor]:
     return {f"t{number}": torch.full((300_000,), float(value)) for number in range(8)}
 
 
 def many_files(folder: Path, value: int) -> None:
     """Save eight tensors, each in a file of its own, over what is there."""
-    saved_stock(eight(value), folder)
+    saved_stock(_eight(value), folder)
 
 
 def weights(folder: Path, value: int) -> None:
     """Write the same tensors as a Hugging Face folder of one file."""
     folder.mkdir(exist_ok=True)
-    save_file(eight(value), folder / "model.safetensors")
+    save_file(_eight(value), folder / "model.safetensors")
 
 
 def torch_file(path: Path, value: int) -> None:
@@ -59,13 +50,12 @@ def torch_file(path: Path, value: int) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(eight(value), path)
+        torch.save(_eight(value), path)
     finally:
         torch.serialization.set_crc32_options(before)
 
 
-def once(call: Callable[[], object]) -> Callable[..., None]:
-    """Return what calls at its first call only."""
+def _once(call: Callable[[], object]) -> Callable[..., None]:
     calls = iter([call])
 
     def again(*_: object) -> None:
@@ -90,48 +80,39 @@ def after_decoding(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) 
 @pytest.fixture
 def swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stock checkpoint that is saved again, tensors swapped, once its metadata was decoded."""
-    folder = tmp_path / "run"
-    stock(folder, {"a": 1, "b": 7})
-    after_decoding(monkeypatch, once(lambda: stock(folder, {"b": 9, "a": 5})))
-    return folder
+    stock(tmp_path, {"a": 1, "b": 7})
+    after_decoding(monkeypatch, _once(lambda: stock(tmp_path, {"b": 9, "a": 5})))
+    return tmp_path
 
 
 def holds_no_checkpoint(folder: Path) -> bool:
     """Return whether nothing can be opened there."""
     try:
         open_checkpoint(folder).close()
-    except (CheckpointNotFoundError, CheckpointInProgressError, IntegrityError):
+    except (
+        errors.CheckpointNotFoundError,
+        errors.CheckpointInProgressError,
+        errors.IntegrityError,
+    ):
         return True
     return False
 
 
-def blank() -> dict[str, torch.Tensor]:
-    """Return targets for what `stock` saves."""
+def _blank() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(1000, dtype=torch.int32) for name in ("a", "b")}
 
 
 def test_an_open_checkpoint_notices_a_save_that_ended_while_it_was_opened(swapped: Path) -> None:
     """The marks are older than the metadata, so offsets of one save never cut another's file."""
-    with open_checkpoint(swapped) as opened, pytest.raises(CheckpointGoneError):
+    with open_checkpoint(swapped) as opened, pytest.raises(errors.CheckpointGoneError):
         opened["a"][:]
 
 
 def test_a_load_looks_again_after_a_save_that_ended_behind_its_metadata(swapped: Path) -> None:
     """`load` gives the newer save's values, and never b's as a's."""
-    state: dict[str, Any] = blank()
+    state: dict[str, Any] = _blank()
     load(state, swapped)
     assert {name: int(value[0]) for name, value in state.items()} == {"a": 5, "b": 9}
-
-
-def test_an_export_of_two_saves_is_not_published(swapped: Path) -> None:
-    """`consolidate` raises before the index makes the files an export; again, it is whole."""
-    output = swapped.parent / "hf"
-    with pytest.raises(CheckpointGoneError, match="written again"):
-        consolidate(swapped, output)
-    assert not (output / "model.safetensors.index.json").exists()
-    consolidate(swapped, output)
-    with open_checkpoint(output) as opened:
-        assert {name: int(opened[name][0]) for name in opened} == {"a": 5, "b": 9}
 
 
 def test_what_looks_like_damage_is_told_as_what_it_is(
@@ -142,8 +123,8 @@ def test_what_looks_like_damage_is_told_as_what_it_is(
     stock(folder, {"a": 1, "b": 7})
     file = folder / "__0_0.distcp"
     after_decoding(monkeypatch, lambda: file.write_bytes(file.read_bytes()[:500]))
-    with pytest.raises(CheckpointGoneError, match="written again"):
-        load(blank(), folder)
+    with pytest.raises(errors.CheckpointGoneError, match="written again"):
+        load(_blank(), folder)
 
 
 copy_in_turn = partial(copy, thread_count=1)
@@ -171,7 +152,7 @@ def test_an_export_made_while_its_source_is_saved_again_is_not_published(
     """It raises, and its target looks like no checkpoint: some files may be of the one save."""
     source, target = tmp_path / "source.pt", tmp_path / "target"
     write(source, 1)
-    again = once(lambda: write(source, 2))
+    again = _once(lambda: write(source, 2))
     run = ranges.RangeReader.run
 
     def read_then_save(*arguments: Any, **options: Any) -> None:
@@ -180,7 +161,7 @@ def test_an_export_made_while_its_source_is_saved_again_is_not_published(
 
     if not tells:  # of its progress only at the end
         monkeypatch.setattr(ranges.RangeReader, "run", read_then_save)
-    with pytest.raises(CheckpointGoneError, match="written again"):
+    with pytest.raises(errors.CheckpointGoneError, match="written again"):
         export(source, target, **({"progress": again} if tells else {}))
     assert holds_no_checkpoint(target)
     export(source, target)
@@ -188,62 +169,33 @@ def test_an_export_made_while_its_source_is_saved_again_is_not_published(
         assert {float(opened[name][-1]) for name in opened} == {2.0}
 
 
-def test_ours_costs_no_look_at_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load of a checkpoint of ours lists nothing: its files are written once."""
-    save(blank(), tmp_path / "run")
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise CheckpointError(f"listed {arguments} {options}")
-
-    monkeypatch.setattr(LocalBackend, "list", refuse)
-    load(blank(), tmp_path / "run")
-
-
-INDEX = "model.safetensors.index.json"
 SEVERAL, ONE = 60_000, 10_000_000
 """`max_file_bytes` that make several weight files of a model, and one."""
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Callable[[int, int], object]:
-    """Return what exports a version of the model to one folder, in files of some length."""
-    for version in (1, 2, 3):
-        ckpt_storage.save(small_model(version), tmp_path / f"run{version}")
-
-    def run(version: int, file_bytes: int) -> object:
-        return ckpt_storage.consolidate(
-            tmp_path / f"run{version}", tmp_path / "out", max_file_bytes=file_bytes
-        )
-
-    return run
-
-
-@pytest.mark.parametrize("step", ["collect", "index"])
+@pytest.mark.parametrize("step", ["collect", "_put_index"])
 @pytest.mark.parametrize(("mine", "theirs"), [(SEVERAL, SEVERAL), (SEVERAL, ONE), (ONE, SEVERAL)])
 def test_who_was_overtaken_after_publishing_deletes_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    export: Callable[[int, int], object],
-    step: str,
-    mine: int,
-    theirs: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, mine: int, theirs: int
 ) -> None:
     """An export that came while the last steps of another one slept is whole afterwards."""
-    export(1, SEVERAL)
-    name = {"collect": "collect", "index": "_put_index"}[step]
-    inner: Callable[..., Any] = getattr(ExportFolder, name)
+    for version in (1, 2, 3):
+        save(small_model(version), tmp_path / f"run{version}")
+
+    def export(version: int, file_bytes: int) -> None:
+        consolidate(tmp_path / f"run{version}", tmp_path / "out", max_file_bytes=file_bytes)
+
+    inner: Callable[..., Any] = getattr(ExportFolder, step)
 
     def overtaken(folder: ExportFolder[object], *arguments: Any) -> Any:
-        monkeypatch.setattr(ExportFolder, name, inner)
-        answer = inner(folder, *arguments) if step == "index" else None
+        monkeypatch.setattr(ExportFolder, step, inner)
+        answer = inner(folder, *arguments) if step == "_put_index" else None
         export(3, theirs)
-        return answer if step == "index" else inner(folder, *arguments)
+        return answer if step == "_put_index" else inner(folder, *arguments)
 
-    monkeypatch.setattr(ExportFolder, name, overtaken)
+    export(1, SEVERAL)
+    monkeypatch.setattr(ExportFolder, step, overtaken)
     export(2, mine)
-    out = tmp_path / "out"
-    found: dict[str, torch.Tensor] = {}
-    for file in out.glob("*.safetensors"):
-        found |= load_file(file)
-    assert found.keys() == small_model(3).keys()
-    assert all(torch.equal(found[fqn], tensor) for fqn, tensor in small_model(3).items())
+    files = (tmp_path / "out").glob("*.safetensors")
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    assert same(found, small_model(3))

@@ -7,8 +7,9 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,9 +80,8 @@ def test_messages_of_ranks_that_were_ended_are_not_taken_for_their_successors(
             threads.wait_until(lambda: keys.get("call", threads.END_S) != call, "no new call")
         return [threads.together(ranks) for _ in range(3)]
 
-    assert (
-        threads.values(threads.run(threads.group(keys, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
-    )
+    told = threads.values(threads.run(threads.group(keys, 3), body))
+    assert told == [[[b"0", b"1", b"2"]] * 3] * 3
     left = threads.MemoryKeys()
     for key in set(keys.keys) - old:
         left.set(key, b"", threads.END_S)
@@ -111,104 +111,53 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
     assert threads.values(threads.run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_interrupted_while_others_wait_is_named_at_once(rank: int) -> None:
-    """It tells those that are there, and does not wait for those that are not."""
-
-    def body(ranks: RankGroup) -> str:
-        if ranks.rank == rank:
-            with pytest.raises(SystemExit), ranks.operation("the test", timeouts=Timeouts()):
-                raise SystemExit
-            return "SystemExit"
-        with pytest.raises(RankFailedError) as caught:
-            threads.together(ranks)
-        assert caught.value.rank == rank
-        return str(caught.value)
-
-    begin_s = time.monotonic()
-    told = threads.values(threads.run(threads.group(threads.MemoryKeys(), 3), body))
-    assert time.monotonic() - begin_s < threads.END_S / 2
-    assert all("SystemExit" in one for one in told), told
-
-
 SHORT = Timeouts(plan=0.3, silence=5)
 LONG = Timeouts(plan=8, silence=5)
 
-Terms = Callable[[int], dict[str, str]]
 
-
-def tried(ranks: RankGroup, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
+def tried(ranks: RankGroup, timeouts: Timeouts, url: int, said: bytes) -> Any:
     """Run one operation; return what all said, or the error."""
     try:
         with ranks.operation("the save to x", timeouts=timeouts) as operation:
-            operation.meet(terms)
+            operation.meet({"url": f"x{url}"})
             return operation.all_gather(said)
     except CheckpointError as error:
         return error
 
 
-def after_giving_up(late: Callable[[RankGroup], list[Any]], terms: Terms, steps: range) -> Any:
-    """Let rank 0 give up step 1 and go on with `steps`; rank 1 does `late` once it gave up."""
+@pytest.mark.parametrize(
+    ("late", "is_same"),
+    [("comes", True), ("comes", False), ("fails", True), ("fails", False), ("missed it", False)],
+)
+def test_a_rank_that_is_late_for_a_save_takes_part_in_the_next(late: str, *, is_same: bool) -> None:
+    """Rank 0 gave up save 1: no state of it enters save 2, and no failure harms what follows.
+
+    Also where each save has a URL of its own, and rank 1 never called save 1.
+    """
     gave_up = threading.Event()
 
+    def saves(ranks: RankGroup, *steps: int, timeouts: Timeouts = LONG) -> list[Any]:
+        return [tried(ranks, timeouts, step * (not is_same), b"%d" % step) for step in steps]
+
     def body(ranks: RankGroup) -> list[Any]:
-        if ranks.rank == 1:
-            gave_up.wait(threads.END_S)
-            return late(ranks)
-        first = tried(ranks, SHORT, terms(1), b"1")
-        gave_up.set()
-        assert isinstance(first, CheckpointError)
-        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in steps]
+        if ranks.rank == 0:
+            (first,) = saves(ranks, 1, timeouts=SHORT)
+            gave_up.set()
+            assert isinstance(first, CheckpointError)
+            return saves(ranks, 2, 3, 4)
+        gave_up.wait(threads.END_S)
+        if late == "comes":
+            assert isinstance(saves(ranks, 1)[0], CheckpointError)
+        if late == "fails":
+            with (
+                pytest.raises(CheckpointError, match="my own"),
+                ranks.operation("the save to x", timeouts=LONG),
+            ):
+                raise CheckpointError("my own")
+        return saves(ranks, 2, 3, 4)
 
-    return threads.values(threads.run(threads.group(threads.MemoryKeys(), 2), body))
-
-
-def same_url(_step: int) -> dict[str, str]:
-    """Return terms of saves to one URL."""
-    return {"url": "x"}
-
-
-def own_url(step: int) -> dict[str, str]:
-    """Return terms of saves to a URL of their own each."""
-    return {"url": f"x{step}"}
-
-
-@pytest.mark.parametrize("terms", [same_url, own_url])
-def test_a_late_rank_is_not_taken_for_one_of_the_next_save(terms: Terms) -> None:
-    """A state that comes to save 1 after the others gave it up never enters save 2."""
-
-    def late(ranks: RankGroup) -> list[Any]:
-        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (1, 2)]
-
-    ours, others = after_giving_up(late, terms, range(2, 3))
-    assert isinstance(others[0], CheckpointError)
-    assert ours == others[1:] == [[b"2", b"2"]]
-
-
-@pytest.mark.parametrize("terms", [same_url, own_url])
-def test_a_late_failure_harms_no_later_operation(terms: Terms) -> None:
-    """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
-
-    def failing(ranks: RankGroup) -> list[Any]:
-        with (
-            pytest.raises(CheckpointError, match="my own"),
-            ranks.operation("the save to x", timeouts=LONG),
-        ):
-            raise CheckpointError("my own")
-        return [tried(ranks, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
-
-    ours, others = after_giving_up(failing, terms, range(2, 5))
-    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3, 4)]
-
-
-def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
-    """Where each save has a URL of its own, one that was never called costs only itself."""
-
-    def other(ranks: RankGroup) -> list[Any]:
-        return [tried(ranks, LONG, own_url(step), b"%d" % step) for step in (2, 3)]
-
-    ours, others = after_giving_up(other, own_url, range(2, 4))
-    assert ours == others == [[b"%d" % step] * 2 for step in (2, 3)]
+    ended = threads.values(threads.run(threads.group(threads.MemoryKeys(), 2), body))
+    assert ended == [[[b"%d" % step] * 2 for step in (2, 3, 4)]] * 2
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -220,11 +169,10 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
         if ranks.rank == late:
             gave_up.wait(threads.END_S)
         timeouts = Timeouts(plan=2.0 if ranks.rank == late else 0.3)
-        ended = [tried(ranks, timeouts, own_url(0), b"")]
+        ended = [tried(ranks, timeouts, 0, b"")]
         if ranks.rank != late:
             gave_up.wait(threads.END_S)
-        timeouts = Timeouts(plan=2.0)
-        return ended + [tried(ranks, timeouts, own_url(step), b"") for step in (1, 2, 3)]
+        return ended + [tried(ranks, Timeouts(plan=2.0), step, b"") for step in (1, 2, 3)]
 
     for ended in threads.values(threads.run(threads.group(threads.MemoryKeys(), 3), body)):
         # Where rank 0 is late, the others wait for it in the next operation.
@@ -241,18 +189,17 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
 
 
-@pytest.fixture
-def connect(server: dist.TCPStore) -> Connect:
-    """Makes one more connection to it."""
-    return lambda: client(server.port)
-
-
-def client(port: int) -> dist.Store:
-    """Return a new connection."""
+def _client(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
 
 
-def operate(ranks: list[RankGroup], for_s: float = 0.0) -> list[BaseException | None]:
+@pytest.fixture
+def connect(server: dist.TCPStore) -> Connect:
+    """Makes one more connection to it."""
+    return partial(_client, server.port)
+
+
+def operate(ranks: list[RankGroup], for_s: float) -> list[BaseException | None]:
     """Run one operation that lasts a while; return what each rank raised."""
 
     def body(one: RankGroup) -> None:
@@ -265,31 +212,6 @@ def operate(ranks: list[RankGroup], for_s: float = 0.0) -> list[BaseException | 
             operation.all_gather(b"")
 
     return [ended.error for ended in threads.run(ranks, body)]
-
-
-@contextlib.contextmanager
-def connected(connect: Connect) -> Iterator[list[RankGroup]]:
-    """Give two ranks, each with a connection of its own."""
-    ranks = threads.group(lambda: KeyValues(connect, "test"), 2)
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.close()
-
-
-def test_operations_keep_their_connection(connect: Connect) -> None:
-    """However many there are, each rank connects once."""
-    made: list[dist.Store] = []
-
-    def counted() -> dist.Store:
-        made.append(connect())
-        return made[-1]
-
-    with connected(counted) as ranks:
-        for _ in range(4):
-            assert operate(ranks) == [None, None]
-    assert len(made) == 2
 
 
 class Cable:
@@ -331,12 +253,20 @@ def _carry(source: socket.socket, drain: socket.socket) -> None:
             drain.sendall(data)
 
 
-def test_connections_that_broke_cost_one_operation(server: dist.TCPStore) -> None:
-    """Those between which they broke fail in it, and the next one connects anew."""
-    cable = Cable(server.port)
+def test_operations_keep_their_connection_until_it_breaks(server: dist.TCPStore) -> None:
+    """Each rank connects once. One that broke costs an operation; the next connects anew."""
+    cable, made = Cable(server.port), list[dist.Store]()
     while_s = 0.3  # torch takes a while to put down how a call failed
-    with contextlib.closing(cable), connected(lambda: client(cable.port)) as ranks:
-        assert operate(ranks, while_s) == [None, None]
+
+    def connect() -> dist.Store:
+        made.append(_client(cable.port))
+        return made[-1]
+
+    ranks = threads.group(lambda: KeyValues(connect, "test"), 2)
+    with contextlib.closing(cable), contextlib.closing(ranks[0]), contextlib.closing(ranks[1]):
+        for _ in range(4):
+            assert operate(ranks, while_s) == [None, None]
+        assert len(made) == 2
         cable.cut()
         assert all(isinstance(error, RankFailedError) for error in operate(ranks, while_s))
         for _ in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_storage import RetryPolicy, StorageError
-from ckpt_storage.store.backend import Backend, Settings
+from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
@@ -27,13 +27,12 @@ def local_store(
     """Return a store on a folder; `settings` are those of its backend."""
     asked = Settings(**settings)
     backend = LocalBackend(os.fspath(root), settings=asked, posix=posix)
-    return store_on(backend, policy=policy, request_timeout_s=asked.request_timeout_s)
-
-
-def store_on(backend: Backend, *, policy: RetryPolicy = ONCE, **bounds: Any) -> Store:
-    """Return a store on a backend of a test's own."""
-    folder = getattr(backend, "folder", "/run")
-    return Store(backend, url=f"file://{folder}", policy=policy, **bounds)
+    return Store(
+        backend,
+        url=f"file://{backend.folder}",
+        policy=policy,
+        request_timeout_s=asked.request_timeout_s,
+    )
 
 
 def error_of(call: Callable[[], object]) -> StorageError:
