@@ -7,7 +7,6 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -180,9 +179,6 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
         assert late == 0 or ended[1] == [b""] * 3
 
 
-Connect = Callable[[], dist.Store]
-
-
 @pytest.fixture
 def server() -> dist.TCPStore:
     """A server of keys."""
@@ -191,12 +187,6 @@ def server() -> dist.TCPStore:
 
 def _client(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-
-
-@pytest.fixture
-def connect(server: dist.TCPStore) -> Connect:
-    """Makes one more connection to it."""
-    return partial(_client, server.port)
 
 
 def operate(ranks: list[RankGroup], for_s: float) -> list[BaseException | None]:
@@ -273,8 +263,9 @@ def test_operations_keep_their_connection_until_it_breaks(server: dist.TCPStore)
             assert operate(ranks, while_s) == [None, None]
 
 
-def test_what_is_removed_while_it_is_read_is_not_waited_for(connect: Connect) -> None:
+def test_what_is_removed_while_it_is_read_is_not_waited_for(server: dist.TCPStore) -> None:
     """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
+    connect = partial(_client, server.port)
     reader, writer = KeyValues(connect, "test"), KeyValues(connect, "test")
     is_over = threading.Event()
 
@@ -300,9 +291,9 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for(connect: Connect) ->
         keys.close()
 
 
-def test_a_child_of_fork_connects_anew(connect: Connect) -> None:
+def test_a_child_of_fork_connects_anew(server: dist.TCPStore) -> None:
     """Two processes that ask on one connection take each other's answers."""
-    keys = KeyValues(connect, "test")
+    keys = KeyValues(partial(_client, server.port), "test")
     for name in ("parent", "child"):
         keys.set(name, name.encode(), threads.END_S)
     assert keys.has_all(["parent", "child"], threads.END_S)

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -123,21 +123,18 @@ class Ranks:
 
     def left(self) -> list[int]:
         """Return what is alive of these processes and those that they started."""
-        return [pid for pid, session in _sessions() if session in self.pids]
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                state, session = stat[0], int(stat[3])
+                if state != "Z" and session in self.pids:
+                    found.append(int(folder.name))
+        return found
 
     def logs(self) -> list[str]:
         files = [line.folder / f"log.{name}" for line in self.lines for name in ("out", "err")]
         return [f"--- {file}\n{file.read_text(errors='replace')}" for file in files]
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """Return process id and session of every live process."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    yield int(folder.name), int(fields[3])
 
 
 def stock_version(server: S3Server, world_size: int) -> int:
