@@ -1,4 +1,7 @@
-"""Slots: how the head is found, who gets the next slot, and what a lost answer means."""
+"""Slots: how the head is found, who gets the next slot, and what a lost answer means.
+
+And savers, pruners, openers and deleters interleaved: all schedules in order, some at random.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from typing import Any
 
 import commit_tools as tools
 import pytest
+from commit_model import SCENARIOS, Scenario, check_schedules
 from local_stores import local_store
 
 from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
 from ckpt_storage.format.names import slot_path
-from ckpt_storage.store.backend import Buffers
+from ckpt_storage.store.backend import Buffers, Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
@@ -238,3 +242,14 @@ def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
     files = _files_in(local_store(str(tmp_path)))
     assert tools.seen(files).head == attempt.save_id
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+
+
+@tools.BOTH
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_no_schedule_breaks_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, capabilities: Capabilities, scenario: Scenario
+) -> None:
+    """After every operation of every schedule both views of the checkpoint are whole."""
+    tools.take_in_turn(monkeypatch, tools.IN_TURN[0])
+    seeds = range(scenario.seeds // 10)
+    print(check_schedules(capabilities, scenario, seeds, systematic=True))  # noqa: T201  # for -rP
