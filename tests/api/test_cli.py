@@ -31,14 +31,12 @@ def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def s3_options(server: S3Server, name: str = "storage") -> list[str]:
-    """Return the options that reach the server, with a secret one can search for."""
     client = {"endpoint_url": server.endpoint_url, "region_name": "us-east-1"}
     pairs = ("key=test", f"secret={SECRET}", f"client_kwargs={json.dumps(client)}")
     return [word for pair in pairs for word in (f"--{name}-option", pair)]
 
 
 def refused(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
-    """Call what cannot run; return what it says."""
     result = call(*arguments, env=env)
     assert result.exit_code == 2, result.output
     return result.output
@@ -159,6 +157,12 @@ def test_cp_copies_and_a_second_time_finds_it(last: Path, tmp_path: Path, server
     assert call("cp", last, tmp_path / "back").exit_code == 0
     for result in (back, call("cp", last, "s3://bkt/copy", *options)):
         assert SECRET not in result.output
+    # A damaged export is named, and the exit code is 1; the checkpoint itself is copied.
+    assert call("consolidate", tmp_path / "back").exit_code == 0
+    flip(tmp_path / "back" / "hf" / "model.safetensors", -1)
+    body = answer("cp", tmp_path / "back", tmp_path / "again", code=1)
+    assert list(body["failed_exports"]) == ["hf"]
+    assert "model.safetensors" in body["failed_exports"]["hf"]
 
 
 def test_convert_writes_another_format(last: Path, tmp_path: Path) -> None:
@@ -177,7 +181,7 @@ def test_convert_writes_another_format(last: Path, tmp_path: Path) -> None:
 
 
 def test_consolidate_exports_the_model(tmp_path: Path) -> None:
-    """With options for names and types."""
+    """With options for names and types; those that an error proposes can be pasted."""
     save(state_at(1), tmp_path / "src")
     out = tmp_path / "out"
     options = "--include model.* --exclude *0] --rename model.w=weight --dtype bfloat16"
@@ -186,12 +190,8 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     found = load_file(out / "model.safetensors")
     assert found["weight"].dtype == torch.bfloat16
     assert call("consolidate", tmp_path / "src", out).exit_code == 0
-
-
-def test_what_to_leave_out_is_spelt_as_it_is_typed(tmp_path: Path) -> None:
-    """The option that an error proposes can be pasted."""
-    save({"model": {"a b": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "src")
-    told = refused("consolidate", tmp_path / "src", tmp_path / "out")
+    save({"model": {"a b": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "odd")
+    told = refused("consolidate", tmp_path / "odd", tmp_path / "none")
     assert "Leave it out with --exclude 'model.a b', or" in told
 
 
@@ -227,10 +227,12 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
         refused("prune", root, *wrong)
 
 
-def test_rm_shows_and_deletes_one_checkpoint_when_told(tmp_path: Path) -> None:
-    """Without `--yes` nothing changes; with it the checkpoint and its exports are gone."""
+def test_rm_shows_and_deletes_one_checkpoint_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--yes` it is gone, and its exports; a save that replaces it meanwhile stays."""
     root = make_run(tmp_path / "run")
-    one = root / "step-00001000"
+    one, other = root / "step-00001000", root / "step-00000900"
     assert call("consolidate", one).exit_code == 0
     before = files_below(root)
     body = answer("rm", one)
@@ -239,25 +241,18 @@ def test_rm_shows_and_deletes_one_checkpoint_when_told(tmp_path: Path) -> None:
     assert files_below(root) == before
     assert answer("rm", one, "--yes")["is_deleted"] is True
     names = [info["name"] for info in answer("ls", root)["checkpoints"]]
-    assert names == ["step-00000900", "step-00001100"]
+    assert names == [other.name, "step-00001100"]
     assert {path.parts[0] for path in map(Path, files_below(one))} == {"commits"}
     assert "was deleted" in refused("rm", one, "--yes")
-
-
-def test_rm_deletes_the_save_that_it_has_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A save that replaces it meanwhile stays, and is told."""
-    one = make_run(tmp_path / "run") / "step-00001000"
 
     def after_a_save(url: str, **options: Any) -> bool:
         save({"w": torch.ones(3)}, url, overwrite=True)
         return delete(url, **options)
 
     monkeypatch.setattr(change, "delete", after_a_save)
-    shown = answer("rm", one)["save_id"]
-    assert f"holds no save {shown}" in " ".join(refused("rm", one, "--yes").split())
-    assert answer("show", one)["save_id"] != shown
+    shown = answer("rm", other)["save_id"]
+    assert f"holds no save {shown}" in " ".join(refused("rm", other, "--yes").split())
+    assert answer("show", other)["save_id"] != shown
 
 
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:
@@ -331,25 +326,6 @@ def test_no_name_in_an_error_reaches_the_terminal_as_it_is(
     assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
 
 
-def test_secrets_are_never_printed(tmp_path: Path, server: S3Server) -> None:
-    """Not in errors, not with --debug, not by a wrong option, not in JSON."""
-    file = tmp_path / "options.json"
-    file.write_text(json.dumps({"key": "k", "secret": SECRET}))
-    calls: list[list[Any]] = [
-        ["ls", "s3://bkt/none", *s3_options(server)],
-        ["show", "s3://bkt/none", *s3_options(server), "--debug"],
-        ["show", "s3://nobucket/none", *s3_options(server), "--debug"],
-        ["doctor", "s3://bkt/x", "--size", "1MiB", *s3_options(server), "--json"],
-        ["ls", "s3://bkt/x", "--storage-option", SECRET],
-        ["ls", "s3://bkt/x", f"--storage-option=secret={SECRET}", SECRET],
-        ["ls", "s3://bkt/x", "--storage-option", f"secret.inner={SECRET}", "--debug"],
-        ["ls", "s3://bkt/x", "--storage-options-file", str(file), "--timeout", "2", "--debug"],
-    ]
-    for arguments in calls:
-        result = call(*arguments)
-        assert SECRET not in result.output + result.stderr, arguments
-
-
 def test_options_come_from_a_file_and_the_command_line(
     tmp_path: Path, server: S3Server, last: Path
 ) -> None:
@@ -385,16 +361,6 @@ def test_options_are_of_the_type_that_file_systems_expect(monkeypatch: pytest.Mo
     assert repr(dict(look.call_args.kwargs["storage_options"])) == repr(meant)
 
 
-def test_cp_names_a_damaged_export_and_exits_with_one(tmp_path: Path) -> None:
-    """The checkpoint itself is copied."""
-    save(state_at(1), tmp_path / "src")
-    call("consolidate", tmp_path / "src")
-    flip(tmp_path / "src" / "hf" / "model.safetensors", -1)
-    body = answer("cp", tmp_path / "src", tmp_path / "dst", code=1)
-    assert "model.safetensors" in body["failed_exports"].pop("hf")
-    assert body["failed_exports"] == {}
-
-
 PASSWORDS = (
     "correcthorsebattery",
     "staple-4711-horse",
@@ -404,24 +370,34 @@ PASSWORDS = (
 )
 
 
-def test_secrets_of_files_and_of_json_are_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_secrets_are_never_printed(
+    tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever an error says and a traceback shows: no password of an options file is in it."""
-    file = tmp_path / "options.json"
+    """Not in errors, not with --debug, not by a wrong option, not in JSON, nor of a file."""
+    file, given = tmp_path / "options.json", s3_options(server)
     inner = {"config": {"passwd_file_line": PASSWORDS[1], "deep": [{"token": PASSWORDS[4]}]}}
     options = {"password": PASSWORDS[0], "client_kwargs": inner, "pin_password": int(PASSWORDS[3])}
+    file.write_text(json.dumps({"key": "k", "secret": SECRET}))
+    calls: list[list[Any]] = [
+        ["ls", "s3://bkt/none", *given],
+        ["show", "s3://bkt/none", *given, "--debug"],
+        ["show", "s3://nobucket/none", *given, "--debug"],
+        ["doctor", "s3://bkt/x", "--size", "1MiB", *given, "--json"],
+        ["ls", "s3://bkt/x", "--storage-option", SECRET],
+        ["ls", "s3://bkt/x", f"--storage-option=secret={SECRET}", SECRET],
+        ["ls", "s3://bkt/x", "--storage-option", f"secret.inner={SECRET}", "--debug"],
+        ["ls", "s3://bkt/x", "--storage-options-file", file, "--timeout", "2", "--debug"],
+    ]
+    for arguments in calls:
+        result = call(*arguments)
+        assert SECRET not in result.output + result.stderr, arguments
     file.write_text(json.dumps({**options, "endpoint_url": "http://minio:9000"}))
-
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError(f"{PASSWORDS} at http://minio:9000")
-
-    monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", broken)
+    broken = ZeroDivisionError(f"{PASSWORDS} at http://minio:9000")
+    monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", mock.Mock(side_effect=broken))
     json_value = f'client_kwargs={{"x": {{"aws_token": "{PASSWORDS[2]}"}}}}'
-    for given in (["--storage-options-file", str(file)], [f"--storage-options-file={file}"]):
+    for words in (["--storage-options-file", file], [f"--storage-options-file={file}"]):
         for more in ([], ["--debug"]):
-            arguments = ["show", "s3://b/x", *given, "--storage-option", json_value, *more]
-            result = call(*arguments)
+            result = call("show", "s3://b/x", *words, "--storage-option", json_value, *more)
             assert result.exit_code == 2
             assert ("Traceback" in result.stderr) == bool(more)
             assert result.stderr.count("\n") == 1 or more

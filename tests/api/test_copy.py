@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
 from ckpt_storage.commit import cleaning
@@ -35,22 +34,22 @@ from ckpt_storage.testing.s3_server import S3Server
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A committed checkpoint of ours."""
     cases.save(cases.state_of(1), tmp_path / "src")
     return tmp_path / "src"
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """Where copies go."""
     return tmp_path / "dst"
 
 
-def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(tmp_path: Path, target: Path) -> None:
-    """Below `saves/` all is equal, and the slot names the same save; a second sends nothing.
+def holds(target: Path, number: int = 1) -> bool:
+    state = cases.state_of(number)
+    return verify(target).ok and same(cases.load_stock(state, target), state)
 
-    The copy's commit record keeps the keys that a manager put there for lists of checkpoints.
-    """
+
+def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(tmp_path: Path, target: Path) -> None:
+    """All below `saves/` is equal, and what lists show; a second copy sends nothing."""
     source = tmp_path / "src" / "step-00000007"
     with CheckpointManager(source.parent) as manager:
         manager.save(7, cases.state_of(1), metrics={"loss": 0.5}, sync_files=False)
@@ -62,30 +61,13 @@ def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(tmp_path: Path, target:
     assert records[0]["user"] == {"step": 7, "metrics": {"loss": 0.5}}
     own = {key: records[1][key] for key in ("write_id", "created_at", "host", "pid")}
     assert records[0] | own == records[1]
-    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
-    assert verify(target).ok
+    assert holds(target)
     assert report.sent_bytes == report.total_bytes > 0
     assert not report.was_there
     report = copy(source, target)
     assert report.was_there
     assert report.sent_bytes == report.read_bytes == 0
     assert cases.files_below(target) == new
-
-
-def test_another_checkpoint_is_replaced_only_when_asked(source: Path, target: Path) -> None:
-    """Without `overwrite` nothing is touched; with it the older one stays readable until then."""
-    cases.save(cases.state_of(2), target)
-    before = cases.files_below(target)
-    with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
-        copy(source, target)
-    assert cases.files_below(target) == before
-    copy(source, target, overwrite=True)
-    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
-    assert verify(target).ok
-    # The one before is kept, as after any save.
-    after = cases.files_below(target)
-    kept = {path: data for path, data in before.items() if path != ".metadata"}
-    assert {path: after.get(path) for path in kept} == kept
 
 
 @pytest.mark.parametrize("kind", ["deleted", "superseded", "fenced"])
@@ -105,12 +87,15 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
         delete(store)
     if kind == "superseded":
         cases.save(cases.state_of(2), target, overwrite=True)
+        before = cases.files_below(target)
+        with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
+            copy(source, target)
+        assert cases.files_below(target) == before
     report = copy(source, target, overwrite=True)
     assert report.save_id != old_id
     # The late deleter ends its work.
     delete_attempt(store, old_id)
-    assert verify(target).problems == []
-    assert same(cases.load_stock(cases.state_of(1), target), cases.state_of(1))
+    assert holds(target)
     again = copy(source, target)
     assert again.was_there
     assert again.save_id == report.save_id
@@ -120,39 +105,44 @@ def test_golden_checkpoints_of_several_ranks_can_be_copied_and_renamed(target: P
     """Under its own id and under another."""
     golden = Path(__file__).parents[1] / "format" / "golden" / "v1" / "step-00000007"
     head = str(copy(golden, target).save_id)
-    found, wanted = (
-        {name for name in cases.save_files(cases.files_below(root)) if head in name}
-        for root in (target, golden)
-    )
-    assert found == wanted
-    store = open_store(target, sync_files=False)
-    delete(store)
+    old, new = (cases.save_files(cases.files_below(root)) for root in (golden, target))
+    assert [name for name in old if head in name] == [name for name in new if head in name]
+    delete(open_store(target, sync_files=False))
     report = copy(golden, target)
     assert verify(target).ok
     stock = dcp.FileSystemReader(target).read_metadata()
     named = {place.relative_path.split("/")[1] for place in stock.storage_data.values()}
-    assert named == {report.save_id}
-    old = (golden / "saves" / head).glob("*.distcp")
-    new = (target / "saves").rglob("*.distcp")
-    assert sorted(path.read_bytes() for path in old) == sorted(path.read_bytes() for path in new)
+    assert named == {report.save_id} != {head}
+    shards = [(golden / "saves" / head).glob("*.distcp"), (target / "saves").rglob("*.distcp")]
+    found = [sorted(path.read_bytes() for path in paths) for paths in shards]
+    assert found[0] == found[1]
 
 
 def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None:
-    """Weight files arrive byte for byte with what lies beside them, and are sound and not stale."""
+    """Byte for byte; what lies beside them is never believed by its length; readers go on."""
     consolidate(source)
-    (source / "hf" / "config.json").write_text("{}")
-    (source / "hf" / "original").mkdir()
-    (source / "hf" / "original" / "params.json").write_text("[]")
+    hf, config = source / "hf", source / "hf" / "config.json"
+    config.write_text('{"rope": 10000}')
+    (hf / "original").mkdir()
+    (hf / "original" / "params.json").write_text("[]")
     (source / "notes.txt").write_text("mine")
     report = copy(source, target)
-    assert report.exports == ("hf",)
-    assert report.left_out == ("notes.txt",)
-    new = target / "hf"
-    assert (new / "config.json").read_text() == "{}"
-    assert (new / "original" / "params.json").read_text() == "[]"
-    old_weights, weights = (load_file(f / "model.safetensors") for f in (source / "hf", new))
-    assert old_weights.keys() == weights.keys()
-    assert all(torch.equal(weights[name], old_weights[name]) for name in weights)
+    assert (report.exports, report.left_out) == (("hf",), ("notes.txt",))
+    config.write_text('{"rope": 50000}')
+
+    def marks() -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in (target / "hf").rglob("*")}
+        return {path: (one.st_ino, one.st_mtime_ns) for path, one in found.items()}
+
+    kept = marks()
+    with open_checkpoint(target / "hf") as opened:
+        assert copy(source, target).exports == ("hf",)
+        assert opened.load()
+    changed = {path.name for path, mark in marks().items() if kept.get(path) != mark}
+    assert changed == {"config.json", "original", "params.json"}, "no weights, and no notes"
+    old, new = (cases.files_below(root / "hf").items() for root in (source, target))
+    # All is equal but the note of who holds the folder.
+    assert {path for path, _ in old ^ new if not path.endswith("job.json")} == set()
     found = verify(target)
     assert found.ok
     assert [(one.path, one.is_stale) for one in found.exports] == [("hf", False)]
@@ -162,32 +152,6 @@ def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None
     cases.save(cases.state_of(4), source, overwrite=True)
     report = copy(source, target.with_name("later"))
     assert (report.exports, report.left_out) == ((), ("hf/", "notes.txt"))
-
-
-def test_what_lies_beside_an_export_is_never_believed_by_its_length(
-    source: Path, target: Path
-) -> None:
-    """A configuration that was edited to the same length is copied again; nothing else is.
-
-    Who reads the copied export meanwhile is not disturbed.
-    """
-    consolidate(source)
-    (source / "hf" / "config.json").write_text('{"rope": 10000}')
-    copy(source, target)
-    (source / "hf" / "config.json").write_text('{"rope": 50000}')
-
-    def below() -> dict[Path, tuple[int, int]]:
-        found = {path: path.stat() for path in (target / "hf").rglob("*")}
-        return {path: (one.st_ino, one.st_mtime_ns) for path, one in found.items()}
-
-    kept = below()
-    with open_checkpoint(target / "hf") as opened:
-        report = copy(source, target)
-        assert opened.load()
-    assert report.exports == ("hf",)
-    assert (target / "hf" / "config.json").read_text() == '{"rope": 50000}'
-    changed = {path.name for path, mark in below().items() if kept.get(path) != mark}
-    assert changed == {"config.json"}
 
 
 def test_every_flipped_bit_of_the_source_is_found_and_nothing_is_committed(
@@ -266,7 +230,7 @@ def test_a_place_that_may_not_be_listed_is_found_all_the_same() -> None:
 def test_within_a_bucket_the_storage_copies(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No byte of a large file travels, in one part or many, and checksums told are compared."""
+    """No byte of a large file travels, in one part or many; checksums told give damage away."""
     monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
@@ -274,89 +238,60 @@ def test_within_a_bucket_the_storage_copies(
     server.reset_counters()
     report = copy("s3://bkt/run", "s3://bkt/copy", storage_options=options)
     asked = [request.op for request in server.requests]
-    assert asked.count("part_copy") == 3
-    assert asked.count("complete") == 1
+    assert (asked.count("part_copy"), asked.count("complete")) == (3, 1)
     assert report.copied_bytes == report.total_bytes > 20 * MIB
     assert report.sent_bytes == report.read_bytes == 0
     stored = server.dump("bkt")
-    old = {key.removeprefix("run/"): data for key, data in stored.items() if key.startswith("run/")}
-    new = {k.removeprefix("copy/"): data for k, data in stored.items() if k.startswith("copy/")}
+    old, new = (
+        {key.removeprefix(root): data for key, data in stored.items() if key.startswith(root)}
+        for root in ("run/", "copy/")
+    )
     assert cases.save_files(new) == cases.save_files(old)
     assert cases.head_of(new) == cases.head_of(old)
-
-
-def test_damage_is_found_without_reading(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage's own checksum of what it copied gives a flipped bit away."""
-    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
-    state = {"a": torch.arange(4 * MIB, dtype=torch.float32)}
-    options = server.storage_options
-    cases.save(state, "s3://bkt/run", storage_options=options)
+    (shard,) = (key for key in old if key.endswith(".distcp"))
     store = open_store("s3://bkt/run", storage_options=options)
-    (key,) = [key for key in server.dump("bkt") if key.endswith(".distcp")]
-    data = bytearray(server.dump("bkt")[key])
-    data[9 * MIB] ^= 4
-    store.put(key.removeprefix("run/"), bytes(data))
+    store.put(shard, old[shard][: 9 * MIB] + b"?" + old[shard][9 * MIB + 1 :])
     with pytest.raises(errors.IntegrityError) as caught:
-        copy("s3://bkt/run", "s3://bkt/copy", storage_options=options)
+        copy("s3://bkt/run", "s3://bkt/other", storage_options=options)
     assert (caught.value.path or "").endswith(".distcp")
-    assert not [key for key in server.dump("bkt") if key.startswith("copy/commits")]
-    assert store.abort_uploads("") == 0
+    assert not [key for key in server.dump("bkt") if key.startswith("other/commits")]
+    assert store.abort_uploads("") == server.open_upload_count == 0
     store.close()
-
-
-def test_from_bucket_to_bucket_bytes_are_sent(
-    source: Path, tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the storage cannot copy by itself, every byte goes through this process.
-
-    No credentials show in what is returned, nor in what is logged.
-    """
-    secret = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
-    options = server.storage_options | {"secret": secret}
-    with caplog.at_level(logging.DEBUG, logger="ckpt_storage"):
-        first = copy(source, "s3://bkt/run", destination_storage_options=options)
-        report = copy("s3://bkt/run", "s3://bucket/run", storage_options=options)
-    assert report.copied_bytes == 0
-    assert report.sent_bytes == report.total_bytes
-    assert secret not in repr((first, report)) + caplog.text
-    copy("s3://bucket/run", tmp_path / "back", storage_options=options)
-    assert cases.save_files(cases.files_below(tmp_path / "back")) == cases.save_files(
-        cases.files_below(source)
-    )
-    assert verify(tmp_path / "back").ok
 
 
 # Formats of others.
 
 
-def test_every_file_of_another_format_is_copied(tmp_path: Path, target: Path) -> None:
-    """Of a stock checkpoint, and of a Hugging Face folder with all that lies in it."""
-    cases.saved_stock(cases.state_of(1), tmp_path / "dcp")
-    (tmp_path / "safetensors" / "onnx").mkdir(parents=True)
-    save_file({"a": torch.ones(5)}, tmp_path / "safetensors" / "model.safetensors")
-    (tmp_path / "safetensors" / "config.json").write_text("{}")
-    (tmp_path / "safetensors" / "onnx" / "model.onnx").write_bytes(b"x" * 10)
-    for kind in ("dcp", "safetensors"):
-        report = copy(tmp_path / kind, target / kind)
+def test_every_file_of_another_format_is_copied(tmp_path: Path, source: Path, target: Path) -> None:
+    """Stock ones and folders of weights; overwriting removes weights that the new one lacks."""
+    stock, old, new = (tmp_path / name for name in ("dcp", "old", "new"))
+    cases.saved_stock(cases.state_of(1), stock)
+    for folder, names in ((old, "ab"), (new, "a")):
+        (folder / "onnx").mkdir(parents=True)
+        (folder / "onnx" / "model.onnx").write_bytes(b"x" * 10)
+        (folder / "config.json").write_text("{}")
+        for name in names:
+            save_file({f"{folder.name}.{name}": torch.ones(5)}, folder / f"{name}.safetensors")
+    for folder, kind in ((stock, "dcp"), (old, "safetensors"), (new, "safetensors")):
+        report = copy(folder, target / kind, overwrite=folder == new)
         assert report.format == kind
-        assert cases.files_below(target / kind) == cases.files_below(tmp_path / kind)
+        assert cases.files_below(target / kind) == cases.files_below(folder)
+    with pytest.raises(errors.InvalidInputError, match="another folder"):
+        copy(stock, source, overwrite=True)
 
 
-def test_a_shorter_file_of_a_stock_checkpoint_is_found(tmp_path: Path, target: Path) -> None:
-    """Lengths are compared with what the metadata says, before anything is written."""
-    cases.saved_stock(cases.state_of(1), tmp_path / "src")
-    shard = max((tmp_path / "src").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-700])
-    with pytest.raises(errors.IntegrityError):
-        copy(tmp_path / "src", target)
-    assert not (target).exists()
-
-
-def test_a_last_file_that_comes_short_shows_nothing(
+def test_a_stock_checkpoint_whose_files_come_short_is_found(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is compared by length, too, though a listing tells of no change."""
+    """Lengths are those of the metadata, before anything is written; of the last file, too."""
     cases.saved_stock(cases.state_of(1), tmp_path / "src")
+    shard = max((tmp_path / "src").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-700])
+    with pytest.raises(errors.IntegrityError):
+        copy(tmp_path / "src", target)
+    assert not target.exists()
+    shard.write_bytes(whole)
     size_bytes, get = (tmp_path / "src" / ".metadata").stat().st_size, Store.get
 
     def short(store: Store, path: str, *, max_bytes: int | None = None) -> Content:
@@ -367,24 +302,6 @@ def test_a_last_file_that_comes_short_shows_nothing(
     with pytest.raises(errors.IntegrityError, match=r"\.metadata has"):
         copy(tmp_path / "src", target)
     assert not (target / ".metadata").exists()
-
-
-def test_weights_of_an_older_export_do_not_mix_in(tmp_path: Path, target: Path) -> None:
-    """Overwriting a folder of weights removes those that the new one has not."""
-    for name, files in (("old", ("a", "b")), ("new", ("a",))):
-        (tmp_path / name).mkdir()
-        for file in files:
-            save_file({f"{name}.{file}": torch.ones(3)}, tmp_path / name / f"{file}.safetensors")
-    copy(tmp_path / "old", target)
-    copy(tmp_path / "new", target, overwrite=True)
-    assert cases.files_below(target) == cases.files_below(tmp_path / "new")
-
-
-def test_other_formats_are_not_laid_between_our_files(source: Path, tmp_path: Path) -> None:
-    """A checkpoint of ours is no place for one of torch's."""
-    cases.saved_stock(cases.state_of(1), tmp_path / "stock")
-    with pytest.raises(errors.InvalidInputError, match="another folder"):
-        copy(tmp_path / "stock", source, overwrite=True)
 
 
 @pytest.mark.parametrize("inner", ["", "/inner"])
@@ -434,10 +351,7 @@ def test_a_damaged_export_does_not_cost_the_copy(source: Path, target: Path) -> 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "unindexed"])
 def test_a_note_that_was_left_behind_gives_no_leave_to_overwrite(tmp_path: Path, kind: str) -> None:
-    """A whole checkpoint with the note of some earlier copy in it is replaced only when asked.
-
-    Equal names and lengths are no proof: an overwriting copy sends everything.
-    """
+    """A whole checkpoint is replaced only when asked; then all is sent, equal lengths or not."""
     for number in (1, 2):
         state = {name: torch.ones(40) * number for name in "abc"}
         cases.make(kind, state, tmp_path / str(number))

@@ -17,23 +17,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from copy_cases import saved_stock
-from dcp_cases import failures_of, files_below, zeros_like
+from damage_cases import load_failure
+from dcp_cases import files_below, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_storage import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    CheckpointStorageReader,
-    CheckpointStorageWriter,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    RetryPolicy,
-    StorageError,
-    open_checkpoint,
-)
+from ckpt_storage import CheckpointStorageReader as Reader
+from ckpt_storage import CheckpointStorageWriter as Writer
+from ckpt_storage import RetryPolicy, errors, open_checkpoint
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {"w": torch.ones(4), "step": 1}
@@ -41,22 +32,15 @@ NOBODY = 65_534
 
 
 def save_error(path: Any, **options: Any) -> CheckpointError:
-    """Return what a save raises, taken out of torch's exception where it is in one."""
-    try:
-        dcp_cases.save(dict(STATE), path, **options)
-    except CheckpointException as error:
-        (failure,) = failures_of(error).values()
-        assert isinstance(failure, CheckpointError)
-        return failure
-    except CheckpointError as error:
-        return error
-    raise AssertionError(f"saved to {path}")
+    with pytest.raises(CheckpointError) as caught:
+        dcp_cases.save_alone(dict(STATE), path, **options)
+    return caught.value
 
 
 def load_error(path: Any, **options: Any) -> CheckpointError:
     """Return what opening for a load raises; assert that torch's load says the same."""
     try:
-        reader = CheckpointStorageReader(path, **options)
+        reader = Reader(path, **options)
     except CheckpointError as error:
         return error
     with pytest.raises(CheckpointException) as told:
@@ -69,9 +53,9 @@ def load_error(path: Any, **options: Any) -> CheckpointError:
     return raised.value
 
 
-def assert_says(error: CheckpointError, kind: type[CheckpointError], what: str, step: str) -> None:
+def assert_says(error: CheckpointError, kind: str, what: str, step: str) -> None:
     """Assert an error's class, and that it is one line with these two parts in order."""
-    assert type(error) is kind, repr(error)
+    assert type(error).__name__ == kind, repr(error)
     assert re.search(f"{what}.*{step}", str(error)), str(error)
     assert "\n" not in str(error)
     assert error.next_step
@@ -84,7 +68,7 @@ def test_a_path_that_is_a_file_is_named(tmp_path: Path) -> None:
     for below in ("", "/step-1"):
         for error_of in (save_error, load_error):
             error = error_of(f"{tmp_path}/notes{below}")
-            assert_says(error, StorageError, f"{tmp_path}/notes", "Part of the path is a file")
+            assert_says(error, "StorageError", f"{tmp_path}/notes", "Part of the path is a file")
 
 
 @contextmanager
@@ -109,23 +93,20 @@ def reachable(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_one_may_not_write_to_is_named(reachable: Path) -> None:
-    """A save without the right to write says which folder and whose rights to check."""
+def test_a_folder_one_may_not_write_to_or_read_is_named(reachable: Path) -> None:
+    """The error says whose rights to check, and is not taken for an absent checkpoint."""
+    run = reachable / "run"
     with as_nobody():
-        error = save_error(reachable / "run")
-    assert_says(error, StorageError, f"{reachable}/run.*Permission denied", "owner and mode")
+        error = save_error(run)
+    assert_says(error, "StorageError", f"{run}.*Permission denied", "owner and mode")
     assert files_below(reachable) == set()
-
-
-def test_a_checkpoint_one_may_not_read_is_named(reachable: Path) -> None:
-    """A load without the right to read says so, and is not taken for an absent checkpoint."""
     reachable.chmod(0o755)
-    dcp_cases.save(dict(STATE), reachable / "run")
-    (reachable / "run" / "commits").chmod(0)
+    dcp_cases.save(dict(STATE), run)
+    (run / "commits").chmod(0)
     with as_nobody():
-        error = load_error(reachable / "run")
-    (reachable / "run" / "commits").chmod(0o755)
-    assert_says(error, StorageError, f"{reachable}/run.*Permission denied", "owner and mode")
+        error = load_error(run)
+    (run / "commits").chmod(0o755)
+    assert_says(error, "StorageError", f"{run}.*Permission denied", "owner and mode")
 
 
 def test_a_checkpoint_one_may_read_but_not_write_loads(reachable: Path) -> None:
@@ -144,7 +125,7 @@ def test_a_missing_bucket_is_named_and_not_created(server: S3Server) -> None:
     """A save to or load from a bucket that does not exist says to create it."""
     for error_of in (save_error, load_error):
         error = error_of("s3://absent/run", storage_options=server.storage_options)
-        assert_says(error, StorageError, "s3://absent/run.*does not exist", "create it first")
+        assert_says(error, "StorageError", "s3://absent/run.*does not exist", "create it first")
     assert {request.op for request in server.requests} == {"get", "head"}
 
 
@@ -158,37 +139,37 @@ def test_a_storage_that_does_not_answer_is_named_without_credentials() -> None:
     retry = RetryPolicy(attempt_count=1)
     for error_of in (save_error, load_error):
         error = error_of("s3://bucket/run", storage_options=options, retry=retry)
-        assert_says(error, StorageError, "s3://bucket/run.*127.0.0.1:9", "Check the address")
+        assert_says(error, "StorageError", "s3://bucket/run.*127.0.0.1:9", "Check the address")
         assert "very-secret" not in repr(error) + str(vars(error))
 
 
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    (CheckpointStorageWriter, {"timeout": -1}, "positive"),
-    (CheckpointStorageWriter, {"timeout": "soon"}, "Give seconds"),
-    (CheckpointStorageWriter, {"thread_count": 0}, "1 or more"),
-    (CheckpointStorageWriter, {"part_bytes": 16e6}, "an integer"),
-    (CheckpointStorageWriter, {"part_bytes": True}, "an integer"),
-    (CheckpointStorageWriter, {"memory_limit_bytes": 0}, "Raise memory_limit_bytes"),
-    (CheckpointStorageWriter, {"part_bytes": 10}, "at least one block"),
+    (Writer, {"timeout": -1}, "positive"),
+    (Writer, {"timeout": "soon"}, "Give seconds"),
+    (Writer, {"thread_count": 0}, "1 or more"),
+    (Writer, {"part_bytes": 16e6}, "an integer"),
+    (Writer, {"part_bytes": True}, "an integer"),
+    (Writer, {"memory_limit_bytes": 0}, "Raise memory_limit_bytes"),
+    (Writer, {"part_bytes": 10}, "at least one block"),
     (
-        CheckpointStorageWriter,
+        Writer,
         {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19},
         "lower part_bytes",
     ),
-    (CheckpointStorageReader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
-    (CheckpointStorageReader, {"shared_reads": "yes"}, "'auto' or 'never'"),
+    (Reader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
+    (Reader, {"shared_reads": "yes"}, "'auto' or 'never'"),
 ]
 
 
 def test_paths_and_options_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
     """A writer or reader is not even made for them."""
-    for plugin in (CheckpointStorageWriter, CheckpointStorageReader):
-        with pytest.raises(InvalidInputError, match=r"s3:/bucket/run.*'s3://bucket/run'"):
+    for plugin in (Writer, Reader):
+        with pytest.raises(errors.InvalidInputError, match=r"s3:/bucket/run.*'s3://bucket/run'"):
             plugin(Path("s3://bucket/run"))
     for plugin, option, step in OPTIONS:
-        with pytest.raises(InvalidInputError) as caught:
+        with pytest.raises(errors.InvalidInputError) as caught:
             plugin(tmp_path / "run", **option).read_metadata()
-        assert_says(caught.value, InvalidInputError, "", re.escape(step))
+        assert_says(caught.value, "InvalidInputError", "", re.escape(step))
 
 
 def test_a_folder_without_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
@@ -196,16 +177,15 @@ def test_a_folder_without_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("absent", "empty"):
         error = load_error(tmp_path / name)
-        assert_says(
-            error, CheckpointNotFoundError, f"{tmp_path}/{name} is empty or", "Check the path"
-        )
+        told = f"{tmp_path}/{name} is empty or"
+        assert_says(error, "CheckpointNotFoundError", told, "Check the path")
         assert isinstance(error, FileNotFoundError)
     dcp_cases.save(dict(STATE), tmp_path / "run" / "step-1")
     error = load_error(tmp_path / "run")
-    assert_says(error, CheckpointNotFoundError, "holds no checkpoint", f"{tmp_path}/run/step-1")
+    assert_says(error, "CheckpointNotFoundError", "holds no checkpoint", f"{tmp_path}/run/step-1")
     (tmp_path / "empty" / "__0_0.distcp").write_bytes(b"x")
     error = load_error(tmp_path / "empty")
-    assert_says(error, CheckpointInProgressError, "no .metadata", "Wait for the save to end")
+    assert_says(error, "CheckpointInProgressError", "no .metadata", "Wait for the save to end")
 
 
 def test_a_save_that_did_not_commit_is_in_progress(tmp_path: Path) -> None:
@@ -214,32 +194,25 @@ def test_a_save_that_did_not_commit_is_in_progress(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException):
         dcp_cases.save(dict(STATE), tmp_path / "run", planner=dying)
     error = load_error(tmp_path / "run")
-    assert_says(error, CheckpointInProgressError, "has not committed", "Wait for the save to end")
+    assert_says(error, "CheckpointInProgressError", "has not committed", "Wait for the save to end")
     dcp_cases.save(dict(STATE), tmp_path / "run")
     dcp_cases.load(zeros_like(STATE), tmp_path / "run")
 
 
 def test_a_taken_id_is_refused_whoever_took_it(tmp_path: Path) -> None:
-    """Without `overwrite` neither a checkpoint of ours nor one of stock torch is replaced."""
+    """Neither ours nor one of stock torch is replaced unasked; torch prints none of our frames."""
     dcp_cases.save(dict(STATE), tmp_path / "ours")
     saved_stock(dict(STATE), tmp_path / "stock")
     for name in ("ours", "stock"):
         before = files_below(tmp_path / name)
         error = save_error(tmp_path / name)
-        assert_says(error, CheckpointExistsError, f"{tmp_path}/{name}", "pass overwrite=True")
+        assert_says(error, "CheckpointExistsError", f"{tmp_path}/{name}", "pass overwrite=True")
         assert name == "stock" or str(open_checkpoint(tmp_path / name).save_id) in str(error)
         assert isinstance(error, FileExistsError)
         assert files_below(tmp_path / name) == before
-
-
-def test_a_refusal_comes_without_frames_of_this_package(tmp_path: Path) -> None:
-    """What torch prints of a refused save has the frames of torch, and our error, but not ours."""
-    dcp_cases.save(dict(STATE), tmp_path)
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.save(dict(STATE), tmp_path)
-    printed = str(caught.value)
-    assert "pass overwrite=True" in printed
-    assert printed.count("ckpt_storage/") == 1, printed
+        with pytest.raises(CheckpointException, match="pass overwrite=True") as caught:
+            dcp_cases.save(dict(STATE), tmp_path / name)
+        assert str(caught.value).count("ckpt_storage/") == 1, caught.value
 
 
 def test_a_checkpoint_that_is_not_whole_says_what_is_missing(tmp_path: Path) -> None:
@@ -248,18 +221,16 @@ def test_a_checkpoint_that_is_not_whole_says_what_is_missing(tmp_path: Path) -> 
     # As a copy of what a pattern matched does.
     shutil.rmtree(tmp_path / "bare" / "commits")
     error = load_error(tmp_path / "bare")
-    assert_says(error, FormatError, "no commits/ folder", "Copy the whole checkpoint")
+    assert_says(error, "FormatError", "no commits/ folder", "Copy the whole checkpoint")
     dcp_cases.save(dict(STATE), tmp_path / "run")
     next((tmp_path / "run").rglob("manifest.json")).unlink()
     error = load_error(tmp_path / "run")
-    assert_says(error, IntegrityError, "manifest.json is missing", "Restore the file")
+    assert_says(error, "IntegrityError", "manifest.json is missing", "Restore the file")
     dcp_cases.save(dict(STATE), tmp_path / "lost")
     next((tmp_path / "lost").rglob("*.distcp")).unlink()
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.load(zeros_like(STATE), tmp_path / "lost")
-    (lost,) = failures_of(caught.value).values()
-    assert isinstance(lost, IntegrityError)
-    assert_says(lost, IntegrityError, "__0_0.distcp, which rank 0 wrote", "Restore the file")
+    lost = load_failure(tmp_path / "lost", zeros_like(STATE))
+    assert isinstance(lost, errors.IntegrityError)
+    assert_says(lost, "IntegrityError", "__0_0.distcp, which rank 0 wrote", "Restore the file")
     assert lost.rank == 0
     assert lost.fqn in {"w", "step"}
 
@@ -271,4 +242,4 @@ def test_checkpoints_of_single_ranks_are_explained(tmp_path: Path) -> None:
         writer = dcp.FileSystemWriter(tmp_path)
         dcp.save(dict(STATE), storage_writer=writer, use_collectives=False)
     error = load_error(tmp_path)
-    assert_says(error, FormatError, "use_collectives=False", "as many ranks as saved it")
+    assert_says(error, "FormatError", "use_collectives=False", "as many ranks as saved it")

@@ -41,12 +41,10 @@ def state_on(device: str) -> dict[str, Any]:
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy whose tensors are on the host."""
     return {
         name: value.cpu().clone() if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
@@ -69,7 +67,6 @@ def loaded(target: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, server: S3Server
 ) -> tuple[str, dict[str, Any]]:
-    """A URL and options: a local disk, and S3."""
     if request.param == "disk":
         return str(tmp_path / "run"), {}
     return "s3://bucket/run", {"storage_options": server.storage_options}
@@ -90,10 +87,7 @@ def test_a_save_and_loads_on_either_side(place: tuple[str, dict[str, Any]], devi
 
 
 def saved(state: dict[str, Any], url: str, way: Any) -> None:
-    """Save by a saver's thread or process, and zero the state as soon as that is allowed.
-
-    With "guarded" it is copied in the background too: the change waits for the copies.
-    """
+    """Save by a thread, a process, or a thread whose copies a guard awaits; zero the state."""
     blocks = way != "guarded"
     with ckpt_storage.AsyncSaver(mode=way if blocks else "thread") as saver:
         handle = saver.save(state, url, block_until_staged=blocks)

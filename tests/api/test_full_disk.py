@@ -47,32 +47,24 @@ def test_a_save_for_which_there_is_no_space_leaves_no_values(
 
 
 @pytest.mark.parametrize("way", SAVES)
-def test_a_save_without_space_frees_what_a_dead_one_left(tmp_path: Path, way: str) -> None:
-    """It frees the files of a save that died, and then goes on by itself."""
+def test_a_save_without_space_frees_what_a_dead_one_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Then it goes on by itself; if nothing can be freed, the log says why."""
     crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
     with faulty_disk([crash]), pytest.raises(SimulatedCrash):
         dcp_cases.save_alone(STATE, tmp_path)
     (left,) = tmp_path.rglob("*.distcp")
     full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
+    refused = Rule(action="error", operation="pwritev", path="00000001", errno=errno.EACCES)
+    with faulty_disk([full, refused]), pytest.raises(ckpt_storage.StorageError) as caught:
+        SAVES[way](tmp_path)
+    assert caught.value.kind == "no-space"
+    assert "dead attempts stay" in caplog.text
     with faulty_disk([full]):
         SAVES[way](tmp_path)
     assert not left.exists()
     assert ckpt_storage.verify(tmp_path).ok
-
-
-def test_what_cannot_be_freed_does_not_hide_that_space_is_lacking(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The error is of the full disk, and the log says why nothing was freed."""
-    crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
-    with faulty_disk([crash]), pytest.raises(SimulatedCrash):
-        dcp_cases.save_alone(STATE, tmp_path)
-    full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
-    refused = Rule(action="error", operation="pwritev", path="00000001", errno=errno.EACCES)
-    with faulty_disk([full, refused]), pytest.raises(ckpt_storage.StorageError) as caught:
-        ckpt_storage.save(STATE, tmp_path)
-    assert caught.value.kind == "no-space"
-    assert "dead attempts stay" in caplog.text
 
 
 def test_a_close_that_fails_does_not_hide_that_a_disk_is_full(tmp_path: Path) -> None:
@@ -90,7 +82,6 @@ SMALL = {"w": torch.arange(1000.0), "b": torch.ones(3)}
 
 
 def broken(event: ProgressEvent) -> None:
-    """Raise, as a callback may whose terminal or server is gone."""
     raise BrokenPipeError(event.phase)
 
 

@@ -36,7 +36,6 @@ _NESTS = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two nests are equal, classes and tensors included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -52,7 +51,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def through_storage(values: dict[str, Any], url: Path) -> object:
-    """Save, load and unpack `values`."""
     ckpt_storage.save(pack(values), url)
     planner = WholePlanner()
     ckpt_storage.load({}, url, planner=planner)

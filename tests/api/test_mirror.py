@@ -17,12 +17,10 @@ from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 
 
 def mirrored(tmp_path: Path, **options: Any) -> CheckpointManager:
-    """Return a manager of a root and its mirror."""
     return cases.manager_of(tmp_path / "fast", **{"mirror": tmp_path / "slow", **options})
 
 
 def steps_in(root: Path) -> list[int | None]:
-    """Return the committed steps."""
     return [info.step for info in ckpt_storage.list_checkpoints(root)]
 
 
@@ -91,6 +89,11 @@ def test_restore_takes_the_newest_sound_one_of_both(tmp_path: Path) -> None:
         assert cases.latest_step(manager) == cases.restore(manager).step == 2
         cases.save(manager, 3)
         assert cases.restore(manager).step == 3
+        # `step=` loads that one alone, from either root; what is nowhere is an error.
+        for step in (1, 3):
+            assert cases.restore(manager, step=step, check="deep").step == step
+        with pytest.raises(CheckpointNotFoundError, match="step 7"):
+            manager.restore(cases.blank(), step=7)
 
 
 def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
@@ -110,22 +113,6 @@ def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
         assert manager.wait_mirrored(60)
         assert cases.restore(manager).info.save_id != old_id
         assert [info.save_id == old_id for info in manager.all()] == [False]
-
-
-def test_one_step_is_restored_from_either_root(tmp_path: Path) -> None:
-    """`step=` loads that one alone; what is nowhere is an error."""
-    with mirrored(tmp_path, keep=KeepLatest(1)) as manager:
-        cases.save(manager, 1, 2)
-        assert manager.wait_mirrored(60)
-        assert manager.wait_pruned(60)
-        assert steps_in(tmp_path / "fast") == [2]
-        for step in (1, 2):
-            state = cases.blank()
-            found = manager.restore(state, step=step, check="deep")
-            assert found is not None
-            assert found.step == cases.step_in(state) == step
-        with pytest.raises(CheckpointNotFoundError, match="step 7"):
-            manager.restore(cases.blank(), step=7)
 
 
 def test_a_deletion_is_of_both_roots(tmp_path: Path) -> None:

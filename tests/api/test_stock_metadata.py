@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -49,19 +49,7 @@ def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
 
 
 def save(path: Path, state: dict[str, Any] = STATE, **options: Any) -> None:
-    """Save by `dcp.save`."""
     dcp.save(state, storage_writer=CheckpointStorageWriter(path, **options))
-
-
-def test_a_large_one_has_a_note_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Above the limit torch's reader is told why, ours loads, and everyone who is asked says so."""
-    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", len(STATE) - 1)
-    caplog.set_level("INFO", "ckpt_storage")
-    save(tmp_path / "run")
-    assert "would hold 5 entries" in caplog.text
-    check_note(tmp_path / "run")
 
 
 def check_note(path: Path) -> None:
@@ -78,11 +66,19 @@ def check_note(path: Path) -> None:
     assert info.stock_metadata is False
 
 
-def test_never_and_always_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the size."""
+def test_never_always_and_the_limit_are_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it torch's reader is told why, ours loads, and everyone who is asked says so."""
     save(tmp_path / "never" / "run", stock_metadata="never")
     check_note(tmp_path / "never" / "run")
-    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", 0)
+    limit = "ckpt_storage.saves.options.STOCK_ENTRY_LIMIT"
+    monkeypatch.setattr(limit, len(STATE) - 1)
+    caplog.set_level("INFO", "ckpt_storage")
+    save(tmp_path / "large" / "run")
+    assert "would hold 5 entries" in caplog.text
+    check_note(tmp_path / "large" / "run")
+    monkeypatch.setattr(limit, 0)
     save(tmp_path / "run", stock_metadata="always")
     dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
     assert ckpt_storage.save(STATE, tmp_path / "door", stock_metadata="always").stock_metadata
@@ -92,23 +88,17 @@ def test_never_and_always_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_note_replaces_what_an_older_save_published(tmp_path: Path) -> None:
-    """Torch's reader never gets the older checkpoint instead; a later save publishes again."""
+    """Torch's reader never gets the older one instead, also where the next load publishes it."""
     path = tmp_path / "run"
     save(path, {"w": torch.zeros(2, 3)})
     save(path, stock_metadata="never", overwrite=True)
     check_note(path)
-    save(path, {"w": torch.ones(2, 3)}, overwrite=True)
-    dcp_cases.assert_holds(path, {"w": torch.ones(2, 3)}, [dcp_cases.load_stock])
-
-
-def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
-    """Where the saver died before it published, the next load does."""
-    path = tmp_path / "run"
-    save(path, stock_metadata="never")
     note = (path / ".metadata").read_bytes()
     (path / ".metadata").unlink()
     dcp_cases.load(zeros_like(STATE), path)
     assert (path / ".metadata").read_bytes() == note
+    save(path, {"w": torch.ones(2, 3)}, overwrite=True)
+    dcp_cases.assert_holds(path, {"w": torch.ones(2, 3)}, [dcp_cases.load_stock])
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
@@ -116,21 +106,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"
 OLD, NEW = {"w": torch.zeros(8)}, {"w": torch.ones(8)}
 
 
-def stock_values(url: str | Path) -> torch.Tensor:
-    """Return what torch's own reader finds."""
+def stock_values(reader: dcp.StorageReader) -> torch.Tensor:
     state = {"w": torch.full((8,), 7.0)}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(url), no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     return state["w"]
 
 
-def load(url: str) -> None:
-    """Load by the front door."""
-    ckpt_storage.load({"w": torch.empty(8)}, url)
+def load(url: str, **options: Any) -> None:
+    ckpt_storage.load({"w": torch.empty(8)}, url, **options)
 
 
-def dcp_load(url: str) -> None:
-    """Load by the plug-in."""
-    reader = ckpt_storage.CheckpointStorageReader(url)
+def dcp_load(url: str, **options: Any) -> None:
+    reader = ckpt_storage.CheckpointStorageReader(url, **options)
     try:
         dcp.load({"w": torch.empty(8)}, storage_reader=reader, no_dist=True)
     except dcp.api.CheckpointException as error:
@@ -140,32 +127,41 @@ def dcp_load(url: str) -> None:
         raise ckpt_storage.FormatError(str(error.failures[0][0])) from error
 
 
-def restore(url: str) -> None:
-    """Resume by the manager."""
-    with ckpt_storage.CheckpointManager(url.rpartition("/")[0]) as manager:
+def restore(url: str, **options: Any) -> None:
+    with ckpt_storage.CheckpointManager(url.rpartition("/")[0], **options) as manager:
         manager.restore({"w": torch.empty(8)})
 
 
-READ: dict[str, Callable[[str], object]] = {
+READ: dict[str, Callable[..., object]] = {
     "load": load,
     "dcp.load": dcp_load,
-    "open_checkpoint": lambda url: ckpt_storage.open_checkpoint(url).close(),
+    "open_checkpoint": ckpt_storage.open_checkpoint,
     "restore": restore,
     "consolidate": ckpt_storage.consolidate,
+    "copy": lambda url, **options: ckpt_storage.copy(url, "memory://stock/copy", **options),
+    "convert": lambda url, **options: ckpt_storage.convert(
+        url, "memory://stock/converted", to="dcp", **options
+    ),
 }
 
 
 @pytest.mark.parametrize("way", READ)
-def test_reading_says_that_a_stock_save_is_newer_and_keeps_it(tmp_path: Path, way: str) -> None:
-    """No way to read gives the older values, or takes the newer save from torch's own readers."""
-    folder = tmp_path / "step-00000001"
-    info = ckpt_storage.save(OLD, folder)
-    dcp.save(NEW, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+@pytest.mark.parametrize("is_remote", [False, True], ids=["disk", "s3"])
+def test_reading_says_that_a_stock_save_is_newer_and_keeps_it(
+    tmp_path: Path, server: S3Server, way: str, *, is_remote: bool
+) -> None:
+    """No way to read, on a disk or S3, gives older values or takes the newer ones from torch."""
+    url, given = str(tmp_path / "step-00000001"), dict[str, Any]()
+    if is_remote:
+        url, given = "s3://bkt/step-00000001", dict(server.storage_options)
+    options = {"storage_options": given} if is_remote else {}
+    info = ckpt_storage.save(OLD, url, **options)  # type: ignore[arg-type]
+    dcp.save(NEW, storage_writer=FsspecWriter(url, **given), no_dist=True)
     with pytest.raises(ckpt_storage.FormatError, match=r"\.metadata") as caught:
-        READ[way](str(folder))
+        READ[way](url, **options)
     assert str(info.save_id) in str(caught.value)
     assert "overwrite=True" in str(caught.value)
-    assert torch.equal(stock_values(folder), NEW["w"])
+    assert torch.equal(stock_values(FsspecReader(url, **given)), NEW["w"])
 
 
 def test_verify_and_an_overwriting_save_know_of_a_newer_stock_save(tmp_path: Path) -> None:
@@ -180,25 +176,6 @@ def test_verify_and_an_overwriting_save_know_of_a_newer_stock_save(tmp_path: Pat
     dcp_cases.assert_holds(tmp_path, {"w": NEW["w"] + 1})
 
 
-def test_reading_from_object_storage_says_so_too(server: S3Server, tmp_path: Path) -> None:
-    """Where `.metadata` costs requests, every way to read looks at it, too."""
-    url = "s3://bkt/step-00000001"
-    options: dict[str, Any] = {"storage_options": server.storage_options}
-    ckpt_storage.save(OLD, url, **options)
-    stock = FsspecWriter(url, **server.storage_options)
-    dcp.save(NEW, storage_writer=stock, no_dist=True)
-    ways: list[Callable[[], object]] = [
-        lambda: ckpt_storage.load({"w": torch.empty(8)}, url, **options),
-        lambda: ckpt_storage.open_checkpoint(url, **options),
-        lambda: ckpt_storage.consolidate(url, tmp_path / "hf", **options),
-        lambda: ckpt_storage.copy(url, tmp_path / "copy", **options),
-        lambda: ckpt_storage.convert(url, tmp_path / "converted", to="dcp", **options),
-    ]
-    for way in ways:
-        with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
-            way()
-
-
 def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None:
     """Whoever opens a save that replaced a stock one, and could not publish, publishes it."""
     dcp.save(OLD, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
@@ -209,7 +186,7 @@ def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None
     time_s = (tmp_path / "commits" / "00000001.json").stat().st_mtime - 60
     os.utime(tmp_path / ".metadata", (time_s, time_s))
     load(str(tmp_path))
-    assert torch.equal(stock_values(tmp_path), NEW["w"])
+    assert torch.equal(stock_values(FileSystemReader(tmp_path)), NEW["w"])
 
 
 def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
@@ -222,17 +199,6 @@ def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_a_lost_commit_record_is_told_by_the_metadata(tmp_path: Path) -> None:
-    """A `.metadata` that names a later slot than there are says that commit records are lost."""
-    ckpt_storage.save(OLD, tmp_path)
-    ckpt_storage.save(NEW, tmp_path, overwrite=True)
-    (tmp_path / "commits" / "00000002.json").unlink()
-    with pytest.raises(ckpt_storage.FormatError, match="slot 2"):
-        load(str(tmp_path))
-    assert any("slot 2" in problem.message for problem in ckpt_storage.verify(tmp_path).problems)
-    assert torch.equal(stock_values(tmp_path), NEW["w"])
-
-
 def refuse(folder: Path) -> None:
     """Let no `.metadata` be put there: no file replaces a folder."""
     (folder / ".metadata").unlink()
@@ -240,7 +206,6 @@ def refuse(folder: Path) -> None:
 
 
 def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
-    """Save in the background, and once more after it."""
     with ckpt_storage.AsyncSaver(mode=mode) as saver:
         handle = saver.save(NEW, url, overwrite=True)
         error = handle.exception(60)
@@ -274,7 +239,7 @@ def test_a_save_that_stock_readers_cannot_find_says_so(tmp_path: Path, way: str)
     (folder / ".metadata").rmdir()
     ckpt_storage.publish(folder)
     ckpt_storage.publish(folder)
-    assert torch.equal(stock_values(folder), NEW["w"])
+    assert torch.equal(stock_values(FileSystemReader(folder)), NEW["w"])
 
 
 def test_who_wants_no_stock_metadata_does_not_miss_it(tmp_path: Path) -> None:
@@ -286,7 +251,6 @@ def test_who_wants_no_stock_metadata_does_not_miss_it(tmp_path: Path) -> None:
 
 
 def overwrite(_rank: int, path: Path) -> object:
-    """Save over what is there; return what the error says is committed."""
     with pytest.raises(ckpt_storage.NotPublishedError) as caught:
         ckpt_storage.save(NEW, path, overwrite=True)
     return caught.value.info
@@ -325,4 +289,4 @@ def test_a_copy_that_stock_readers_cannot_find_says_so(tmp_path: Path) -> None:
         assert (caught.value.phase, caught.value.info.slot) == ("commit", 2)
     (target / ".metadata").rmdir()
     assert ckpt_storage.copy(source, target, overwrite=True).was_there
-    assert torch.equal(stock_values(target), NEW["w"])
+    assert torch.equal(stock_values(FileSystemReader(target)), NEW["w"])

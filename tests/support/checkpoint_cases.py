@@ -46,7 +46,6 @@ OBJECTS: dict[str, Any] = {
 
 
 def sharded() -> dict[str, Any]:
-    """Return this rank's part of `WEIGHTS`."""
     mesh = init_device_mesh("cpu", (2,))
     return {
         name: distribute_tensor(tensor, mesh, [Shard(CUTS[name])], src_data_rank=None)
@@ -55,7 +54,6 @@ def sharded() -> dict[str, Any]:
 
 
 def save_all(_rank: int, folder: Path) -> None:
-    """Save the state in every format that ranks save, each into a folder of its name."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
 
     state = sharded() | EXTRAS | OBJECTS
@@ -68,12 +66,10 @@ def save_all(_rank: int, folder: Path) -> None:
 
 
 def save_hugging_face(folder: Path) -> None:
-    """Save `WEIGHTS` as a Hugging Face folder of weight files and an index."""
     make("safetensors", WEIGHTS, folder / "safetensors" / "step-1000")
 
 
 def numpy_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor as numpy has it, types of ml_dtypes by way of their bytes."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in {"bfloat16", "float8_e4m3fn"}:
         return tensor.contiguous().numpy()

@@ -37,14 +37,12 @@ def state_at(step: int) -> dict[str, Any]:
 
 
 def make_run(root: Path) -> Path:
-    """Save one checkpoint for each step below `root`."""
     for step in STEPS:
         save(state_at(step), root / f"step-{step:08d}")
     return root
 
 
 def call(*arguments: str | Path, env: Mapping[str, str | None] | None = None) -> Result:
-    """Call the command line in this process."""
     return CliRunner().invoke(app, [str(one) for one in arguments], env=env)
 
 
@@ -87,7 +85,6 @@ def _keys_of(command: str, value: Any, prefix: str = "") -> set[str]:
 def process(
     *arguments: str | Path, code: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Call the command line, or run a few lines of Python, in a process of its own."""
     what = ["-c", code] if code else ["-m", "ckpt_storage"]
     command = [sys.executable, *what, *map(str, arguments)]
     options = {"timeout": 120, "text": True, "stdout": PIPE, "stderr": PIPE, **options}

@@ -23,7 +23,6 @@ SIZES = ((300, 128), (64, 7), (), (0, 3))
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    """Return tensors of several shapes and a blob, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Any] = {
         f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(SIZES)
@@ -33,14 +32,12 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def save(state: dict[str, Any], url: str | Path, **options: Any) -> None:
-    """Save with our writer in this process."""
     options = {"sync_files": False} | options
     writer = CheckpointStorageWriter(url, **options)
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def saved_stock(state: dict[str, Any], folder: Path) -> None:
-    """Save with torch's own writer, in two files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
@@ -48,7 +45,6 @@ def saved_stock(state: dict[str, Any], folder: Path) -> None:
 
 
 def make(kind: str, state: dict[str, Any], path: Path) -> None:
-    """Make a checkpoint of any format by the tool whose format it is."""
     if kind == "ckpt_storage":
         save(state, path)
     elif kind == "dcp":
@@ -73,7 +69,6 @@ def make(kind: str, state: dict[str, Any], path: Path) -> None:
 
 
 def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load into a copy of `state` with torch's own reader."""
     found: dict[str, Any] = zeros_like(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +86,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def flip(file: Path, at: int) -> None:
-    """Flip one bit of a file."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
@@ -107,7 +101,6 @@ def save_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def head_of(files: Mapping[str, bytes]) -> str | None:
-    """Return the save id that the highest slot names, None if there is none."""
     slots = sorted(path for path in files if path.startswith("commits/"))
     if not slots:
         return None
@@ -120,7 +113,6 @@ ACTIONS: tuple[Action, ...] = ("crash_before", "error", "lost_answer")
 
 
 def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseException | None:
-    """Copy; return what that raised."""
     try:
         copy(source, target, **options)
     except (SimulatedCrash, CheckpointError) as error:

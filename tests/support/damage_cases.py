@@ -9,10 +9,8 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import CheckpointError, CheckpointStorageReader, verify
 from ckpt_storage.inspect.checks import Problem
-from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536
 KINDS = ("slot", "manifest", "rank")
 
 
 def body_of(path: Path) -> Any:
-    """Return the body of a sealed document."""
     return json.loads(path.read_bytes())["body"]
 
 
@@ -112,46 +108,34 @@ class Checkpoint:
         self.reseal(path, body)
 
 
-class Spy(dcp.DefaultLoadPlanner):
-    """A load planner that notes what it was given for good."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[str] = []
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.given.append(read_item.dest_index.fqn)
-        super().commit_tensor(read_item, tensor)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.given.append(read_item.dest_index.fqn)
-        super().load_bytes(read_item, value)
-
-
 def load_failure(path: Path, state: dict[str, Any]) -> BaseException | None:
     """Return what a load raised before anything was handed out, None if it succeeded."""
-    spy = Spy()
+    given: list[str] = []
+
+    def noted(step: Callable[..., None], item: ReadItem, value: Any) -> None:
+        given.append(item.dest_index.fqn)
+        step(item, value)
+
     reader = CheckpointStorageReader(path)
+    planner = dcp_cases.planner(dcp.DefaultLoadPlanner, commit_tensor=noted, load_bytes=noted)
     try:
         # torch makes a failure here an AssertionError of its own.
         reader.read_metadata()
-        dcp.load(state, storage_reader=reader, planner=spy)
+        dcp.load(state, storage_reader=reader, planner=planner)
     except CheckpointError as error:
         return error
     except CheckpointException as error:
-        assert spy.given == []
+        assert given == []
         (failure,) = failures_of(error).values()
         return failure
     return None
 
 
 def small_state() -> dict[str, Any]:
-    """Return little of each kind: a tensor to shard, one to replicate, a blob."""
     return {"rows": seeded(1, 4), "mask": torch.tensor([True, False]), "step": 7}
 
 
 def large_state() -> dict[str, Any]:
-    """Return tensors of one and of several blocks, of every way to be read, and blobs."""
     return {
         # Read straight into the target, in several blocks.
         "rows": seeded(1, 6, 40_000),
@@ -182,20 +166,6 @@ def save_on_two(_rank: int, path: Path, *, large: bool) -> None:
     dcp_cases.save({name: sharded(name, value) for name, value in state.items()}, path)
 
 
-class Saver:
-    """Gives copies of checkpoints that two ranks saved once."""
-
-    def __init__(self, ranks: RankPool, folder: Path) -> None:
-        self._ranks = ranks
-        self._folder = folder
-
-    def copy(self, target: Path, *, large: bool = True) -> Checkpoint:
-        source = self._folder / f"{large}"
-        if not source.exists():
-            self._ranks.run(partial(save_on_two, large=large), source, world_size=2)
-        return Checkpoint(Path(shutil.copytree(source, target)))
-
-
 def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at: int) -> None:
     """Assert that a finding leads to byte `at` of its file as closely as its checksums allow."""
     assert problem.file is not None
@@ -214,12 +184,10 @@ def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at
 
 
 def document(checkpoint: Checkpoint, kind: str) -> Path:
-    """Return the file of one of `KINDS`."""
     return {"slot": checkpoint.slot, "manifest": checkpoint.manifest}.get(kind, checkpoint.ranks[0])
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a document."""
     yield path
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -231,10 +199,7 @@ FROM_TORCH = ("Missing key in checkpoint", "Size mismatch between")
 
 
 def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: range) -> None:
-    """Put values in place of each value of a document; all of `VALUES` where `turns` has nine.
-
-    `folder` has the state. A load succeeds or fails as it should.
-    """
+    """Put `VALUES` in place of each value: a load of `state` succeeds or fails as it should."""
     checkpoint = Checkpoint(folder)
     path = document(checkpoint, kind)
     above = {file: file.read_bytes() for file in (checkpoint.slot, checkpoint.manifest, path)}

@@ -16,7 +16,6 @@ MARK = bytes(range(64))
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return the state of a step."""
     return {
         "w": torch.full((16,), float(step)),
         "mark": torch.frombuffer(bytearray(MARK), dtype=torch.uint8),
@@ -25,7 +24,6 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def blank() -> dict[str, Any]:
-    """Return what a state is loaded into."""
     return {"w": torch.zeros(16), "mark": torch.zeros(64, dtype=torch.uint8), "step": -1}
 
 
@@ -70,7 +68,6 @@ def names_in(root: Path) -> list[str]:
 
 
 def restore(manager: CheckpointManager, **options: Any) -> Restored:
-    """Restore into a new state and check that it is of the step that is told."""
     state = blank()
     found = manager.restore(state, **options)
     assert found is not None
@@ -79,32 +76,27 @@ def restore(manager: CheckpointManager, **options: Any) -> Restored:
 
 
 def manager_of(root: Path, **options: Any) -> CheckpointManager:
-    """Return a manager that saves asynchronously in threads."""
     chosen: dict[str, Any] = {"mode": "thread", "timeout": 60, **options}
     return CheckpointManager(root, **chosen)
 
 
 def save(manager: CheckpointManager, *steps: int, **options: Any) -> None:
-    """Save some steps."""
     for step in steps:
         manager.save(step, state_of(step), sync_files=False, **options)
 
 
 def saved(root: Path, *steps: int, **options: Any) -> None:
-    """Save some steps with a manager of its own."""
     with manager_of(root, **options) as manager:
         save(manager, *steps)
 
 
 def pruned(manager: CheckpointManager, **options: Any) -> PruneReport:
-    """Prune by hand, where there is something to go by."""
     report = manager.prune(**options)
     assert report is not None
     return report
 
 
 def latest_step(manager: CheckpointManager) -> int | None:
-    """Return the step of the newest, which is there."""
     latest = manager.latest()
     assert latest is not None
     return latest.step
