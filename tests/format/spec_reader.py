@@ -44,7 +44,6 @@ class NoCheckpointError(Exception):
 
 
 def need(good: object, what: str) -> None:
-    """Refuse what is not good."""
     if not good:
         raise RefusedError(what)
 
@@ -56,7 +55,6 @@ for _ in range(8):
 
 @functools.lru_cache(maxsize=256)
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of some bytes."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ TABLE[(crc ^ byte) & 255]
@@ -96,7 +94,6 @@ def column(value: Any, count: int | None = None, least: int = 0, below: int = 1 
 
 
 def names(value: Any) -> list[str]:
-    """Return names: a list, or its JSON text deflated."""
     if not isinstance(value, list):
         count = value["count"]
         value = json.loads(inflate(value, value["bytes"]))
@@ -106,7 +103,6 @@ def names(value: Any) -> list[str]:
 
 
 def crcs(text: str, count: int) -> list[int]:
-    """Return packed checksums."""
     data = base64.b64decode(text, validate=True)
     need(len(data) == 4 * count, "number of checksums")
     return [int(word) for word in np.frombuffer(data, dtype="<u4")]
@@ -121,7 +117,6 @@ def boxes(value: Any) -> list[Any]:
 
 
 def window(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the index of a box."""
     return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
 
 
@@ -172,7 +167,6 @@ def last_slot(root: Path) -> int:
 
 
 def checked(root: Path, path: str, size: int, crc: int) -> bytes:
-    """Return the bytes of a file that a document names."""
     data = (root / path).read_bytes()
     need(len(data) == size and crc32c(data) == crc, f"length or checksum of {path}")
     return data

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format import documents
-from ckpt_storage.format.crc import BlockHasher, combine_blocks, crc32c_of
+from ckpt_storage.format.crc import combine_blocks, crc32c_of
 
 QUICK = settings(max_examples=150, deadline=None)
-PIECES = st.lists(st.binary(max_size=40), max_size=8)
 
 
 def slow_crc(data: bytes) -> int:
@@ -53,20 +52,6 @@ def test_the_checksum_is_that_of_the_rfc(data: bytes, crc: int) -> None:
     """The vectors of RFC 3720, B.4, and the customary check value come out."""
     assert crc32c_of(data) == crc
     assert slow_crc(data) == crc
-
-
-@QUICK
-@given(pieces=PIECES, block_bytes=st.integers(1, 50))
-def test_block_checksums_do_not_depend_on_the_pieces(pieces: list[bytes], block_bytes: int) -> None:
-    """However a payload is cut into buffers, its blocks are counted from its start."""
-    data = b"".join(pieces)
-    blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-    hasher = BlockHasher(block_bytes)
-    for piece in pieces:
-        hasher.update(memoryview(piece))
-    crcs = hasher.finish()
-    assert crcs.typecode == "I"
-    assert list(crcs) == [slow_crc(block) for block in blocks]
 
 
 @QUICK
@@ -126,7 +111,6 @@ def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
 
 
 def assert_found(damaged: bytes) -> None:
-    """Assert that unsealing finds the damage and names the file."""
     with pytest.raises(IntegrityError, match=r"^commits/00000001\.json ") as caught:
         documents.unseal(damaged, path="commits/00000001.json")
     assert caught.value.path == "commits/00000001.json"
@@ -191,7 +175,6 @@ NAMES = documents.pack_names([f"model.layers.{n}.weight" for n in range(200)])
 
 
 def deflated(data: bytes) -> str:
-    """Return base64 of a zlib stream."""
     return base64.b64encode(zlib.compress(data)).decode()
 
 

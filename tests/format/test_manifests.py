@@ -15,11 +15,9 @@ from typing import Any
 import dcp_cases
 import pytest
 import torch
-from dcp_cases import failures_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import SAVE_ID, Written, manifest_of, reports_of
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import FormatError, IntegrityError, InvalidInputError, list_checkpoints
 from ckpt_storage.commit.assembly import assemble
@@ -63,7 +61,6 @@ NUMBERS = st.one_of(
 
 
 def columns_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every list of numbers."""
     if isinstance(value, list) and all(type(item) is int for item in value):
         yield path
     elif isinstance(value, dict | list):
@@ -73,7 +70,6 @@ def columns_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def at(body: Any, path: tuple[Any, ...]) -> Any:
-    """Return what lies at a path."""
     for key in path:
         body = body[key]
     return body
@@ -103,7 +99,6 @@ def changed(draw: st.DrawFn, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def packed(column: list[int]) -> dict[str, object]:
-    """Return the same numbers as a long column is spelt."""
     pairs = zip(column, [0, *column], strict=False)
     differences = [(after - before) % (1 << 64) for after, before in pairs]
     words = zlib.compress(struct.pack(f"<{len(column)}Q", *differences))
@@ -111,7 +106,6 @@ def packed(column: list[int]) -> dict[str, object]:
 
 
 def assert_sound(manifest: RankManifest) -> None:
-    """Assert what readers of a rank manifest rely on."""
     for file in manifest.files:
         before = 0
         for item in range(len(file.fqn)):
@@ -252,17 +246,14 @@ def test_a_payload_whose_length_wraps_around_is_refused() -> None:
                 RankManifest.from_body(body, where="here")
 
 
-def test_a_name_that_is_no_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_name_that_is_no_text_is_refused_with_what_to_do(tmp_path: Path, count: int) -> None:
     """Before anything is committed, in few names and in many."""
-    for count in (1, 300):
-        state = {f"tensor number {n}": torch.ones(1) for n in range(count)}
-        with pytest.raises(CheckpointException) as raised:
-            dcp_cases.save(state | {"half \ud800": torch.ones(2)}, tmp_path / str(count))
-        (failure,) = failures_of(raised.value).values()
-        assert isinstance(failure, InvalidInputError)
-        assert "half \\ud800" in str(failure)
-        assert failure.next_step
-        assert not list_checkpoints(tmp_path)
+    state = {f"tensor number {n}": torch.ones(1) for n in range(count)}
+    with pytest.raises(InvalidInputError, match=r"half \\ud800") as caught:
+        dcp_cases.save_alone(state | {"half \ud800": torch.ones(2)}, tmp_path / "run")
+    assert caught.value.next_step
+    assert not list_checkpoints(tmp_path)
 
 
 def test_what_no_reader_takes_is_not_committed(
@@ -271,11 +262,8 @@ def test_what_no_reader_takes_is_not_committed(
     """The coordinator reads the manifest before it takes the slot."""
     to_body = Manifest.to_body
     monkeypatch.setattr(Manifest, "to_body", lambda self: to_body(self) | {"dtypes": ["float33"]})
-    with pytest.raises(CheckpointException) as raised:
-        dcp_cases.save({"w": torch.ones(2)}, tmp_path / "run")
-    (failure,) = failures_of(raised.value).values()
-    assert isinstance(failure, IntegrityError)
-    assert "No reader would take" in str(failure)
+    with pytest.raises(IntegrityError, match="No reader would take"):
+        dcp_cases.save_alone({"w": torch.ones(2)}, tmp_path / "run")
     assert not list_checkpoints(tmp_path)
 
 

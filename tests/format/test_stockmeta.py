@@ -18,20 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata as stock
 from dcp_cases import Call
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
@@ -39,39 +32,30 @@ from ckpt_storage.format.names import DTYPES
 from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
 
 
+def described(dtype: torch.dtype, size: list[int], *chunks: tuple[list[int], list[int]]) -> Any:
+    made = [stock.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
+    return TensorStorageMetadata(stock.TensorProperties(dtype), torch.Size(size), made)
+
+
 def made_metadata(rank_count: int = 3, **changes: Any) -> Metadata:
-    """Return metadata as of a run on several ranks, with the changes applied."""
+    chunks = [([4 * rank, 0], [4, 1 << 40]) for rank in range(rank_count)]
     fields: dict[str, Any] = {
         "state_dict_metadata": {
-            "model.w": TensorStorageMetadata(
-                TensorProperties(torch.bfloat16),
-                torch.Size([4 * rank_count, 1 << 40]),
-                [
-                    ChunkStorageMetadata(torch.Size([4 * rank, 0]), torch.Size([4, 1 << 40]))
-                    for rank in range(rank_count)
-                ],
-            ),
-            "scalar": TensorStorageMetadata(
-                TensorProperties(torch.float32),
-                torch.Size([]),
-                [ChunkStorageMetadata(torch.Size([]), torch.Size([]))],
-            ),
-            "step": BytesStorageMetadata(),
+            "model.w": described(torch.bfloat16, [4 * rank_count, 1 << 40], *chunks),
+            "scalar": described(torch.float32, [], ([], [])),
+            "step": stock.BytesStorageMetadata(),
         },
         "planner_data": {"model.w": ("model", "w"), "scalar": ("scalar",), "step": ("o", 0, "s")},
         "storage_data": {
-            **{
-                MetadataIndex("model.w", [4 * rank, 0], rank): _StorageInfo(
-                    f"__{rank}_0.distcp", 1 << 33, 1 << 43
-                )
-                for rank in range(rank_count)
-            },
             MetadataIndex("scalar", []): _StorageInfo("__0_0.distcp", 7, 1577),
             MetadataIndex("step"): _StorageInfo("sub/__0_1.distcp", 0, 5, ["zstd", "own"]),
         },
-        "storage_meta": StorageMeta(pathlib.Path("/data/run"), "save-1", "load-1"),
+        "storage_meta": stock.StorageMeta(pathlib.Path("/data/run"), "save-1", "load-1"),
         "version": "1.0.0",
     }
+    for rank, (offsets, _) in enumerate(chunks):
+        info = _StorageInfo(f"__{rank}_0.distcp", 1 << 33, 1 << 43)
+        fields["storage_data"][MetadataIndex("model.w", offsets, rank)] = info
     return Metadata(**(fields | changes))
 
 
@@ -79,7 +63,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def saved_by_torch(state: dict[str, Any], folder: Path) -> bytes:
-    """Return the `.metadata` that stock torch writes for a state dict."""
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return (folder / ".metadata").read_bytes()
 
@@ -87,14 +70,14 @@ def saved_by_torch(state: dict[str, Any], folder: Path) -> bytes:
 def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
     """Compare what was decoded with the objects that torch's own pickle.load returns."""
     told = expected.state_dict_metadata
-    blobs = {fqn for fqn, value in told.items() if isinstance(value, BytesStorageMetadata)}
+    blobs = {fqn for fqn, value in told.items() if isinstance(value, stock.BytesStorageMetadata)}
     assert found.blobs == blobs
     assert found.tensors.keys() == told.keys() - blobs
     for fqn, tensor in found.tensors.items():
-        described: Any = told[fqn]
-        assert f"torch.{tensor.dtype}" == str(described.properties.dtype)
-        assert tensor.shape == tuple(described.size)
-        assert list(tensor.boxes) == [(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
+        theirs: Any = told[fqn]
+        assert f"torch.{tensor.dtype}" == str(theirs.properties.dtype)
+        assert tensor.shape == tuple(theirs.size)
+        assert list(tensor.boxes) == [(tuple(c.offsets), tuple(c.sizes)) for c in theirs.chunks]
     items = {}
     for index, info in (expected.storage_data or {}).items():
         key = (index.fqn, None if index.offset is None else tuple(index.offset))
@@ -104,14 +87,25 @@ def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
     assert found.paths == expected.planner_data
 
 
-def with_old_properties() -> Metadata:
-    """Return metadata with the properties of tensors that torch 2.0 to 2.2 wrote."""
+def old_metadata() -> Metadata:
+    """Return what torch 2.0 wrote: other properties of tensors, no version or storage metadata."""
     metadata = made_metadata()
-    for described in metadata.state_dict_metadata.values():
-        if isinstance(described, TensorStorageMetadata):
-            old = OldTensorProperties(dtype=described.properties.dtype)
-            described.properties = old  # type: ignore[assignment]
+    for tensor in metadata.state_dict_metadata.values():
+        if isinstance(tensor, TensorStorageMetadata):
+            old = OldTensorProperties(dtype=tensor.properties.dtype)
+            tensor.properties = old  # type: ignore[assignment]
+    for name in ("version", "storage_meta"):
+        del metadata.__dict__[name]
+    for info in metadata.storage_data.values():
+        info.__dict__.pop("transform_descriptors")
     return metadata
+
+
+class ByName(pickle.Pickler):
+    """Pickles enums through getattr, as Python 3.11.0 to 3.11.3 did."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
 
 
 class TestStockFiles:
@@ -136,37 +130,16 @@ class TestStockFiles:
         assert {found.tensors[f"model.{name}"].dtype for name in names} == set(names)
         assert "step" in found.blobs
 
+    @pytest.mark.parametrize("make", [lambda: made_metadata(300), old_metadata])
+    @pytest.mark.parametrize("kind", [pickle.Pickler, ByName])
     @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-    def test_every_binary_protocol(self, protocol: int) -> None:
-        """Many chunks, large counts, transforms and ids are found in pickles of all protocols."""
-        metadata = made_metadata(rank_count=300)
-        found = decode_stock_metadata(pickle.dumps(metadata, protocol))
-        assert_tells_all(found, metadata)
-
-    def test_torch_2_0(self) -> None:
-        """Old files have other classes for properties and no version or storage metadata."""
-        metadata = with_old_properties()
-        for name in ("version", "storage_meta"):
-            del metadata.__dict__[name]
-        for info in metadata.storage_data.values():
-            info.__dict__.pop("transform_descriptors")
-        found = decode_stock_metadata(pickle.dumps(metadata))
-        assert_tells_all(found, metadata)
-
-    @pytest.mark.parametrize("make", [made_metadata, with_old_properties])
-    def test_enums_pickled_by_name(self, make: Callable[[], Metadata]) -> None:
-        """Files of Python 3.11.0 to 3.11.3, which pickled enums through getattr, are read."""
-        metadata = make()
-
-        class ByName(pickle.Pickler):
-            def reducer_override(self, obj: object) -> Any:
-                if isinstance(obj, enum.Enum):
-                    return getattr, (type(obj), obj.name)
-                return NotImplemented
-
-        stream = io.BytesIO()
-        ByName(stream).dump(metadata)
-        assert b"getattr" in stream.getvalue()
+    def test_every_binary_protocol(
+        self, protocol: int, kind: type[pickle.Pickler], make: Callable[[], Metadata]
+    ) -> None:
+        """Chunks, large counts, transforms and ids are found, of old torch and Python, too."""
+        metadata, stream = make(), io.BytesIO()
+        kind(stream, protocol).dump(metadata)
+        assert (b"getattr" in stream.getvalue()) == (kind is ByName)
         assert_tells_all(decode_stock_metadata(stream.getvalue()), metadata)
 
     @pytest.mark.parametrize(
@@ -175,7 +148,7 @@ class TestStockFiles:
     )
     def test_checkpoint_ids(self, given_id: Any) -> None:
         """The id may be text, a path of either system, or nothing."""
-        data = pickle.dumps(made_metadata(storage_meta=StorageMeta(given_id)), 2)
+        data = pickle.dumps(made_metadata(storage_meta=stock.StorageMeta(given_id)), 2)
         for spelt in (data, data.replace(b"cpathlib\n", b"cpathlib._local\n")):
             assert decode_stock_metadata(spelt).tensors
 
@@ -305,7 +278,6 @@ def _sized(text: bytes) -> bytes:
 
 
 def _altered(name: str, value: object) -> bytes:
-    """Return a pickle in which one attribute of the first object that has it is another."""
     metadata = made_metadata()
     tensor: Any = metadata.state_dict_metadata["model.w"]
     objects = (metadata, tensor, tensor.chunks[0], next(iter(metadata.storage_data.values())))
@@ -350,7 +322,7 @@ ODD = {
     "tensors-of-numbers": _altered("state_dict_metadata", {"a": 3}),
     "offset-true": _altered("offset", True),  # noqa: FBT003
     "length-missing": _altered("length", None),
-    "items-info": _altered("storage_data", {MetadataIndex("a"): StorageMeta()}),
+    "items-info": _altered("storage_data", {MetadataIndex("a"): stock.StorageMeta()}),
 }
 
 
