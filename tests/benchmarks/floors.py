@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -55,15 +56,13 @@ class DiskFloor:
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb", 0) as file:
-            for at in range(0, len(views), _IO_VECTORS):
-                _whole(os.writev, file.fileno(), views[at : at + _IO_VECTORS])
+            _whole(os.writev, file.fileno(), views)
             os.fsync(file.fileno())
 
     def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
         with (self._root / path).open("rb", 0) as file:
             if seen is None:
-                for at in range(0, len(views), _IO_VECTORS):
-                    _whole(os.readv, file.fileno(), views[at : at + _IO_VECTORS])
+                _whole(os.readv, file.fileno(), views)
                 return
             for view in views:
                 for at in range(0, len(view), _PIECE_BYTES):
@@ -86,16 +85,17 @@ class DiskFloor:
 def _whole(
     call: Callable[[int, Sequence[memoryview]], int], file: int, views: Sequence[memoryview]
 ) -> None:
-    """Move all bytes of some views: Linux takes no more than 2 GiB at once."""
-    while views:
-        count = call(file, views)
+    """Move all bytes of some views: Linux takes no more than 2 GiB, and 1,024 views, at once."""
+    first = 0
+    while first < len(views):
+        count = call(file, views[first : first + _IO_VECTORS])
         if not count:
             raise EOFError("the file ends too early")
-        while views and count >= len(views[0]):
-            count -= len(views[0])
-            views = views[1:]
+        while first < len(views) and count >= len(views[first]):
+            count -= len(views[first])
+            first += 1
         if count:
-            views = [views[0][count:], *views[1:]]
+            views = [*views[:first], views[first][count:], *views[first + 1 :]]
 
 
 class FsspecFloor:
@@ -111,30 +111,23 @@ class FsspecFloor:
         self._fs.pipe_file(target, b"".join(views))
 
     def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
+        steps = [(view, at) for view in views for at in range(0, len(view), _PART_BYTES)]
+        pieces = [view[at : at + _PART_BYTES] for view, at in steps]
+        starts = [0, *itertools.accumulate(map(len, pieces))]
 
-        def fill(group: Sequence[memoryview], begin: int, count: int) -> None:
-            found = self._fs.cat_file(f"{self._root}/{path}", start=begin, end=begin + count)
-            data, at = memoryview(found), 0
-            for piece in group:
-                piece[:] = data[at : at + len(piece)]
-                at += len(piece)
+        def fill(group: list[int]) -> None:
+            begin, end = starts[group[0]], starts[group[-1] + 1]
+            found = self._fs.cat_file(f"{self._root}/{path}", start=begin, end=end)
+            for number in group:
+                at, piece = starts[number] - begin, pieces[number]
+                piece[:] = memoryview(found)[at : at + len(piece)]
                 if seen is not None:
                     seen(piece)
 
-        groups: list[tuple[list[memoryview], int, int]] = []
-        group: list[memoryview] = []
-        begin = count = 0
-        for view in views:
-            for at in range(0, len(view), _PART_BYTES):
-                piece = view[at : at + _PART_BYTES]
-                if group and count + len(piece) > _PART_BYTES:
-                    groups.append((group, begin, count))
-                    begin, count, group = begin + count, 0, []
-                group.append(piece)
-                count += len(piece)
-        groups.append((group, begin, count))
+        numbers = range(len(pieces))
+        groups = itertools.groupby(numbers, lambda number: starts[number] // _PART_BYTES)
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(lambda each: fill(*each), groups))
+            list(threads.map(fill, [list(group) for _, group in groups]))
 
     def clear(self, folder: str) -> None:
         target = f"{self._root}/{folder}".rstrip("/")

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,53 +34,40 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run on all ranks: seconds from the last rank's begin to the last rank's end.
-
-    cpu_s: user and system time of all ranks and their ended children. extra_bytes: the largest
-    rank's peak of resident memory beyond what it held before. request_count: what the benchmark's
-    own server saw. None: not known.
-    """
+    """One run on all ranks, from the last one's begin to the last one's end; None: not known."""
 
     seconds: float
-    cpu_s: float
-    extra_bytes: int | None
-    request_count: int | None
+    cpu_s: float  # of all ranks and their ended children
+    extra_bytes: int | None  # the largest rank's peak beyond what it held before
+    request_count: int | None  # what the benchmark's own server saw
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What a scenario found: the runs of each contender; the first contender is the floor."""
 
     what: str
     moved_bytes: int
-    runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)
-
-    def median_s(self, name: str) -> float:
-        return statistics.median(run.seconds for run in self.runs[name])
-
-    def ratio(self, name: str) -> float:
-        """Return how many times the floor's median a contender takes."""
-        return self.median_s(name) / self.median_s(next(iter(self.runs)))
+    runs: Mapping[str, Sequence[Run]]
 
     def rows(self) -> list[list[str]]:
         """Return a heading and one row of text for each contender."""
-        head = "who,median s,min,max,x floor,GB/s,CPU s,extra MiB,requests"
-        rows = [head.split(",")]
+        rows = [
+            ["who", "median s", "min", "max", "x floor", "GB/s", "CPU s", "extra MiB", "requests"]
+        ]
+        floor_s = 0.0
         for name, runs in self.runs.items():
             seconds = [run.seconds for run in runs]
-            rows.append(
-                [
-                    name,
-                    f"{self.median_s(name):.4f}",
-                    f"{min(seconds):.4f}",
-                    f"{max(seconds):.4f}",
-                    f"{self.ratio(name):.2f}",
-                    f"{self.moved_bytes / self.median_s(name) / 1e9:.2f}",
-                    f"{statistics.median(run.cpu_s for run in runs):.2f}",
-                    _median([run.extra_bytes for run in runs], 1 << 20, ".0f"),
-                    _median([run.request_count for run in runs], 1, ".0f"),
-                ]
-            )
+            middle_s = statistics.median(seconds)
+            floor_s = floor_s or middle_s
+            times = [f"{one:.4f}" for one in (middle_s, min(seconds), max(seconds))]
+            speeds = [f"{middle_s / floor_s:.2f}", f"{self.moved_bytes / middle_s / 1e9:.2f}"]
+            costs = [
+                _median([run.cpu_s for run in runs], 1, ".2f"),
+                _median([run.extra_bytes for run in runs], 1 << 20, ".0f"),
+                _median([run.request_count for run in runs], 1, ".0f"),
+            ]
+            rows.append([name, *times, *speeds, *costs])
         return rows
 
 

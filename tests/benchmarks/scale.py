@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
+import itertools
 import json
 import os
 import pickle
 import resource
 import statistics
-import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TextIO, cast, get_args
+from collections.abc import Iterator
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -48,30 +49,23 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 
-Sharding = Literal["rows", "mixed"]
-"""rows: every tensor cut along its first dimension. mixed: matrices so, one tensor in four whole on
-one rank, as DCP leaves replicated ones."""
-
 _BLOCK_BYTES = 64 << 10
 _COLUMNS = (4096, 14336, 1024, 128)
 
 
 class World:
-    """Tensors as of a language model, cut as FSDP cuts them."""
+    """Tensors as of a language model, cut by rows as FSDP cuts matrices.
 
-    def __init__(self, rank_count: int, tensor_count: int, sharding: Sharding) -> None:
+    One in four is whole on one rank, as DCP leaves replicated ones.
+    """
+
+    def __init__(self, rank_count: int, tensor_count: int) -> None:
         self.rank_count = rank_count
-        self._sharding = sharding
-        self.shapes = {
-            f"model.layers.{at // 9}.block{at % 9}.weight": self._shape(at)
-            for at in range(tensor_count)
-        }
-
-    def _shape(self, at: int) -> tuple[int, ...]:
-        if self._sharding == "mixed" and at % 4 == 3:  # one in four
-            return (4096,)
-        rows = 8 * self.rank_count if at % 3 else 3 * self.rank_count + 5
-        return (rows, _COLUMNS[at % 4])
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for at in range(tensor_count):
+            rows = 8 * rank_count if at % 3 else 3 * rank_count + 5
+            shape = (4096,) if at % 4 == 3 else (rows, _COLUMNS[at % 4])  # one in four
+            self.shapes[f"model.layers.{at // 9}.block{at % 9}.weight"] = shape
 
     def chunks(self, rank: int) -> Iterator[tuple[str, Box]]:
         """Yield what a rank holds, by the rule of `torch.chunk`."""
@@ -88,10 +82,8 @@ class World:
         chunks = dict(self.chunks(rank))
         boxes = {box: at for at, box in enumerate(dict.fromkeys(chunks.values()))}
         lengths = [2 * box.volume for box in chunks.values()]
-        starts, at = [], 0
-        for length in lengths:
-            starts.append(at)
-            at += -(-(length + 1600) // 64) * 64
+        padded = (-(-(length + 1600) // 64) * 64 for length in lengths)
+        *starts, end = itertools.accumulate(padded, initial=0)
         count = len(chunks)
         blocks = sum(-(-length // _BLOCK_BYTES) for length in lengths)
         # As those of real bytes, which do not shrink when a document is deflated.
@@ -102,7 +94,7 @@ class World:
 
         file = ShardFile(
             path=shard_path(save_id, rank, 0),
-            size_bytes=at,
+            size_bytes=end,
             crc32c=rank,
             block_bytes=_BLOCK_BYTES,
             fqn=range(count),
@@ -146,33 +138,27 @@ Figures = dict[str, float]
 """What was measured, by the names that `simulate` gives."""
 
 
-def simulate(
-    rank_count: int,
-    tensor_count: int,
-    *,
-    sharding: Sharding = "mixed",
-    stock_metadata: bool = False,
-) -> Figures:
+def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False) -> Figures:
     """Return what a save of `tensor_count` tensors by `rank_count` ranks costs, run in memory.
 
-    `stock_metadata` writes `.metadata`, whose cost grows with the items. Seconds are of one
-    process; those of reports are per rank. `coordinator_s` is all of the storage's work between the
-    last report and the end of the save, `gather_s` (unpickling the reports) included. Bytes and
-    counts that are written are the coordinator's; `metadata_*` is what `read_metadata` takes on
-    each rank, in reads counted at the store; `places_s` finds the bytes of one rank.
+    `stock_metadata` writes `.metadata`, whose cost grows with the items. `report_*` is of one rank.
+    `coordinator_s` is all between the last report and the end of the save, `gather_s` (unpickling
+    the reports) included; `written_*` is the coordinator's. `metadata_*` is what `read_metadata`
+    takes on each rank, `places_s` finds the bytes of one.
     """
-    world = World(rank_count, tensor_count, sharding)
+    world = World(rank_count, tensor_count)
     url = f"memory://scale-{os.urandom(8).hex()}"
-    store = cast("Store", _Remote(open_store(Location.of(url))))
+    store = _watched(Location.of(url), [])
     grant = commit.begin(store, overwrite=False)
     report_s: list[float] = []
     packed: list[bytes] = []
     item_count = 0
     for rank in range(rank_count):
         manifest = world.manifest(rank, grant.save_id)
-        report, seconds = _reported(store, manifest, with_places=stock_metadata)
+        started = time.perf_counter()
+        report = _reported(store, manifest, with_places=stock_metadata)
+        report_s.append(time.perf_counter() - started)
         item_count += report.item_count
-        report_s.append(seconds)
         packed.append(pickle.dumps(report))
     metadata = world.metadata(with_chunks=stock_metadata)
     gc.collect()
@@ -180,30 +166,25 @@ def simulate(
     started = time.perf_counter()
     reports = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
-    commit_save(
-        store,
-        grant,
-        world_size=rank_count,
-        metadata=metadata,
-        reports=reports,
-        storage_meta=StorageMeta(),
-        user={},
-    )
+    given: dict[str, Any] = {"reports": reports, "storage_meta": StorageMeta(), "user": {}}
+    commit_save(store, grant, world_size=rank_count, metadata=metadata, **given)
     coordinator_s = time.perf_counter() - started
     started = time.perf_counter()
     assemble(reports, planned_of(metadata))
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
-    del reports
+    del reports, given
     answers: list[int] = []
-
-    def counted(location: Location, **options: Any) -> Store:
-        return cast("Store", _Counted(open_store(location, **options), answers))
-
-    with patch("ckpt_storage.loads.session.open_store", counted):
+    opener = functools.partial(_watched, answers=answers)
+    with patch("ckpt_storage.loads.session.open_store", opener):
         started = time.perf_counter()
         CheckpointStorageReader(url).read_metadata()
         metadata_s = time.perf_counter() - started
+    source = open_source(store, TransferOptions(thread_count=1, part_bytes=1 << 20))
+    keys = [(fqn, box.offsets) for fqn, box in world.chunks(_RANK)]
+    started = time.perf_counter()
+    source.places(keys)
+    places_s = time.perf_counter() - started
     return {
         "rank_count": rank_count,
         "tensor_count": tensor_count,
@@ -218,7 +199,7 @@ def simulate(
         "metadata_s": metadata_s,
         "metadata_bytes": sum(answers),
         "metadata_read_count": len(answers),
-        "places_s": _places_s(store, world),
+        "places_s": places_s,
         "peak_resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
@@ -227,60 +208,31 @@ _RANK = 0
 """The rank whose document is stored and whose load is measured; those of others are never read."""
 
 
-def _reported(
-    store: Store, manifest: RankManifest, *, with_places: bool
-) -> tuple[RankReport, float]:
-    """Return what a rank reports, and the seconds that encoding, storing and reporting took."""
-    started = time.perf_counter()
+def _reported(store: Store, manifest: RankManifest, *, with_places: bool) -> RankReport:
     path = rank_manifest_path(manifest.save_id, manifest.rank)
     document = seal(manifest.to_body())
     if manifest.rank == _RANK:
         # Thousands of them would fill the memory.
         store.put(path, document)
     ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
-    report = RankReport.of(manifest, ref, with_places=with_places)
-    return report, time.perf_counter() - started
+    return RankReport.of(manifest, ref, with_places=with_places)
 
 
-def _places_s(store: Store, world: World) -> float:
-    """Return the seconds of finding the bytes of one rank."""
-    options = TransferOptions.for_storage(
-        is_remote=False,
-        local_threads=1,
-        local_part_bytes=1 << 20,
-        thread_count=None,
-        part_bytes=None,
-        memory_limit_bytes=None,
-    )
-    source = open_source(store, options)
-    keys = [(fqn, box.offsets) for fqn, box in world.chunks(_RANK)]
-    started = time.perf_counter()
-    source.places(keys)
-    return time.perf_counter() - started
+class _Watched:
+    """A store that notes the bytes of each answer to a reader; 0 for absent objects too.
 
-
-class _Remote:
-    """A store that costs a request for each look, so that nobody looks for shards not written."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.capabilities = dataclasses.replace(store.capabilities, is_remote=True)
-
-    def __getattr__(self, name: str) -> Any:  # whatever the store has
-        return getattr(self._store, name)
-
-
-class _Counted:
-    """A store that notes the bytes of each answer to a reader; 0 for absent objects too."""
+    It says that looks cost requests, so that nobody looks for shards not written.
+    """
 
     def __init__(self, store: Store, answers: list[int]) -> None:
         self._store = store
         self._answers = answers
+        self.capabilities = dataclasses.replace(store.capabilities, is_remote=True)
 
     def __getattr__(self, name: str) -> Any:  # whatever the store has
         found = getattr(self._store, name)
         if name == "bounded":
-            return lambda *args: _Counted(found(*args), self._answers)
+            return lambda *args: _Watched(found(*args), self._answers)
         if name not in _READS:
             return found
 
@@ -300,6 +252,10 @@ class _Counted:
         return counted
 
 
+def _watched(location: Location, answers: list[int], **options: Any) -> Store:
+    return cast("Store", _Watched(open_store(location, **options), answers))
+
+
 _READS = frozenset({"get", "read", "stat", "list"})
 
 
@@ -307,25 +263,16 @@ def _sizes(store: Store) -> dict[str, int]:
     return {entry.path: entry.size_bytes or 0 for entry in store.list("")}
 
 
-def main(arguments: Sequence[str], out: TextIO) -> None:
+def main() -> None:
     """Print the figures, one line of JSON for each world."""
     parser = argparse.ArgumentParser(prog="python tests/benchmarks/scale.py")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--tensors", type=int, nargs="+", default=[500, 2000])
-    parser.add_argument("--sharding", choices=get_args(Sharding), default="mixed")
     parser.add_argument("--stock-metadata", action="store_true", help="write .metadata too")
-    given = parser.parse_args(arguments)
-    for rank_count in given.ranks:
-        for tensor_count in given.tensors:
-            ours = simulate(
-                rank_count,
-                tensor_count,
-                sharding=given.sharding,
-                stock_metadata=given.stock_metadata,
-            )
-            out.write(json.dumps(ours) + "\n")
-            out.flush()
+    given = parser.parse_args()
+    for sizes in itertools.product(given.ranks, given.tensors):
+        print(json.dumps(simulate(*sizes, stock_metadata=given.stock_metadata)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], sys.stdout)
+    main()

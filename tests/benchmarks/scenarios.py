@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import workload
 from floors import DiskFloor, Floor, FsspecFloor, checksum
 from measure import Comparison, Contender, Meter
 from peers import Peer, peers_for
@@ -21,16 +22,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from workload import (
-    Sharding,
-    State,
-    check_same,
-    llama_state,
-    own_views,
-    small_state,
-    state_bytes,
-    zero,
-)
+from workload import Sharding, State, own_views
 
 import ckpt_storage
 
@@ -38,7 +30,7 @@ _SLICED = "layers.0.w1"
 _SLICED_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bench:
     """What every scenario is given: the storage, its floor and the meter of this rank."""
 
@@ -62,8 +54,20 @@ class Bench:
     def at(self, folder: str) -> str:
         return f"{self.url}/{folder}"
 
-    def state(self, sharding: Sharding = "rows", *, filled: bool = True) -> State:
-        return llama_state(self.gib, sharding, filled=filled)
+    def state(
+        self, sharding: Sharding = "rows", *, filled: bool = True, is_small: bool = False
+    ) -> State:
+        if is_small:
+            return workload.small_state(self.small_count, filled=filled)
+        return workload.llama_state(self.gib, sharding, filled=filled)
+
+    def saved_by_peers(self, state: State, name: str) -> dict[str, Peer]:
+        """Let each peer save to a folder of its own, and wait for all ranks."""
+        folders = {f"{name}-{number}": peer for number, peer in enumerate(self.peers)}
+        for folder, peer in folders.items():
+            dcp.save(dict(state), storage_writer=peer.writer(self.at(folder)))
+        dist.barrier()
+        return folders
 
     def clear(self, *folders: str) -> None:
         dist.barrier()
@@ -75,110 +79,76 @@ class Bench:
     def compare(self, what: str, moved_bytes: int, contenders: list[Contender]) -> Comparison:
         """Let the contenders take turns; the first is the floor."""
         runs = self.meter.take_turns(contenders, self.run_count)
-        return Comparison(what=what, moved_bytes=moved_bytes, runs=runs)
+        return Comparison(what, moved_bytes, runs)
 
 
-def _peer_save(peer: Peer, state: State, url: str) -> None:
-    dcp.save(dict(state), storage_writer=peer.writer(url))
+def _save(bench: Bench, what: str, *, is_small: bool = False) -> Comparison:
+    """Measure a durable save, planning included."""
+    state, url = bench.state(is_small=is_small), bench.at("save")
 
+    def by(writer: Callable[..., Any], **options: Any) -> Callable[[], object]:
+        return lambda: dcp.save(dict(state), storage_writer=writer(url, **options))
 
-def _save(bench: Bench, what: str, state: State) -> Comparison:
-    own = f"{dist.get_rank()}"
-
-    def contender(name: str, run: Callable[[], object]) -> Contender:
-        return Contender(name=name, run=run, after=lambda: bench.clear("save"))
-
-    def by(writer: Callable[[], Any]) -> Callable[[], object]:
-        return lambda: dcp.save(dict(state), storage_writer=writer())
-
-    url = bench.at("save")
-    writer = functools.partial(ckpt_storage.CheckpointStorageWriter, url, **bench.options)
-    contenders = [
-        contender(bench.floor.name, lambda: bench.floor.put(f"save/{own}", own_views(state))),
-        contender("ckpt_storage", lambda: ckpt_storage.save(state, url, **bench.options)),
-        contender("ckpt_storage, dcp.save", by(writer)),
-        *(contender(peer.name, by(functools.partial(peer.writer, url))) for peer in bench.peers),
-    ]
-    return bench.compare(what, state_bytes(state), contenders)
+    own = f"save/{dist.get_rank()}"
+    runs: dict[str, Callable[[], object]] = {
+        bench.floor.name: lambda: bench.floor.put(own, own_views(state)),
+        "ckpt_storage": lambda: ckpt_storage.save(state, url, **bench.options),
+        "ckpt_storage, dcp.save": by(ckpt_storage.CheckpointStorageWriter, **bench.options),
+        **{peer.name: by(peer.writer) for peer in bench.peers},
+    }
+    clear = functools.partial(bench.clear, "save")
+    contenders = [Contender(name=name, run=run, after=clear) for name, run in runs.items()]
+    return bench.compare(what, workload.state_bytes(state), contenders)
 
 
 def _load(
-    bench: Bench, what: str, state: State, target: State, expected: State, *, is_cold: bool = False
+    bench: Bench,
+    what: str,
+    *,
+    into: Sharding = "rows",
+    is_small: bool = False,
+    is_cold: bool = False,
 ) -> Comparison:
+    """Measure a load of what was saved by rows, planning included.
+
+    `is_cold`: after the kernel was told to forget what it caches.
+    """
+    make = functools.partial(bench.state, is_small=is_small)
+    state, target = make(), make(into, filled=False)
+    expected = state if into == "rows" else make(into)
+
     def before() -> None:
         if is_cold and isinstance(bench.floor, DiskFloor) and dist.get_rank() == 0:
             bench.floor.forget_cached()
         dist.barrier()
 
-    def checked(name: str) -> None:
-        check_same(target, expected, name)
-        zero(target)
-
     def contender(name: str, run: Callable[[], object]) -> Contender:
-        return Contender(name=name, run=run, before=before, after=functools.partial(checked, name))
+        def checked() -> None:
+            workload.check_same(target, expected, name)
+            workload.zero(target)
 
-    def by(reader: Callable[[], Any]) -> Callable[[], object]:
-        return lambda: dcp.load(dict(target), storage_reader=reader())
+        return Contender(name=name, run=run, before=before, after=checked)
+
+    def by(reader: Callable[..., Any], url: str, **options: Any) -> Callable[[], object]:
+        return lambda: dcp.load(dict(target), storage_reader=reader(url, **options))
 
     # The floor reads what this rank needs from a file of its own, also where ours must reshard.
-    bench.floor.put(f"load-floor/{dist.get_rank()}", own_views(expected))
-    url = bench.at("load-ours")
+    own, url = f"load-floor/{dist.get_rank()}", bench.at("load-ours")
+    bench.floor.put(own, own_views(expected))
     ckpt_storage.save(state, url, **bench.options)
-    for number, peer in enumerate(bench.peers):
-        _peer_save(peer, state, bench.at(f"load-{number}"))
-    dist.barrier()
-    get = functools.partial(bench.floor.get, f"load-floor/{dist.get_rank()}", own_views(target))
-    reader = functools.partial(ckpt_storage.CheckpointStorageReader, url, **bench.options)
+    folders = bench.saved_by_peers(state, "load")
+    get = functools.partial(bench.floor.get, own, own_views(target))
+    ours = by(ckpt_storage.CheckpointStorageReader, url, **bench.options)
     contenders = [
         contender(bench.floor.name, get),
         contender("floor + CRC-32C", functools.partial(get, checksum)),
         contender("ckpt_storage", lambda: ckpt_storage.load(target, url, **bench.options)),
-        contender("ckpt_storage, dcp.load", by(reader)),
-        *(
-            contender(peer.name, by(functools.partial(peer.reader, bench.at(f"load-{number}"))))
-            for number, peer in enumerate(bench.peers)
-        ),
+        contender("ckpt_storage, dcp.load", ours),
+        *(contender(peer.name, by(peer.reader, bench.at(at))) for at, peer in folders.items()),
     ]
-    found = bench.compare(what, state_bytes(state), contenders)
-    bench.clear("load-floor", "load-ours", *(f"load-{at}" for at in range(len(bench.peers))))
+    found = bench.compare(what, workload.state_bytes(state), contenders)
+    bench.clear("load-floor", "load-ours", *folders)
     return found
-
-
-def save(bench: Bench) -> Comparison:
-    """Measure a durable save of the whole state."""
-    return _save(bench, "save", bench.state())
-
-
-def load(bench: Bench) -> Comparison:
-    """Measure a load into the sharding that was saved."""
-    state = bench.state()
-    return _load(bench, "load", state, bench.state(filled=False), state)
-
-
-def load_cold(bench: Bench) -> Comparison:
-    """Measure a load after the kernel was told to forget what it caches."""
-    state = bench.state()
-    target = bench.state(filled=False)
-    return _load(bench, "load, cold cache", state, target, state, is_cold=True)
-
-
-def reshard(bench: Bench) -> Comparison:
-    """Measure a load of what was saved by rows into columns."""
-    target = bench.state("columns", filled=False)
-    return _load(bench, "load, rows to columns", bench.state(), target, bench.state("columns"))
-
-
-def small_save(bench: Bench) -> Comparison:
-    """Measure a save of many small tensors, planning included."""
-    state = small_state(bench.small_count, filled=True)
-    return _save(bench, f"save of {len(state)} small tensors", state)
-
-
-def small_load(bench: Bench) -> Comparison:
-    """Measure a load of many small tensors, planning included."""
-    state = small_state(bench.small_count, filled=True)
-    target = small_state(bench.small_count, filled=False)
-    return _load(bench, f"load of {len(state)} small tensors", state, target, state)
 
 
 def stall(bench: Bench) -> Comparison:
@@ -222,20 +192,13 @@ def stall(bench: Bench) -> Comparison:
             for kind in AsyncCheckpointerType:
                 start = functools.partial(torch_async, peer, kind)
                 contenders.append(contender(f"{peer.name}, {kind.value}", start))
-        return bench.compare("trainer blocked by a background save", state_bytes(state), contenders)
-
-
-def export(bench: Bench) -> Comparison:
-    """Measure the Hugging Face export of a checkpoint to the storage that it lies on."""
-    return _export(bench, "export", "rows")
-
-
-def export_columns(bench: Bench) -> Comparison:
-    """Measure the export of tensors that were saved by columns."""
-    return _export(bench, "export, by columns", "columns")
+        return bench.compare(
+            "trainer blocked by a background save", workload.state_bytes(state), contenders
+        )
 
 
 def _export(bench: Bench, what: str, sharding: Sharding) -> Comparison:
+    """Measure the Hugging Face export of a checkpoint to the storage that it lies on."""
     state, rank = bench.state(sharding), dist.get_rank()
     views = own_views(bench.state(sharding, filled=False))
     ckpt_storage.save(state, bench.at("export"), **bench.options)
@@ -282,7 +245,7 @@ def _export(bench: Bench, what: str, sharding: Sharding) -> Comparison:
 
         after = functools.partial(bench.clear, "export-torch-hf")
         contenders.append(Contender(name="torch, every rank", run=torchs, after=after))
-    found = bench.compare(what, state_bytes(state), contenders)
+    found = bench.compare(what, workload.state_bytes(state), contenders)
     bench.clear("export", "export-floor-in", "export-torch")
     return found
 
@@ -292,9 +255,7 @@ def part(bench: Bench) -> Comparison:
     state = bench.state()
     ckpt_storage.save(state, bench.at("slice"), **bench.options)
     bench.floor.put(f"slice-floor/{dist.get_rank()}", own_views(state))
-    for number, peer in enumerate(bench.peers):
-        _peer_save(peer, state, bench.at(f"slice-{number}"))
-    dist.barrier()
+    folders = bench.saved_by_peers(state, "slice")
     rows = min(_SLICED_ROWS, state[_SLICED].shape[0] // 2)
     buffer = memoryview(bytearray(rows * state[_SLICED].shape[1] * state[_SLICED].element_size()))
     opened = ckpt_storage.open_checkpoint(bench.at("slice"), **bench.options)
@@ -303,17 +264,17 @@ def part(bench: Bench) -> Comparison:
         with ckpt_storage.open_checkpoint(bench.at("slice"), **bench.options) as checkpoint:
             checkpoint[_SLICED][:rows]
 
-    def one_key(peer: Peer, number: int) -> None:
+    def one_key(peer: Peer, folder: str) -> None:
         whole = {_SLICED: torch.empty(tuple(state[_SLICED].shape), dtype=torch.bfloat16)}
-        dcp.load(whole, storage_reader=peer.reader(bench.at(f"slice-{number}")), no_dist=True)
+        dcp.load(whole, storage_reader=peer.reader(bench.at(folder)), no_dist=True)
 
     runs: dict[str, Callable[[], object]] = {
         "floor: read": lambda: bench.floor.get("slice-floor/0", [buffer]),
         "ckpt_storage, already open": lambda: opened[_SLICED][:rows],
         "ckpt_storage, opened anew": anew,
         **{
-            f"{peer.name}, all of it": functools.partial(one_key, peer, number)
-            for number, peer in enumerate(bench.peers)
+            f"{peer.name}, all of it": functools.partial(one_key, peer, folder)
+            for folder, peer in folders.items()
         },
     }
     idle: Callable[[], object] = lambda: None  # noqa: E731  # the other ranks wait
@@ -323,23 +284,23 @@ def part(bench: Bench) -> Comparison:
     ]
     found = bench.compare("one slice of a tensor", len(buffer), contenders)
     opened.close()
-    bench.clear("slice", "slice-floor", *(f"slice-{at}" for at in range(len(bench.peers))))
+    bench.clear("slice", "slice-floor", *folders)
     return found
 
 
 SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
-    "save": save,
-    "load": load,
-    "load-cold": load_cold,
-    "reshard": reshard,
+    "save": lambda bench: _save(bench, "save"),
+    "load": lambda bench: _load(bench, "load"),
+    "load-cold": lambda bench: _load(bench, "load, cold cache", is_cold=True),
+    "reshard": lambda bench: _load(bench, "load, rows to columns", into="columns"),
     "stall": stall,
-    "small-save": small_save,
-    "small-load": small_load,
+    "small-save": lambda bench: _save(bench, "save of small tensors", is_small=True),
+    "small-load": lambda bench: _load(bench, "load of small tensors", is_small=True),
     "slice": part,
-    "export": export,
-    "export-columns": export_columns,
+    "export": lambda bench: _export(bench, "export", "rows"),
+    "export-columns": lambda bench: _export(bench, "export, by columns", "columns"),
 }
-"""The function that measures each scenario, by the name that the command line takes."""
+"""What measures each scenario, by the name that the command line takes."""
 
 
 def measure(
@@ -359,16 +320,8 @@ def measure(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
     is_local = "://" not in url
     floor = DiskFloor(url) if is_local else FsspecFloor(url, options)
-    bench = Bench(
-        url=url,
-        storage_options=options,
-        floor=floor,
-        meter=Meter(count),
-        gib=asked.gib,
-        small_count=asked.small,
-        run_count=asked.runs,
-        with_peers=asked.peers,
-    )
+    given = {"gib": asked.gib, "small_count": asked.small, "run_count": asked.runs}
+    bench = Bench(url, options, floor, Meter(count), with_peers=asked.peers, **given)
     names = asked.scenario or [name for name in SCENARIOS if is_local or name != "load-cold"]
     try:
         found = [SCENARIOS[name](bench) for name in names]

@@ -81,7 +81,6 @@ def small_state(count: int, *, filled: bool) -> State:
 
 
 def zero(state: Mapping[str, DTensor]) -> None:
-    """Set this rank's part of every tensor to zero."""
     for tensor in state.values():
         tensor.to_local().zero_()
 
@@ -94,11 +93,9 @@ def check_same(state: Mapping[str, DTensor], expected: Mapping[str, DTensor], wh
 
 
 def own_views(state: Mapping[str, DTensor]) -> list[memoryview]:
-    """Return this rank's bytes, one writable view a tensor."""
     flats = (tensor.to_local().reshape(-1).view(torch.uint8) for tensor in state.values())
     return [memoryview(flat.numpy()) for flat in flats]  # type: ignore[arg-type]  # numpy 2 on 3.11
 
 
 def state_bytes(state: Mapping[str, DTensor]) -> int:
-    """Return the bytes of all ranks together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -26,7 +26,6 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 @pytest.fixture(scope="module")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The newest of a run of three checkpoints; not to be changed."""
     return make_run(tmp_path_factory.mktemp("cli") / "run") / "step-00001100"
 
 
@@ -64,7 +63,6 @@ def test_a_missing_package_is_one_line_that_names_the_extra() -> None:
 
 
 def started(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the command line."""
     command = [sys.executable, "-m", "ckpt_storage", *map(str, arguments)]
     return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
 

@@ -46,7 +46,6 @@ Block = tuple[str, str, int]
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     return [
         (one["info"], textwrap.dedent(one["code"]), text.count("\n", 0, one.start("code")) + 1)
@@ -55,7 +54,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def prose_of(page: Path) -> str:
-    """Return what is no code on a page."""
     return re.sub(r"(`+).*?\1", "x", _FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
@@ -103,16 +101,12 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def name_of(page: Path) -> str:
-    """Return the test id of a page."""
     return page.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_names_what_is_there(page: Path) -> None:
-    """Links lead to files; commands name files and extras; Python compiles.
-
-    A Python block is either executed or says why it is not.
-    """
+    """Links lead to files, commands name files and extras; Python runs, or says why not."""
     assert broken_links(page) == []
     assert not re.search(r"^ *(```|~~~)", prose_of(page), re.MULTILINE), "only closed fences"
     for info, code, line in blocks_of(page):
@@ -161,20 +155,17 @@ def test_the_map_shows_each_room() -> None:
     assert boxes.keys() == imports.keys()
 
     def room_at(x: str, y: str) -> str:
-        (name,) = (
-            name
-            for name, (left, top) in boxes.items()
-            if left <= int(x) <= left + 132 and top <= int(y) <= top + 36
-        )
+        places = ((name, int(x) - left, int(y) - top) for name, (left, top) in boxes.items())
+        (name,) = (name for name, dx, dy in places if 0 <= dx <= 132 and 0 <= dy <= 36)
         return name
-
-    def reached(room: str) -> set[str]:
-        return {room}.union(*(reached(end) for begin, end in arrows if begin == room))
 
     ends = re.findall(r'd="M(\d+) (\d+)C.* (\d+) (\d+)"', map_text)
     arrows = {(room_at(*each[:2]), room_at(*each[2:])) for each in ends}
     assert [arrow for arrow in arrows if arrow[1] not in imports[arrow[0]]] == []
-    assert [room for room in boxes if imports[room] & boxes.keys() - reached(room)] == []
+    reached = {room: {room} for room in boxes}
+    for begin, end in [*arrows] * len(boxes):
+        reached[begin] |= reached[end]
+    assert [room for room in boxes if imports[room] & boxes.keys() - reached[room]] == []
 
 
 DOCS = ROOT / "docs"
@@ -183,7 +174,6 @@ CONFIG = DOCS / "site" / "mkdocs.yml"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site, warnings being errors; no proxy leads out."""
     need("mkdocs")
     target, nowhere = tmp_path_factory.mktemp("site"), "http://127.0.0.1:9"
     command = [sys.executable, "-m", "mkdocs", "build", "-f", str(CONFIG), "-d", str(target)]
@@ -194,7 +184,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(page: Path) -> Iterator[list[str]]:
-    """Yield the cells of each row of each table of a page."""
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("|"):
             yield [cell.strip() for cell in line.strip("|").split("|")]

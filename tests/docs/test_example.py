@@ -18,13 +18,11 @@ DEADLINE_S = 300.0
 
 
 def run_driver(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run the example without torchrun; return its exit code and everything it printed."""
     command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments]
     return finish(command, folder, deadline_s=DEADLINE_S)
 
 
 def processes_naming(text: str) -> list[str]:
-    """Return the command lines of running processes that contain `text`."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def run(path: Path, folder: Path) -> Any:
-    """Return the notebook with its outputs, run in a kernel of this interpreter."""
     import nbformat  # noqa: PLC0415  # comes with nbclient
     from jupyter_client.kernelspec import KernelSpec  # noqa: PLC0415  # as above
     from jupyter_client.manager import KernelManager  # noqa: PLC0415  # as above
@@ -41,7 +40,6 @@ def run(path: Path, folder: Path) -> Any:
 
 
 def shown(notebook: Any, source: str) -> dict[str, Any]:
-    """Return what the cell that ends with `source` shows, by MIME type."""
     (cell,) = [
         cell
         for cell in notebook.cells
