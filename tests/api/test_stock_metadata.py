@@ -12,7 +12,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_cases import failures_of, zeros_like
+from dcp_cases import failures_of, same, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -106,12 +106,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"
 OLD, NEW = {"w": torch.zeros(8)}, {"w": torch.ones(8)}
 
 
-def stock_values(reader: dcp.StorageReader) -> torch.Tensor:
-    state = {"w": torch.full((8,), 7.0)}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state["w"]
-
-
 def load(url: str, **options: Any) -> None:
     ckpt_storage.load({"w": torch.empty(8)}, url, **options)
 
@@ -161,7 +155,9 @@ def test_reading_says_that_a_stock_save_is_newer_and_keeps_it(
         READ[way](url, **options)
     assert str(info.save_id) in str(caught.value)
     assert "overwrite=True" in str(caught.value)
-    assert torch.equal(stock_values(FsspecReader(url, **given)), NEW["w"])
+    found = zeros_like(NEW)
+    dcp.load(found, storage_reader=FsspecReader(url, **given), no_dist=True)
+    assert same(found, NEW)
 
 
 def test_verify_and_an_overwriting_save_know_of_a_newer_stock_save(tmp_path: Path) -> None:
@@ -186,7 +182,7 @@ def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None
     time_s = (tmp_path / "commits" / "00000001.json").stat().st_mtime - 60
     os.utime(tmp_path / ".metadata", (time_s, time_s))
     load(str(tmp_path))
-    assert torch.equal(stock_values(FileSystemReader(tmp_path)), NEW["w"])
+    dcp_cases.assert_holds(tmp_path, NEW, [dcp_cases.load_stock])
 
 
 def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
@@ -233,13 +229,11 @@ def test_a_save_that_stock_readers_cannot_find_says_so(tmp_path: Path, way: str)
         SAVES[way](folder)
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.code, error.phase, error.info.slot) == ("not-published", "commit", 2)
-    found = {"w": torch.full((8,), 7.0)}
-    ckpt_storage.load(found, folder)
-    assert torch.equal(found["w"], NEW["w"])
+    dcp_cases.assert_holds(folder, NEW, [ckpt_storage.load])
     (folder / ".metadata").rmdir()
     ckpt_storage.publish(folder)
     ckpt_storage.publish(folder)
-    assert torch.equal(stock_values(FileSystemReader(folder)), NEW["w"])
+    dcp_cases.assert_holds(folder, NEW, [dcp_cases.load_stock])
 
 
 def test_who_wants_no_stock_metadata_does_not_miss_it(tmp_path: Path) -> None:
@@ -289,4 +283,4 @@ def test_a_copy_that_stock_readers_cannot_find_says_so(tmp_path: Path) -> None:
         assert (caught.value.phase, caught.value.info.slot) == ("commit", 2)
     (target / ".metadata").rmdir()
     assert ckpt_storage.copy(source, target, overwrite=True).was_there
-    assert torch.equal(stock_values(FileSystemReader(target)), NEW["w"])
+    dcp_cases.assert_holds(target, NEW, [dcp_cases.load_stock])

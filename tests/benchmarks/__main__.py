@@ -50,10 +50,7 @@ def main() -> None:
         # Written by our own rank 0, a moment ago.
         found: list[Comparison] = torch.load(f"{scratch}/result", weights_only=False)
     facts = {
-        "ranks": asked.ranks,
-        "runs": asked.runs,
-        "gib": asked.gib,
-        "latency_ms": asked.latency_ms,
+        **{name: vars(asked)[name] for name in ("ranks", "runs", "gib", "latency_ms")},
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processors": os.cpu_count(),
