@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_cases import EXTRAS, FORMATS, OBJECTS, WEIGHTS, numpy_of
-from copy_cases import flip
+from copy_cases import flip, make
 from dcp_cases import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("formats")
     ranks.run(cases.save_all, folder, world_size=2)
-    cases.save_hugging_face(folder)
+    make("safetensors", WEIGHTS, folder / "safetensors" / "step-1000")
     return folder
 
 

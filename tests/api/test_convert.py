@@ -151,24 +151,19 @@ def test_every_dtype_goes_through_every_format_that_has_it(tmp_path: Path) -> No
     assert {name: raw_bytes(one) for name, one in again.items()} == kept
 
 
-def _cut(tensor: torch.Tensor, folder: Path, cuts: list[list[slice]]) -> None:
-    folder.mkdir()
-    for number, index in enumerate(cuts, 1):
-        info = {"x": {"saved_offsets": [one.start or 0 for one in index]}}
-        save_file(
-            {"x": tensor[tuple(index)].contiguous()},
-            folder / f"shard-{number:05d}-model-00001-of-00001.safetensors",
-            metadata={"DCP_SHARDING_INFO": json.dumps(info)},
-        )
-
-
 def test_chunks_stay_where_the_format_has_them_and_join_where_not(tmp_path: Path) -> None:
     """Whatever the sharding of the source was."""
     tensor = seeded(5, 100, 30)
     cuts = [
         [slice(a, b), slice(c, d)] for a, b in ((0, 1), (1, 100)) for c, d in ((0, 29), (29, 30))
     ]
-    _cut(tensor, tmp_path / "src", cuts)
+    (tmp_path / "src").mkdir()
+    for number, index in enumerate(cuts, 1):
+        # As torch's ranks write them.
+        file = tmp_path / "src" / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        info = json.dumps({"x": {"saved_offsets": [one.start for one in index]}})
+        part = {"x": tensor[tuple(index)].contiguous()}
+        save_file(part, file, metadata={"DCP_SHARDING_INFO": info})
     targets: tuple[TargetFormat, ...] = ("ckpt_storage", "dcp", "safetensors", "torch_save")
     for to in targets:
         target = path_of(tmp_path, to, to)

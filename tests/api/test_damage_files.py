@@ -176,16 +176,6 @@ def test_files_of_another_length_are_found(small: cases.Checkpoint) -> None:
         path.write_bytes(before)
 
 
-def exchange_spans(first: cases.Span, second: cases.Span) -> None:
-    one, other = (span.path.read_bytes()[span.start : span.stop] for span in (first, second))
-    assert len(one) == len(other)
-    assert one != other
-    for span, content in ((first, other), (second, one)):
-        with span.path.open("r+b") as file:
-            file.seek(span.start)
-            file.write(content)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -204,7 +194,13 @@ def test_exchanged_payloads_are_found(
         [span for span in checkpoint.spans() if (span.fqn, span.rank) == (fqn, rank)][block]
         for fqn, rank, block in (first, second)
     ]
-    exchange_spans(*pair)
+    one, other = (span.path.read_bytes()[span.start : span.stop] for span in pair)
+    assert len(one) == len(other)
+    assert one != other
+    for span, content in zip(pair, (other, one), strict=True):
+        with span.path.open("r+b") as file:
+            file.seek(span.start)
+            file.write(content)
     problems = verify(checkpoint.root).problems
     found = [(problem.file, problem.rank, problem.fqn, problem.offset) for problem in problems]
     expected = [(checkpoint.name(s.path), s.rank, s.fqn, s.start) for s in pair]

@@ -62,15 +62,6 @@ def assert_says(error: CheckpointError, kind: str, what: str, step: str) -> None
     assert str(error).endswith(error.next_step)
 
 
-def test_a_path_that_is_a_file_is_named(tmp_path: Path) -> None:
-    """A file in place of the folder, or of a parent of it, is an error of saves and loads."""
-    (tmp_path / "notes").write_text("x", encoding="ascii")
-    for below in ("", "/step-1"):
-        for error_of in (save_error, load_error):
-            error = error_of(f"{tmp_path}/notes{below}")
-            assert_says(error, "StorageError", f"{tmp_path}/notes", "Part of the path is a file")
-
-
 @contextmanager
 def as_nobody() -> Iterator[None]:
     """Drop the right of root to pass over permissions; nothing to drop for other users."""
@@ -121,26 +112,25 @@ def test_a_checkpoint_one_may_read_but_not_write_loads(reachable: Path) -> None:
     assert torch.equal(target["w"], STATE["w"])  # type: ignore[arg-type]
 
 
-def test_a_missing_bucket_is_named_and_not_created(server: S3Server) -> None:
-    """A save to or load from a bucket that does not exist says to create it."""
-    for error_of in (save_error, load_error):
-        error = error_of("s3://absent/run", storage_options=server.storage_options)
-        assert_says(error, "StorageError", "s3://absent/run.*does not exist", "create it first")
+def test_a_place_that_cannot_be_is_named(tmp_path: Path, server: S3Server) -> None:
+    """A file in place of a folder, a bucket or a server that is not there; without credentials."""
+    (tmp_path / "notes").write_text("x", encoding="ascii")
+    client = {"endpoint_url": "http://127.0.0.1:9"}
+    nobody = {"key": "user", "secret": "very-secret", "client_kwargs": client}
+    absent = {"storage_options": server.storage_options}
+    silent = {"storage_options": nobody, "retry": RetryPolicy(attempt_count=1)}
+    places: list[tuple[str, dict[str, Any], str, str]] = [
+        (f"{tmp_path}/notes", {}, f"{tmp_path}/notes", "Part of the path is a file"),
+        (f"{tmp_path}/notes/step-1", {}, f"{tmp_path}/notes", "Part of the path is a file"),
+        ("s3://absent/run", absent, "s3://absent/run.*does not exist", "create it first"),
+        ("s3://bucket/run", silent, "s3://bucket/run.*127.0.0.1:9", "Check the address"),
+    ]
+    for url, options, told, step in places:
+        for error_of in (save_error, load_error):
+            error = error_of(url, **options)
+            assert_says(error, "StorageError", told, step)
+            assert "very-secret" not in repr(error) + str(vars(error))
     assert {request.op for request in server.requests} == {"get", "head"}
-
-
-def test_a_storage_that_does_not_answer_is_named_without_credentials() -> None:
-    """Where nobody listens the error has the address and no secret."""
-    options = {
-        "key": "user",
-        "secret": "very-secret",
-        "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"},
-    }
-    retry = RetryPolicy(attempt_count=1)
-    for error_of in (save_error, load_error):
-        error = error_of("s3://bucket/run", storage_options=options, retry=retry)
-        assert_says(error, "StorageError", "s3://bucket/run.*127.0.0.1:9", "Check the address")
-        assert "very-secret" not in repr(error) + str(vars(error))
 
 
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [

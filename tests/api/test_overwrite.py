@@ -55,14 +55,12 @@ def loaded(reader: dcp.StorageReader) -> int:
 
 def is_gone(error: BaseException) -> bool:
     """Return whether a load failed because two newer saves came while it was under way."""
-    if not isinstance(error, CheckpointException):
-        return isinstance(error, CheckpointGoneError)
-    failures = [failure for failure, _ in error.failures.values()]
+    told = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
     # Torch turns what `read_metadata` raises into an AssertionError with its text.
     return all(
-        isinstance(failure, CheckpointGoneError)
-        or (isinstance(failure, AssertionError) and "is gone" in str(failure))
-        for failure in failures
+        isinstance(one, CheckpointGoneError)
+        or (isinstance(one, AssertionError) and "is gone" in str(one))
+        for one, _ in told
     )
 
 

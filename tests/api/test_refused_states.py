@@ -38,11 +38,6 @@ class Opaque(torch.Tensor):
         raise NotImplementedError(f"{function} is not for Opaque")
 
 
-def two(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    wrapper: torch.Tensor = TwoTensor(left, right)  # type: ignore[no-untyped-call]
-    return wrapper
-
-
 def circle() -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["self"] = found
@@ -54,6 +49,7 @@ def in_background(state: dict[str, Any], path: Path) -> object:
         return saver.save(state, path).result(60)
 
 
+WRAPPER: Callable[..., torch.Tensor] = TwoTensor
 UINT4: torch.dtype = vars(torch)["uint4"]
 
 DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
@@ -81,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "quantised",
     ),
-    "wrapper": (lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
+    "wrapper": (lambda: WRAPPER(torch.ones(3), torch.ones(3)), "TwoTensor"),
     "opaque": (lambda: Opaque(3), "Opaque"),
     "uint4": (lambda: torch.empty(4, dtype=UINT4), "uint4"),
     "lazy": (nn.UninitializedParameter, "uninitialised"),

@@ -21,10 +21,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way to do what a scenario measures; every rank calls all three, only `run` is timed.
-
-    `before` makes ready, `after` checks the outcome and cleans up.
-    """
+    """One way to do what a scenario measures; only `run` is timed, `after` checks what came."""
 
     name: str
     run: Callable[[], object]
@@ -86,10 +83,7 @@ class Meter:
         self._group = dist.new_group(backend="gloo")
 
     def take_turns(self, contenders: Sequence[Contender], run_count: int) -> dict[str, list[Run]]:
-        """Run every contender `run_count` times; if that is several, once before to warm up.
-
-        The order rotates, so that none always inherits what the same other one leaves behind.
-        """
+        """Run all `run_count` times, in an order that rotates; if often, once before to warm up."""
         found: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
         warm_up_count = int(run_count > 1)
         for turn in range(run_count + warm_up_count):

@@ -54,10 +54,7 @@ _COLUMNS = (4096, 14336, 1024, 128)
 
 
 class World:
-    """Tensors as of a language model, cut by rows as FSDP cuts matrices.
-
-    One in four is whole on one rank, as DCP leaves replicated ones.
-    """
+    """Tensors of a language model, cut by rows as FSDP does; one in four is whole on one rank."""
 
     def __init__(self, rank_count: int, tensor_count: int) -> None:
         self.rank_count = rank_count
@@ -156,7 +153,12 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
     for rank in range(rank_count):
         manifest = world.manifest(rank, grant.save_id)
         started = time.perf_counter()
-        report = _reported(store, manifest, with_places=stock_metadata)
+        path, document = rank_manifest_path(grant.save_id, rank), seal(manifest.to_body())
+        if rank == _RANK:
+            # Thousands of them would fill the memory.
+            store.put(path, document)
+        ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
+        report = RankReport.of(manifest, ref, with_places=stock_metadata)
         report_s.append(time.perf_counter() - started)
         item_count += report.item_count
         packed.append(pickle.dumps(report))
@@ -206,16 +208,6 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
 
 _RANK = 0
 """The rank whose document is stored and whose load is measured; those of others are never read."""
-
-
-def _reported(store: Store, manifest: RankManifest, *, with_places: bool) -> RankReport:
-    path = rank_manifest_path(manifest.save_id, manifest.rank)
-    document = seal(manifest.to_body())
-    if manifest.rank == _RANK:
-        # Thousands of them would fill the memory.
-        store.put(path, document)
-    ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
-    return RankReport.of(manifest, ref, with_places=with_places)
 
 
 class _Watched:

@@ -109,10 +109,7 @@ def _load(
     is_small: bool = False,
     is_cold: bool = False,
 ) -> Comparison:
-    """Measure a load of what was saved by rows, planning included.
-
-    `is_cold`: after the kernel was told to forget what it caches.
-    """
+    """Measure a load of rows; cold: after the kernel was told to forget what it caches."""
     make = functools.partial(bench.state, is_small=is_small)
     state, target = make(), make(into, filled=False)
     expected = state if into == "rows" else make(into)

@@ -45,10 +45,7 @@ def _shapes(gib: float) -> dict[str, tuple[int, int]]:
 
 
 def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
-    """Return this rank's part of a model of about `gib` GiB; zeros unless `filled`.
-
-    Values depend on the element's place alone, so that every sharding is of one model.
-    """
+    """Return this rank's part of one model, whatever the sharding; zeros unless `filled`."""
     rank, rank_count = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (rank_count,))
     dimension = ("rows", "columns").index(sharding)

@@ -13,7 +13,6 @@ import shlex
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -183,12 +182,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def rows_of(page: Path) -> Iterator[list[str]]:
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if line.startswith("|"):
-            yield [cell.strip() for cell in line.strip("|").split("|")]
-
-
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     """No page makes a reader's browser fetch anything from another host."""
     pages = list(site.rglob("*.html"))
@@ -209,7 +202,9 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_the_page_of_errors_is_complete() -> None:
     """Every error has a row with its code, its builtin, its cause and a next step."""
-    rows = {cells[0].strip("`"): cells for cells in rows_of(DOCS / "errors.md") if len(cells) == 4}
+    lines = (DOCS / "errors.md").read_text(encoding="utf-8").splitlines()
+    cut = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    rows = {cells[0].strip("`"): cells for cells in cut if len(cells) == 4}
     kinds = [one for one in vars(errors).values() if isinstance(one, type)]
     classes = {one.__name__: one for one in kinds if issubclass(one, errors.CheckpointError)}
     assert set(rows) - {"error"} - {name for name in rows if set(name) <= {"-"}} == set(classes)

@@ -62,11 +62,6 @@ def made_metadata(rank_count: int = 3, **changes: Any) -> Metadata:
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 
-def saved_by_torch(state: dict[str, Any], folder: Path) -> bytes:
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-    return (folder / ".metadata").read_bytes()
-
-
 def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
     """Compare what was decoded with the objects that torch's own pickle.load returns."""
     told = expected.state_dict_metadata
@@ -123,7 +118,8 @@ class TestStockFiles:
             "step": 3,
             "optim": [torch.ones(2), {"lr": 0.1, 7: torch.zeros(1)}, ("a", None)],
         }
-        data = saved_by_torch(state, tmp_path / "ckpt")
+        save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+        data = (tmp_path / ".metadata").read_bytes()
         found = decode_stock_metadata(data)
         expected = pickle.loads(data)
         assert_tells_all(found, expected)

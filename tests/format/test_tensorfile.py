@@ -226,11 +226,6 @@ def _rewritten(
     return stream.getvalue()
 
 
-def with_header(body: object, data: bytes = b"") -> bytes:
-    text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
 SQUARE = {"a": {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}}
 
 
@@ -279,7 +274,8 @@ class TestSafetensors:
         self, body: object, data_bytes: int, complaint: str
     ) -> None:
         """What the specification forbids is a format error that says what; so is half a place."""
-        blob = with_header(body, b"\0" * data_bytes)
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
+        blob = struct.pack("<Q", len(text)) + text + bytes(data_bytes)
         with pytest.raises(FormatError, match=complaint) as caught:
             parse_safetensors_header(blob, file_bytes=len(blob), path="x/y.safetensors")
         assert caught.value.path == "x/y.safetensors"

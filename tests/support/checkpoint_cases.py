@@ -9,7 +9,6 @@ import dcp_cases
 import ml_dtypes
 import torch
 import torch.distributed.checkpoint as dcp
-from copy_cases import make
 from dcp_cases import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -63,10 +62,6 @@ def save_all(_rank: int, folder: Path) -> None:
         str(folder / "dcp_safetensors" / "step-1000"), save_distributed=True
     )
     dcp.save(sharded(), storage_writer=writer)
-
-
-def save_hugging_face(folder: Path) -> None:
-    make("safetensors", WEIGHTS, folder / "safetensors" / "step-1000")
 
 
 def numpy_of(tensor: torch.Tensor) -> Any:
