@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import shutil
 import threading
 import time
@@ -106,7 +107,12 @@ def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
         assert [one.step for one in cases.pruned(manager, dry_run=True).planned] == [1, 2]
         assert len(cases.names_in(tmp_path)) == 3
         assert manager.last_prune is None
+        dead = tmp_path / "step-00000003/saves/20200101T000000Z-0123456789abcdef"
+        dead.mkdir()
+        (dead / "__0_0.distcp").write_bytes(b"half")
+        os.utime(dead / "__0_0.distcp", (0, 0))
         report = cases.pruned(manager)
+        assert report.freed == (dead.name,), "of a save that died beside one that is kept"
         assert report.deleted == ("step-00000001", "step-00000002")
         assert report is manager.last_prune
     assert cases.names_in(tmp_path) == ["step-00000003"]
