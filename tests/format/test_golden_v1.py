@@ -43,13 +43,12 @@ def bytes_of(name: str) -> bytes:
 
 
 def is_expected(state: dict[str, Any]) -> bool:
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return (
-        {name: (str(t.dtype)[6:], list(t.shape)) for name, t in tensors.items()}
-        == {name: (t["dtype"], t["shape"]) for name, t in EXPECTED["tensors"].items()}
-        and all(raw_bytes(tensor) == bytes_of(name) for name, tensor in tensors.items())
-        and {name: state[name] for name in EXPECTED["blobs"]} == EXPECTED["blobs"]
-    )
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    found = {name: (str(t.dtype)[6:], list(t.shape), raw_bytes(t)) for name, t in tensors.items()}
+    told = EXPECTED["tensors"].items()
+    wanted = {name: (t["dtype"], t["shape"], bytes_of(name)) for name, t in told}
+    blobs = {name: state[name] for name in EXPECTED["blobs"]}
+    return (found, blobs) == (wanted, EXPECTED["blobs"])
 
 
 def zeros() -> dict[str, Any]:
