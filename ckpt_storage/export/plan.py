@@ -171,7 +171,7 @@ class Plan:
     able: Capabilities
     part_bytes: int
     identity: str
-    regions: tuple[Region, ...]
+    regions: tuple[Region, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -204,14 +204,10 @@ def plan(
     """Return the plan of making all `files`; `source` (JSON) stands for what they are made of."""
     files = tuple(files)
     identity = _digest({"version": 3, "source": source, "files": list(map(_content, files))})
-    return Plan(
-        files=files,
-        world_size=world_size,
-        able=able,
-        part_bytes=part_bytes,
-        identity=identity,
-        regions=(),
-    ).leaving(())
+    found = Plan(
+        files=files, world_size=world_size, able=able, part_bytes=part_bytes, identity=identity
+    )
+    return found.leaving(())
 
 
 def _content(file: OutFile) -> object:

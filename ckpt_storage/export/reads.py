@@ -151,18 +151,12 @@ class SegmentReader:
             crc = crc32c_of(window, crc)
         return crc
 
-    def explained(
-        self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
-    ) -> Exception:
-        """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        return explained(error, places, self._source)
-
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)
         try:
             self._ranges.run(planned)
         except (StorageError, IntegrityError) as error:
-            raise self.explained(error, [read.place for read in reads]) from error
+            raise explained(error, [read.place for read in reads], self._source) from error
         return sum(one.stop - one.start for one in planned)
 
     def _segments(

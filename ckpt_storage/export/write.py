@@ -24,6 +24,7 @@ from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
+from ckpt_storage.source.model import explained
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.upload import Upload
@@ -332,7 +333,7 @@ class Work:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 self._copies = False
                 return False
-            raise reader.explained(error, [place]) from error
+            raise explained(error, [place], self._task.source) from error
         site.target_pace.succeeded(time.monotonic() - begin_s)
         read_bytes, expected = 0, None
         if place.crcs is not None:
