@@ -222,10 +222,9 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
             "total_bytes": sum(file.size_bytes for file in checkpoint.files),
         }
         if checkpoint.save_id is None:
-            raise InvalidInputError(
-                f"{checkpoint.url} was written by another tool ({checkpoint.format}).",
-                next_step="Delete it with the tool that wrote it, or as a folder.",
-            )
+            what = f"{checkpoint.url} was written by another tool ({checkpoint.format})."
+            step = "Delete it with the tool that wrote it, or as a folder."
+            raise InvalidInputError(what, next_step=step)
     # What was shown goes, not what may have replaced it.
     is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
     verdict = "deleted" if is_deleted else "would be deleted; --yes does it"
@@ -292,10 +291,9 @@ def _check_names(template: str, folders: list[str]) -> None:
         templates = Counter(filter(None, map(_template_of, folders)))
         best, count = next(iter(templates.most_common(1)), ("", 0))
         fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
-        raise InvalidInputError(
-            f"None of the {len(folders)} folders below ROOT is named {template!r}.",
-            next_step=f"{fits}Say by --names how the run spells its steps.",
-        )
+        what = f"None of the {len(folders)} folders below ROOT is named {template!r}."
+        step = f"{fits}Say by --names how the run spells its steps."
+        raise InvalidInputError(what, next_step=step)
 
 
 def _template_of(name: str) -> str:

@@ -49,12 +49,9 @@ def check_root(
     found = {one.path for one in if_there(lambda: store.list("", recursive=False)) or ()}
     # An object storage has no empty folders.
     if not (Path(location.target).is_dir() if location.is_local else found):
-        raise CheckpointNotFoundError(
-            f"{location.url} does not exist.",
-            path=location.url,
-            phase="load",
-            next_step="Check the path, the bucket and the storage options.",
-        )
+        what = f"{location.url} does not exist."
+        step = "Check the path, the bucket and the storage options."
+        raise CheckpointNotFoundError(what, path=location.url, phase="load", next_step=step)
     if found & {f"{COMMITS}/", STOCK_METADATA}:
         raise InvalidInputError(
             f"{location.url} is a checkpoint itself.", next_step="Give the folder above it."

@@ -85,10 +85,9 @@ def cat(
         try:
             selection = select(wanted, tensor.shape)
         except IndexError as error:
-            raise InvalidInputError(
-                f"--slice {index!r} does not fit the shape {list(tensor.shape)}: {error}.",
-                next_step="Give as many indices as there are dimensions, or fewer.",
-            ) from error
+            what = f"--slice {index!r} does not fit the shape {list(tensor.shape)}: {error}."
+            step = "Give as many indices as there are dimensions, or fewer."
+            raise InvalidInputError(what, next_step=step) from error
         if form == "text":
             _print(file, tensor, selection, as_json=as_json)
         else:
@@ -125,10 +124,9 @@ def _put(file: str | None, parts: Iterable[bytes]) -> None:
     except CheckpointError:
         raise
     except OSError as error:
-        raise InvalidInputError(
-            f"{file} cannot be written: {error.strerror or error}.",
-            next_step="Give a file in a folder that is there, on a disk with room for it.",
-        ) from error
+        what = f"{file} cannot be written: {error.strerror or error}."
+        step = "Give a file in a folder that is there, on a disk with room for it."
+        raise InvalidInputError(what, next_step=step) from error
 
 
 def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
@@ -140,10 +138,8 @@ def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json:
         click.echo(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
         return
     if count > _MOST_JSON_ELEMENTS:
-        raise InvalidInputError(
-            f"{count} elements are too many for JSON.",
-            next_step="Narrow it with --slice, or use --form npy.",
-        )
+        what = f"{count} elements are too many for JSON."
+        raise InvalidInputError(what, next_step="Narrow it with --slice, or use --form npy.")
     values = _pairs(_made(tensor, tensor.words(selection.ranges), selection).tolist())
     told = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
     _put(file, [told.encode(errors="backslashreplace")])

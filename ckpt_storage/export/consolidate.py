@@ -202,10 +202,9 @@ class ConsolidateJob(Setting):
             target = location_beside(source, options.output, options.output_storage_options)
         own = (f"{source.url}/{COMMITS}/", f"{source.url}/{SAVES}/")
         if target.url == source.url or f"{target.url}/".startswith(own):
-            raise InvalidInputError(
-                f"The output {target.url} is where the checkpoint's own files lie.",
-                next_step=f"Give a folder of its own, such as {source.url}/hf.",
-            )
+            what = f"The output {target.url} is where the checkpoint's own files lie."
+            step = f"Give a folder of its own, such as {source.url}/hf."
+            raise InvalidInputError(what, next_step=step)
         return cls(
             options=options,
             source=source,

@@ -202,10 +202,8 @@ def convert(  # the public surface, all keyword-only
 
 
 def _onto_itself(url: str) -> errors.InvalidInputError:
-    return errors.InvalidInputError(
-        f"{url} would be converted onto itself, or into its own files.",
-        next_step="Give another place for the result.",
-    )
+    what = f"{url} would be converted onto itself, or into its own files."
+    return errors.InvalidInputError(what, next_step="Give another place for the result.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +256,8 @@ class _Conversion(Task[ConvertReport]):
         else:
             found = super().find()
         if self.source.format == setting.to:
-            raise errors.InvalidInputError(
-                f"{setting.source_url} is of the format {setting.to} already.",
-                next_step="Use ckpt_storage.copy to copy it.",
-            )
+            what = f"{setting.source_url} is of the format {setting.to} already."
+            raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
         chosen = self.chosen
         self._check_elsewhere()
         with told_from_damage(self.check_unchanged):

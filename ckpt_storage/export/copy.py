@@ -145,10 +145,8 @@ def copy(  # the public surface, all keyword-only
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) or is_within(target, source):
-            raise errors.InvalidInputError(
-                f"One of {source.url} and {target.url} lies inside the other, or is it.",
-                next_step="Give a folder beside what is copied.",
-            )
+            told = f"One of {source.url} and {target.url} lies inside the other, or is it."
+            raise errors.InvalidInputError(told, next_step="Give a folder beside what is copied.")
         return Setting(
             source=source,
             target=target,

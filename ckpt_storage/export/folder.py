@@ -179,12 +179,9 @@ class PlainFolder(Folder[R]):
         free = {INDEX_NAME} if is_hidden else set()
         blocking = sorted((in_the_way | here & {STOCK_METADATA}) - free)
         if blocking and not (is_resumed or is_remains or self.setting.overwrite):
-            raise errors.CheckpointExistsError(
-                f"{store.url} holds {blocking[0]}.",
-                path=store.url,
-                phase="plan",
-                next_step="Give another folder, or pass overwrite=True to replace what is there.",
-            )
+            what = f"{store.url} holds {blocking[0]}."
+            step = "Give another folder, or pass overwrite=True to replace what is there."
+            raise errors.CheckpointExistsError(what, path=store.url, phase="plan", next_step=step)
         store.make_folders([])
         if STOCK_METADATA in here:
             store.delete([STOCK_METADATA])

@@ -110,10 +110,9 @@ def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> li
     for tensor in tensors:
         number = index.get(tensor.name, index.get(tensor.fqn))
         if number is None:
-            raise InvalidInputError(
-                f"fqn_to_index_mapping does not say which file {tensor.name} goes into.",
-                next_step="Add it to the mapping, or leave it out with exclude=.",
-            )
+            what = f"fqn_to_index_mapping does not say which file {tensor.name} goes into."
+            step = "Add it to the mapping, or leave it out with exclude=."
+            raise InvalidInputError(what, next_step=step)
         groups.setdefault(number, []).append(tensor)
     return [groups[number] for number in sorted(groups)]
 

@@ -100,10 +100,8 @@ class ConsolidateOptions:
             if not is_good[option]:
                 raise _wrong(option, getattr(self, option), wanted)
         if index is not None and self.max_file_bytes != DEFAULT_MAX_FILE_BYTES:
-            raise InvalidInputError(
-                "Both fqn_to_index_mapping and max_file_bytes say which file a tensor goes into.",
-                next_step="Give one of them.",
-            )
+            what = "Both fqn_to_index_mapping and max_file_bytes say which file a tensor goes into."
+            raise InvalidInputError(what, next_step="Give one of them.")
         if self.memory_limit_bytes is not None:
             check_memory_limit(self.memory_limit_bytes)
         if self.page_cache is not None:

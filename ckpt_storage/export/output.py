@@ -411,12 +411,9 @@ def _check_alike(came: Sequence[tuple[str, bool, str]], setting: Setting) -> Non
         digests.setdefault(digest, []).append(rank)
     if len(digests) > 1:
         spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())
-        raise RankMismatchError(
-            f"The ranks planned different exports of {setting.source.url}: {spelt}.",
-            values=digests,
-            phase="plan",
-            next_step="Give all ranks the same options; functions must answer alike on all.",
-        )
+        what = f"The ranks planned different exports of {setting.source.url}: {spelt}."
+        step = "Give all ranks the same options; functions must answer alike on all."
+        raise RankMismatchError(what, values=digests, phase="plan", next_step=step)
 
 
 def run_together(

@@ -148,10 +148,9 @@ def choose_model(
             left.setdefault(fqn, ("excluded", "`exclude` names it"))
     going = sorted(tensors.keys() - left.keys())
     if not going:
-        raise InvalidInputError(
-            f"No tensor is left to export; {len(left)} values are left out.",
-            next_step="Name what you want with include=, as FQNs or patterns.",
-        )
+        what = f"No tensor is left to export; {len(left)} values are left out."
+        step = "Name what you want with include=, as FQNs or patterns."
+        raise InvalidInputError(what, next_step=step)
     stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in going])
     names = _names(going, stripped, options)
     tied: dict[str, str] = {}
@@ -173,10 +172,9 @@ def choose_model(
     picked: list[Elements] = []
     for fqn in (fqn for fqn in going if fqn not in tied):
         if lacking := _no_safetensors(tensors[fqn]):
-            raise InvalidInputError(
-                f"{fqn} has {lacking}, which safetensors does not hold.",
-                next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
-            )
+            what = f"{fqn} has {lacking}, which safetensors does not hold."
+            step = f"Leave it out with exclude=[{fqn!r}], or save it otherwise."
+            raise InvalidInputError(what, next_step=step)
         dtype = (options.cast_to if tensors[fqn].dtype in CASTABLE else None) or ""
         picked.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
     return sorted(picked, key=lambda one: _natural(one.name)), skipped
@@ -250,10 +248,9 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
     rename = options.rename or {}
     absent = [] if callable(rename) else sorted(rename.keys() - set(fqns))
     if absent:
-        raise InvalidInputError(
-            f"rename names {absent[0]!r}, which is no tensor that goes out.",
-            next_step="Remove the entry, or have the tensor go out with include=.",
-        )
+        what = f"rename names {absent[0]!r}, which is no tensor that goes out."
+        step = "Remove the entry, or have the tensor go out with include=."
+        raise InvalidInputError(what, next_step=step)
     taken: dict[str, str] = {}
     for fqn in fqns:
         name: object = (
@@ -261,15 +258,13 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
         )
         is_text = isinstance(name, str) and not any("\ud800" <= char <= "\udfff" for char in name)
         if not isinstance(name, str) or not is_text or name in {"", "__metadata__"}:
-            raise InvalidInputError(
-                f"{fqn} would be called {name!r:.80} in its weight file.",
-                next_step="Have rename= give it a name that is text and not __metadata__.",
-            )
+            what = f"{fqn} would be called {name!r:.80} in its weight file."
+            step = "Have rename= give it a name that is text and not __metadata__."
+            raise InvalidInputError(what, next_step=step)
         if taken.setdefault(name, fqn) != fqn:
-            raise InvalidInputError(
-                f"{taken[name]} and {fqn} would both be called {name!r} in the weight files.",
-                next_step="Give them different names with rename=, or exclude one.",
-            )
+            what = f"{taken[name]} and {fqn} would both be called {name!r} in the weight files."
+            step = "Give them different names with rename=, or exclude one."
+            raise InvalidInputError(what, next_step=step)
     return {fqn: name for name, fqn in taken.items()}
 
 
@@ -318,7 +313,6 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
         places = source.places([(fqn, box.offsets) for fqn in (alias, target) for box in boxes])
         crcs = [None if one.crcs is None else (one.block_bytes, *one.crcs) for one in places]
         if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:
-            raise InvalidInputError(
-                f"{alias} is said to be tied to {target}; their checksums differ.",
-                next_step='Remove it from tied=, or give tied="keep"; both then go out.',
-            )
+            what = f"{alias} is said to be tied to {target}; their checksums differ."
+            step = 'Remove it from tied=, or give tied="keep"; both then go out.'
+            raise InvalidInputError(what, next_step=step)

@@ -285,12 +285,9 @@ class TorchFile(_Conversion):
                 f"{url} names no file.", next_step="Give a file, such as model.pt."
             )
         if not self.setting.overwrite and is_there(self.site.target, name):
-            raise errors.CheckpointExistsError(
-                f"{url} is there.",
-                path=url,
-                phase="plan",
-                next_step="Give another name, or pass overwrite=True to replace it.",
-            )
+            what = f"{url} is there."
+            step = "Give another name, or pass overwrite=True to replace it."
+            raise errors.CheckpointExistsError(what, path=url, phase="plan", next_step=step)
         return Taken()
 
     def publish(self, made: Made) -> None:
@@ -465,7 +462,6 @@ def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
             raise ValueError("its lists would be far longer than what is in them")  # noqa: TRY301
         return unflatten_state_dict(dict(flat), paths)
     except Exception as error:
-        raise errors.InvalidInputError(
-            f"The values do not form a nested state dict: {error}.",
-            next_step="Leave the names that contradict each other out with exclude=.",
-        ) from error
+        what = f"The values do not form a nested state dict: {error}."
+        step = "Leave the names that contradict each other out with exclude=."
+        raise errors.InvalidInputError(what, next_step=step) from error

@@ -75,10 +75,9 @@ class CheckpointStorageIO(CheckpointIO):
         `ckpt_storage.load`, and `InvalidInputError` for a `map_location` that is not the CPU.
         """
         if map_location is not None and str(map_location) != "cpu":
-            raise InvalidInputError(
-                f"map_location is {map_location!r}.",
-                next_step="Leave it out: Lightning moves what it loads to its devices.",
-            )
+            what = f"map_location is {map_location!r}."
+            step = "Leave it out: Lightning moves what it loads to its devices."
+            raise InvalidInputError(what, next_step=step)
         return _load(self, {}, path, WholePlanner(), weights_only)
 
     def remove_checkpoint(self, path: _Path) -> None:

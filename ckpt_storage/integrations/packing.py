@@ -77,10 +77,8 @@ def unpack(tensors: Mapping[str, torch.Tensor], outline: Any) -> dict[str, Any]:
         rest, names = outline
         return dict(put_back(rest, ()))
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"The outline of the checkpoint is not one of ours: {error!r}.",
-            next_step="Load it with what it was saved with.",
-        ) from error
+        what = f"The outline of the checkpoint is not one of ours: {error!r}."
+        raise FormatError(what, next_step="Load it with what it was saved with.") from error
 
 
 def _like(value: Any, path: _Path, change: Callable[[object, _Path], object]) -> object:

@@ -45,9 +45,7 @@ def reported_url(checkpoint: ray.train.Checkpoint) -> str:
         try:
             url = json.loads(Path(folder, _POINTER).read_text(encoding="utf-8"))["url"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FormatError(
-                f"{checkpoint.path} does not point to a checkpoint of ours.",
-                path=_POINTER,
-                next_step="Report it with ckpt_storage.integrations.ray.report.",
-            ) from error
+            what = f"{checkpoint.path} does not point to a checkpoint of ours."
+            step = "Report it with ckpt_storage.integrations.ray.report."
+            raise FormatError(what, path=_POINTER, next_step=step) from error
     return str(url)
