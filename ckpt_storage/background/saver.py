@@ -26,12 +26,11 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.options import Chained, SaveOptions
+from ckpt_storage.saves.session import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
 from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
-from .link import pack
-from .queue import SaveJob, SaveQueue
+from .link import SaveJob, SaveQueue, pack
 from .staging import StagingJob
 
 Mode = Literal["process", "thread"]
@@ -224,7 +223,10 @@ class AsyncSaver:
         if queue.has_worker:
             # Before the planner knows the state, which is not to travel; so another one does.
             job.packed = pack(job.options)
-            planner = None if planner is None else _twin_of(planner)
+            if planner is not None:
+                twin: SavePlanner = object.__new__(type(planner))
+                vars(twin).update(vars(planner))
+                planner = twin
         job.staging = StagingJob(
             state,
             queue.arenas,
@@ -303,13 +305,6 @@ class AsyncSaver:
             raise failure
 
 
-def _twin_of(planner: SavePlanner) -> SavePlanner:
-    """Return a planner with the same attributes, which may be set up without the other."""
-    twin: SavePlanner = object.__new__(type(planner))
-    vars(twin).update(vars(planner))
-    return twin
-
-
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
@@ -347,11 +342,6 @@ def save_async(  # all that `save` takes, and one argument more
     at the handle's `result`: a failure is raised there, and logged.
     """
     options = SaveOptions.of(locals(), timeouts=Timeouts.of(timeout))
-    saver = _saver_of(process_group)
-    return saver.begin(state, url, options, block_until_staged=block_until_staged)
-
-
-def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
     # The class stands for the group of a process without one.
     group: object = group_of(process_group) or AsyncSaver
     with _lock:
@@ -364,4 +354,4 @@ def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
                 on_error="warn",
                 name="save_async",
             )
-        return saver
+    return saver.begin(state, url, options, block_until_staged=block_until_staged)

@@ -15,25 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of, travelling
 from ckpt_storage.coordination.keyvalue import COORDINATOR
 from ckpt_storage.coordination.liveness import Heartbeats
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import Steps, rank_save
-from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.saves.session import SaveOptions, SaveSession
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 
-from .arena import map_shared
-from .staging import StagedPlan
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from .staging import StagedPlan, map_shared
 
 BEAT_S = 0.25
 """How often a worker that is at work tells its trainer how far it is."""
@@ -65,22 +62,19 @@ class Answer:
     is_strange: bool = False
 
 
-class _Watch:
+class _Watch(Heartbeats):
     """The `Watch` over a save, and its phases: how far it is, and why it is to be given up."""
 
     def __init__(self, rank: int, tell: Callable[[object], None]) -> None:
+        super().__init__(rank)
         self.timeouts = Timeouts()
         self.error: CheckpointError | None = None
-        self.heartbeats = Heartbeats(rank)
-        self.advanced = self.heartbeats.advanced
-        self.expect = self.heartbeats.expect
-        self.ended_file = self.heartbeats.ended_file
         self._tell = tell
 
     def phase(self, phase: Phase) -> Deadline:
         """Begin a phase, in the trainer as well."""
         self._tell(phase)
-        self.heartbeats.begin(phase, 0)
+        self.begin(phase, 0)
         return Deadline(phase, getattr(self.timeouts, phase), watch=self)
 
     def failure(self) -> CheckpointError | None:
@@ -123,7 +117,7 @@ class _Worker:
             is_strange = type(error) is CheckpointError and error.__cause__ is not None
         with self._sending:
             # Its last beat; one that came after the answer would be taken for the next call's.
-            self._pipe.send(self._watch.heartbeats.own())
+            self._pipe.send(self._watch.own())
             self._is_busy = False
             self._pipe.send(Answer(found, is_strange))
 
@@ -168,7 +162,7 @@ class _Worker:
                     continue
                 with self._sending:
                     if self._is_busy:
-                        self._pipe.send(self._watch.heartbeats.own())
+                        self._pipe.send(self._watch.own())
         # Nobody is left to save for; threads that hang in a storage must not keep us.
         os._exit(0)
 

@@ -29,16 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import (
-    CheckpointError,
-    IntegrityError,
-    InvalidInputError,
-    RankFailedError,
-)
+from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, RankFailedError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
-from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.documents import Counts, FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.store import Store
@@ -46,7 +41,7 @@ from ckpt_storage.transfer.workers import side_by_side
 
 from . import cleaning, publishing
 from .attempt import Grant, commit
-from .report import Planned, RankReport, ReportTable, incomplete, outside
+from .report import Planned, RankReport, ReportTable, incomplete, outside, unpacked
 from .slotlog import stat_if_there
 
 log = logging.getLogger("ckpt_storage")
@@ -57,18 +52,13 @@ STOCK_VERSION = "1.0.0"
 _FOOTER_ROOM_BYTES = 4096
 """More than the footer takes that makes a `.metadata` of the pickle."""
 
-Layout = tuple[Sequence[Box], Sequence[int]]
-"""The chunks of a tensor and the ranks that wrote them."""
-
 
 def commit_save(
     store: Store,
     grant: Grant,
     *,
-    world_size: int,
     metadata: Metadata,
     reports: Sequence[RankReport | None],
-    storage_meta: StorageMeta,
     user: Mapping[str, Any],
     must_publish: bool = True,
 ) -> SlotRecord:
@@ -80,14 +70,15 @@ def commit_save(
     Superseded files that cannot be deleted are left to the next save.
     """
     save_id = grant.save_id
-    found = check_reports(reports, save_id=save_id, world_size=world_size)
+    found = check_reports(reports, grant)
     manifest = assemble(found, planned_of(metadata))
     check_files(store, manifest)
     entry_count = sum(report.item_count for report in found)
     if all(report.places is not None for report in found):
         # 0 would say that it is a note.
         stock_entries = entry_count or None
-        pickled = stock_metadata(metadata, found, manifest, storage_meta)
+        meta = StorageMeta(checkpoint_id=store.url, save_id=save_id)
+        pickled = stock_metadata(metadata, found, manifest, meta)
     else:
         stock_entries, pickled = 0, stock_note(entry_count)
         log.info(
@@ -151,10 +142,9 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
         ) from error
 
 
-def check_reports(
-    reports: Sequence[RankReport | None], *, save_id: str, world_size: int
-) -> list[RankReport]:
+def check_reports(reports: Sequence[RankReport | None], grant: Grant) -> list[RankReport]:
     """Return the reports; raise unless they are of all ranks and of this save."""
+    save_id, world_size = grant.save_id, grant.world_size
     missing = [rank for rank, report in enumerate(reports) if report is None]
     missing += range(len(reports), world_size)
     if missing or len(reports) != world_size:
@@ -209,24 +199,22 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
     table = ReportTable(reports, planned)
     for fqn in planned.blobs - table.blobs.keys():
         raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
-    layouts: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    layouts: dict[tuple[tuple[int, ...], bytes], tuple[Sequence[Box], Sequence[int]]] = {}
     records: dict[tuple[str, tuple[int, ...], bytes], TensorRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     for number, (fqn, shape) in enumerate(planned.tensors.items()):
         dtype = table.dtype(number)
         if dtype is None:
             raise incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
-        layout_key = (shape, table.key(number))
-        record = records.get((dtype, *layout_key))
-        if record is None:
-            if layout_key not in layouts:
-                owners, rows = table.chunks(number)
-                found = grid_of_rows(shape, rows, owners) or _boxes(fqn, shape, owners, rows)
-                layouts[layout_key] = found
-            boxes, ranks = layouts[layout_key]
+        key = (shape, table.key(number))
+        if key not in layouts:
+            owners, rows = table.chunks(number)
+            layouts[key] = grid_of_rows(shape, rows, owners) or _boxes(fqn, shape, owners, rows)
+        if (dtype, *key) not in records:
+            boxes, ranks = layouts[key]
             record = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=ranks)
-            records[dtype, *layout_key] = record
-        tensors[fqn] = record
+            records[dtype, *key] = record
+        tensors[fqn] = records[dtype, *key]
     first = reports[0]
     return Manifest(
         save_id=first.save_id,
@@ -243,11 +231,8 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
 
 
 def _boxes(
-    fqn: str,
-    shape: tuple[int, ...],
-    owners: Any,  # noqa: ANN401  # arrays
-    rows: Any,  # noqa: ANN401  # as above
-) -> Layout:
+    fqn: str, shape: tuple[int, ...], owners: Counts, rows: Counts
+) -> tuple[list[Box], list[int]]:
     """Return chunks of any form that make up a tensor; says exactly what is wrong if not."""
     first: dict[Box, int] = {}
     for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
@@ -371,11 +356,11 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
     entries: dict[MetadataIndex, _StorageInfo] = {}
     empty: dict[MetadataIndex, _StorageInfo] = {}
     for report in reports:
-        lies = report.read_places()
-        assert lies is not None  # noqa: S101  # the caller made sure
-        fqns = [names.setdefault(fqn, fqn) for fqn in report.read_vocabulary()[0]]
+        assert report.places is not None  # noqa: S101  # the caller made sure
+        fqns, (name_column, _, box_column) = unpacked(report.pattern)
+        fqns = [names.setdefault(fqn, fqn) for fqn in fqns]
         paths = [ref.path for ref in report.files]
-        ndims, flat = report.read_boxes()
+        ndims, flat = unpacked(report.boxes)
         words = iter(flat.tolist())
         # The last is for blobs, whose box is -1.
         places: list[tuple[torch.Size | None, bool]] = []
@@ -383,10 +368,8 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
             at, sizes = (tuple(itertools.islice(words, ndim)) for _ in range(2))
             places.append((known_sizes.setdefault(at, torch.Size(at)), 0 in sizes))
         places.append((None, False))
-        fqn, _, box = report.read_pattern()
-        for name, number, file, start, length in zip(
-            fqn.tolist(), box.tolist(), *lies.tolist(), strict=True
-        ):
+        columns = (name_column, box_column, *unpacked(report.places))
+        for name, number, file, start, length in zip(*(c.tolist() for c in columns), strict=True):
             index = MetadataIndex(fqns[name])
             offset, is_empty = places[number]
             # Its constructor copies the size.

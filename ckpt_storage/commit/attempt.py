@@ -14,17 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
+from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.names import (
-    COMMITS,
-    STOCK_METADATA,
-    begun_path,
-    new_save_id,
-    ranks_folder,
-    save_folder,
-    slot_path,
-)
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
@@ -68,7 +60,7 @@ def begin(
     began_s = time.time()
     calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
     if not overwrite:
-        calls.append(partial(is_there, store, STOCK_METADATA))
+        calls.append(partial(is_there, store, names.STOCK_METADATA))
     found, *shown = side_by_side(store, calls)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
@@ -82,8 +74,8 @@ def begin(
             phase="plan",
             next_step="Save to another id, or pass overwrite=True to replace it.",
         )
-    save_id = save_id or new_save_id()
-    store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
+    save_id = save_id or names.new_save_id()
+    store.make_folders([names.COMMITS, names.save_folder(save_id), names.ranks_folder(save_id)])
     if why_not := why_no_exclusive_create(store):
         log.warning(
             "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
@@ -92,7 +84,7 @@ def begin(
             why_not,
         )
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.put(begun_path(save_id), seal(begun))
+    store.put(names.begun_path(save_id), seal(begun))
     previous = head.head if head else None
     return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
 
@@ -157,7 +149,7 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",
         winner={name: getattr(holder, name) for name in told},
-        path=slot_path(holder.slot),
+        path=names.slot_path(holder.slot),
         phase="commit",
         next_step=next_step,
     )

@@ -15,35 +15,18 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
+from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
-from ckpt_storage.format.names import (
-    SAVES,
-    STOCK_METADATA,
-    begun_path,
-    is_save_id,
-    manifest_path,
-    probe_path,
-    save_folder,
-    slot_path,
-)
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import why_no_conditional_delete
 from ckpt_storage.store.store import Store
 
+from . import slotlog
 from .publishing import publish_head, read_footer
-from .slotlog import (
-    CommitLog,
-    history,
-    if_there,
-    listed_slots,
-    read_if_there,
-    read_log,
-    read_slot,
-    take_slot,
-)
 
 log = logging.getLogger("ckpt_storage")
 
@@ -59,7 +42,7 @@ def delete_attempt(store: Store, save_id: str) -> None:
 
     The caller has made sure that nobody can need it. Idempotent.
     """
-    folder, manifest = save_folder(save_id), manifest_path(save_id)
+    folder, manifest = names.save_folder(save_id), names.manifest_path(save_id)
     abort_uploads(store, folder)
     paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
     store.delete([path for path in paths if path.endswith(".distcp")])
@@ -95,9 +78,9 @@ def attempts_there(store: Store) -> dict[str, float | None]:
     None where the storage does not tell. What others keep in a folder of that name is left out.
     """
     times_s: dict[str, list[float | None]] = {}
-    for entry in store.list(SAVES):
+    for entry in store.list(names.SAVES):
         save_id = entry.path.split("/")[1]
-        if is_save_id(save_id):
+        if names.is_save_id(save_id):
             times_s.setdefault(save_id, []).append(entry.modified_s)
     return {
         save_id: None if None in times else max(filter(None, times), default=0.0)
@@ -105,7 +88,7 @@ def attempts_there(store: Store) -> dict[str, float | None]:
     }
 
 
-def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
+def fence(store: Store, save_ids: Sequence[str]) -> slotlog.CommitLog:
     """Take the next slot with a fence record: after it, none of `save_ids` can commit.
 
     Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
@@ -114,7 +97,7 @@ def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
     while True:
         found = log_to_extend(store)
         slot, head = found.last_slot + 1, found.head.head if found.head else None
-        record, is_ours = take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
+        record, is_ours = slotlog.take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
         if is_ours:
             return replace(found, last_slot=record.slot, last=record)
         store.deadline.check(f"Fencing {', '.join(save_ids)}")
@@ -137,11 +120,11 @@ def free_leftovers(
     read for attempts of that age.
     """
     times_s = attempts_there(store)
-    found = read_log(store, known=known)
+    found = slotlog.read_log(store, known=known)
     references = (found.head.head, found.head.previous) if found.head else ()
     left = times_s.keys() - {one.save_id for one in references[: keep_previous + 1] if one}
     commits: dict[str, SlotRecord] = {}
-    for record in history(store, found.head) if left else ():
+    for record in slotlog.history(store, found.head) if left else ():
         save_id = record.save_id or ""
         commits[save_id] = record
         left.discard(save_id)
@@ -150,7 +133,7 @@ def free_leftovers(
     told = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
     old: list[str] = []
     with suppress(UnsupportedByStoreError):  # what a listing tells is no clock by itself
-        now_s = store.server_time(probe_path()) if told else 0.0
+        now_s = store.server_time(names.probe_path()) if told else 0.0
         old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
     if old:
         commits = _commits(store, found)
@@ -184,8 +167,9 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     For a save that finds the storage full; `besides` is its own id. They are fenced first: one
     that lives after all fails with `CommitConflictError`.
     """
-    others = attempts_there(store).keys() - {besides} - _commits(store, read_log(store)).keys()
-    return _fence_and_free(store, [one for one in sorted(others) if _has_ended(store, one)])
+    there = attempts_there(store).keys()
+    others = sorted(there - {besides} - _commits(store, slotlog.read_log(store)).keys())
+    return _fence_and_free(store, [one for one in others if _has_ended(store, one)])
 
 
 def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
@@ -200,8 +184,8 @@ def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
 
 def _has_ended(store: Store, save_id: str) -> bool:
     """Return whether the process that began an attempt, or this one which began another, ended."""
-    path = begun_path(save_id)
-    found = read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+    path = names.begun_path(save_id)
+    found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
     begun = {} if found is None else unseal(found.data, path=path)
     pid = begun.get("pid")
     if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
@@ -215,11 +199,11 @@ def _has_ended(store: Store, save_id: str) -> bool:
     return pid == os.getpid()
 
 
-def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
+def _commits(store: Store, found: slotlog.CommitLog) -> dict[str, SlotRecord]:
     """Return commits by save id, newest first: the head and what it superseded."""
-    records: Iterable[SlotRecord | None] = history(store, found.head)
+    records: Iterable[SlotRecord | None] = slotlog.history(store, found.head)
     if found.head is None:
-        records = (read_slot(store, slot) for slot in range(found.last_slot, 0, -1))
+        records = (slotlog.read_slot(store, slot) for slot in range(found.last_slot, 0, -1))
     return {record.save_id: record for record in records if record and record.save_id}
 
 
@@ -243,23 +227,21 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         )
     while True:
         doomed = set(attempts_there(store))
-        found = read_log(store)
+        found = slotlog.read_log(store)
         if found.last is None and not doomed:
             return False
         record = _tombstone(store, found)
         if record is not None:
             break
-        if not _is_meant(found, expected_save_id):
-            return False
         found = log_to_extend(store)
-        if not _is_meant(found, expected_save_id):
-            return False  # saved anew since
-        for known in history(store, found.head):
+        if expected_save_id not in {None, found.head.save_id if found.head else None}:
+            return False
+        for known in slotlog.history(store, found.head):
             if known.save_id is None or known.save_id in doomed:
                 break
             doomed.add(known.save_id)  # it began and committed since the listing
         slot, fenced = found.last_slot + 1, tuple(sorted(doomed))
-        record, is_ours = take_slot(store, "deleted", slot, None, fenced=fenced)
+        record, is_ours = slotlog.take_slot(store, "deleted", slot, None, fenced=fenced)
         if is_ours:
             break
         store.deadline.check(f"Deleting {store.url}")
@@ -267,11 +249,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
     return True
 
 
-def _is_meant(found: CommitLog, save_id: str | None) -> bool:
-    return save_id in {None, found.head.save_id if found.head else None}
-
-
-def log_to_extend(store: Store) -> CommitLog:
+def log_to_extend(store: Store) -> slotlog.CommitLog:
     """Return the slots, such that the next one may be taken within `TOMBSTONE_AGE_S` / 2.
 
     Of a deleted checkpoint the last record must be young for that. One whose age has come is
@@ -279,11 +257,11 @@ def log_to_extend(store: Store) -> CommitLog:
     """
     while True:
         store.deadline.check(f"Reading the slots of {store.url}")
-        found = read_log(store)
+        found = slotlog.read_log(store)
         if found.last is None:
             return found
         age_s = None if found.head else _age_s(store, found)
-        again = read_slot(store, found.last_slot)
+        again = slotlog.read_slot(store, found.last_slot)
         if again is None or again.write_id != found.last.write_id:
             continue  # the slots were removed while they were looked at
         if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
@@ -291,7 +269,7 @@ def log_to_extend(store: Store) -> CommitLog:
         if age_s < TOMBSTONE_AGE_S:
             left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
             bounded = store.bounded(Deadline(store.deadline.phase, left_s))
-            take_slot(bounded, "fence", found.last_slot + 1, None)
+            slotlog.take_slot(bounded, "fence", found.last_slot + 1, None)
         elif _removed(store, found) is None:
             return found  # nobody removes anything here
 
@@ -303,19 +281,19 @@ def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> boo
     young, somebody else changed it meanwhile, or the storage deletes without conditions only. A
     `min_age_s` below the default is safe only where nobody saves. Raises `StorageError`.
     """
-    found = read_log(store)
+    found = slotlog.read_log(store)
     if found.head is not None or found.last is None:
         return False
     age_s = _age_s(store, found)
     return age_s is not None and age_s >= min_age_s and _removed(store, found) is True
 
 
-def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
+def _tombstone(store: Store, found: slotlog.CommitLog) -> SlotRecord | None:
     """Return the deleted record that is in force, None if there is none."""
     record = None if found.head else found.last
     while record is not None and record.type == "fence":
         # Somebody cleared away attempts after the deletion.
-        record = read_slot(store, record.slot - 1)
+        record = slotlog.read_slot(store, record.slot - 1)
     return record if record is not None and record.type == "deleted" else None
 
 
@@ -323,23 +301,21 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
     """Delete what a deleted record dooms: `.metadata` of an earlier save, and all attempts."""
     named = read_footer(store)
     if named is not None and named.slot < record.slot:
-        store.delete([STOCK_METADATA])
+        store.delete([names.STOCK_METADATA])
         # A saver that began after the record may have published between look and deletion.
         publish_head(store)
     for save_id in record.fenced:
         delete_attempt(store, save_id)
 
 
-def _removed(store: Store, found: CommitLog) -> bool | None:
+def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
     """Remove the slots; return whether they went, None where the storage has no such condition."""
     record = _tombstone(store, found)
     if record is not None:
         _end_deletion(store, record)
-    slots = {
-        slot: content
-        for slot in listed_slots(store)
-        if (content := read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES))
-    }
+    read = partial(slotlog.read_if_there, store, most_bytes=MOST_SLOT_BYTES)
+    contents = ((slot, read(names.slot_path(slot))) for slot in slotlog.listed_slots(store))
+    slots = {slot: content for slot, content in contents if content is not None}
     last = slots.get(found.last_slot)
     if last is None or max(slots) > found.last_slot:
         return False
@@ -349,7 +325,7 @@ def _removed(store: Store, found: CommitLog) -> bool | None:
         for slot, content in slots.items():
             if content.version is None or why_no_conditional_delete(store):
                 return None
-            store.delete_version(slot_path(slot), content.version)
+            store.delete_version(names.slot_path(slot), content.version)
     except UnsupportedByStoreError:
         return None
     except StorageError as error:
@@ -359,14 +335,14 @@ def _removed(store: Store, found: CommitLog) -> bool | None:
     return True
 
 
-def _age_s(store: Store, found: CommitLog) -> float | None:
+def _age_s(store: Store, found: slotlog.CommitLog) -> float | None:
     """Return the age of the last record by the storage's clock, None where it tells no times."""
 
     def age_s() -> float | None:
-        modified_s = store.stat(slot_path(found.last_slot)).modified_s
-        return None if modified_s is None else store.server_time(probe_path()) - modified_s
+        modified_s = store.stat(names.slot_path(found.last_slot)).modified_s
+        return None if modified_s is None else store.server_time(names.probe_path()) - modified_s
 
     try:
-        return if_there(age_s)  # it may have been removed since
+        return slotlog.if_there(age_s)  # it may have been removed since
     except UnsupportedByStoreError:
         return None

@@ -49,6 +49,7 @@ class CheckpointInfo:
     @classmethod
     def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:
         """Return what a commit record says of the checkpoint at `url`."""
+        step = record.user.get("step")
         return cls(
             url=url,
             name=url.rstrip("/").rpartition("/")[2] if name is None else name,
@@ -57,7 +58,7 @@ class CheckpointInfo:
             slot=record.slot,
             created_at=record.created_at,
             stock_metadata=record.stock is not None and record.stock_entries != 0,
-            step=_step_of(record.user),
+            step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),
         )
 
@@ -69,10 +70,8 @@ def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidInputError(
-                f"The metric {name!r} is {value!r:.80}, which is no number.",
-                next_step="Give a number, or leave it out.",
-            ) from error
+            what = f"The metric {name!r} is {value!r:.80}, which is no number."
+            raise InvalidInputError(what, next_step="Give a number, or leave it out.") from error
         # JSON has no NaN and no infinity.
         found[str(name)] = number if math.isfinite(number) else str(number)
     user: dict[str, Any] = {"step": operator.index(step)}
@@ -85,11 +84,6 @@ def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
             next_step="Record only those that retention goes by; log the rest elsewhere.",
         )
     return user
-
-
-def _step_of(user: Mapping[str, Any]) -> int | None:
-    step = user.get("step")
-    return step if type(step) is int and step >= 0 else None
 
 
 def _metrics_of(user: Mapping[str, Any]) -> dict[str, float]:

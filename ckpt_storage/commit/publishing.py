@@ -19,7 +19,6 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
-from ckpt_storage.format.documents import DAMAGED
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
@@ -82,15 +81,19 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
         return
     named = split_footer(tail)[1]
     ours = f"save {head.save_id} of {head.created_at} in {slot_path(head.slot)}"
-    if named is None and tail.endswith(_PICKLE_STOP) and _is_written_after(store, head):
-        raise FormatError(
-            f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, such "
-            "as torch's own writer, saved over it (.metadata).",
-            path=STOCK_METADATA,
-            phase="load",
-            next_step="To keep the newer one, load it with torch's own reader. To keep the older "
-            "one, delete .metadata. To replace both, save with overwrite=True.",
-        )
+    if named is None and tail.endswith(_PICKLE_STOP):
+        paths = (STOCK_METADATA, slot_path(head.slot))
+        stock_s, slot_s = (store.stat(path).modified_s for path in paths)
+        # One of the same second is newer, too.
+        if stock_s is not None and slot_s is not None and stock_s >= slot_s:
+            raise FormatError(
+                f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, "
+                "such as torch's own writer, saved over it (.metadata).",
+                path=STOCK_METADATA,
+                phase="load",
+                next_step="To keep the newer one, load it with torch's own reader. To keep the "
+                "older one, delete .metadata. To replace both, save with overwrite=True.",
+            )
     if named is None or named.slot <= head.slot:
         return
     if named.slot > read_log(store, known=head).last_slot:
@@ -102,14 +105,6 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
             next_step="The folder commits/ lost files; restore it from a copy. torch's own "
             "readers still load what .metadata names, without checksums.",
         )
-
-
-def _is_written_after(store: Store, head: SlotRecord) -> bool:
-    """Return whether a `.metadata` that is not ours is newer than `head`, or of the same second."""
-    stock_s, slot_s = (
-        store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
-    )
-    return stock_s is not None and slot_s is not None and stock_s >= slot_s
 
 
 def publish(
@@ -198,9 +193,13 @@ def publish_head(
 
 def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: bytes | None) -> bool:
     """Put `.metadata` in place of what was read; return False if something else is there now."""
-    stock = stock or _stock_of(store, head)
-    if stock is None:
-        return False
+    assert head.stock is not None  # noqa: S101  # the caller made sure
+    try:
+        stock = stock or read_referenced(store, head.stock, most_bytes=MOST_STOCK_BYTES)
+    except IntegrityError:
+        if _is_head(store, head):
+            raise
+        return False  # it was freed meanwhile
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
         store.replace_seen(STOCK_METADATA, data, current)
@@ -214,25 +213,6 @@ def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: by
 def _is_head(store: Store, record: SlotRecord) -> bool:
     now = read_log(store, known=record).head
     return now is not None and now.save_id == record.save_id
-
-
-def _stock_of(store: Store, head: SlotRecord) -> bytes | None:
-    """Return the `stock.metadata` of `head`; None if it was freed meanwhile."""
-    reference = head.stock
-    assert reference is not None  # noqa: S101  # the caller made sure
-    try:
-        return read_referenced(store, reference, most_bytes=MOST_STOCK_BYTES)
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        if not _is_head(store, head):
-            return None
-        raise IntegrityError(
-            f"{store.url}: {reference.path} is missing.",
-            path=reference.path,
-            offset=0,
-            next_step=DAMAGED,
-        ) from error
 
 
 def roll_forward(store: Store, save_id: str) -> bool:

@@ -9,7 +9,7 @@ arrays; Python runs once for each report and once for each *different* pattern o
 from __future__ import annotations
 
 import hashlib
-import json
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import Counts, FileRef
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.format.rank_manifest import RankManifest
 
 Words = NDArray[np.int32]
 
-PlannerPath = tuple[str | int, ...]
-
-_LEVEL = 1
+_DTYPES = list(DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +36,19 @@ class Planned:
 
     tensors: Mapping[str, tuple[int, ...]]
     blobs: frozenset[str]
-    planner_data: Mapping[str, PlannerPath] | None
+    planner_data: Mapping[str, tuple[str | int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """The report of one rank: its document, its files, and what is in them.
 
-    `vocabulary` and `pattern` (columns FQN, dtype, box of all items) are alike on ranks that hold
-    the same tensors. `places` (file number, start, bytes of all items) is there if the coordinator
-    asked for it. `ties` maps alias to target: what is the same memory in the state of this rank;
-    `tied` has the chunks with elements of such tensors: FQN, box, checksum.
+    `unpacked` gives of `pattern`: FQNs, and rows of all items: FQN, dtype (-1: blob), box (-1:
+    blob). It is alike on ranks that hold the same tensors. Of `boxes`: the number of dimensions of
+    each, and offsets, then sizes, of each in turn. Of `places`, which are there if the coordinator
+    asked for them: rows of all items: file number, start, bytes. `ties` maps alias to target: what
+    is the same memory in the state of this rank; `tied` has the chunks with elements of such
+    tensors: FQN, box, checksum.
     """
 
     save_id: str
@@ -57,7 +58,6 @@ class RankReport:
     ref: FileRef
     files: Sequence[FileRef]
     item_count: int
-    vocabulary: bytes
     pattern: bytes
     boxes: bytes
     places: bytes | None
@@ -74,12 +74,18 @@ class RankReport:
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says."""
-        files = manifest.files
-        places = [[[n] * len(f.fqn), f.item_start, f.item_bytes] for n, f in enumerate(files)]
-        boxes = [len(manifest.boxes), *(len(box.offsets) for box in manifest.boxes)]
-        for box in manifest.boxes:
-            boxes += (*box.offsets, *box.sizes)
-        names = json.dumps([list(manifest.fqns), list(manifest.dtypes)])
+        files, boxes = manifest.files, manifest.boxes
+
+        def column(key: str) -> list[int]:
+            return [number for file in files for number in getattr(file, key)]
+
+        # A blob's is the last.
+        codes = [*map(_DTYPES.index, manifest.dtypes), -1]
+        rows = [column("fqn"), [codes[number] for number in column("dtype")], column("box")]
+        numbers = [number for number, file in enumerate(files) for _ in file.fqn]
+        places = [numbers, column("item_start"), column("item_bytes")]
+        ndims = [len(box.offsets) for box in boxes]
+        words = [word for box in boxes for word in (*box.offsets, *box.sizes)]
         return cls(
             save_id=manifest.save_id,
             rank=manifest.rank,
@@ -87,43 +93,22 @@ class RankReport:
             host=manifest.host,
             ref=ref,
             files=[file.ref() for file in files],
-            item_count=sum(len(file.fqn) for file in files),
-            vocabulary=zlib.compress(names.encode("ascii"), _LEVEL),
-            pattern=_packed(np.int32, [[file.fqn, file.dtype, file.box] for file in files]),
-            boxes=_packed(np.int64, [[boxes]]),
-            places=_packed(np.int64, places) if with_places else None,
+            item_count=len(numbers),
+            pattern=_packed((list(manifest.fqns), np.array(rows, dtype=np.int32))),
+            boxes=_packed((np.array(ndims, dtype=np.int64), np.array(words, dtype=np.int64))),
+            places=_packed(np.array(places, dtype=np.int64)) if with_places else None,
             ties=dict(ties),
             tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
         )
 
-    def read_vocabulary(self) -> tuple[list[str], list[str]]:
-        """Return FQNs and dtypes."""
-        fqns, dtypes = json.loads(zlib.decompress(self.vocabulary))
-        return fqns, dtypes
 
-    def read_pattern(self) -> tuple[Words, Words, Words]:
-        """Return the columns FQN, dtype (-1: blob) and box (-1: blob) of all items."""
-        fqn, dtype, box = _unpacked(np.int32, self.pattern).reshape(3, -1)
-        return fqn, dtype, box
-
-    def read_boxes(self) -> tuple[Counts, Counts]:
-        """Return the number of dimensions of each box; and offsets, then sizes, of each in turn."""
-        words = _unpacked(np.int64, self.boxes)
-        return words[1 : 1 + words[0]], words[1 + words[0] :]
-
-    def read_places(self) -> Counts | None:
-        """Return the columns file number, start and bytes of all items, if they were sent."""
-        return None if self.places is None else _unpacked(np.int64, self.places).reshape(3, -1)
+def _packed(value: object) -> bytes:
+    return zlib.compress(pickle.dumps(value), 1)
 
 
-def _packed(kind: type, tables: Sequence[Sequence[Sequence[int]]]) -> bytes:
-    """Return the rows of tables, each continued by that of the next."""
-    found: list[Any] = [np.array(table, dtype=kind) for table in tables]
-    return zlib.compress(np.concatenate(found, axis=1).tobytes() if found else b"", _LEVEL)
-
-
-def _unpacked(kind: type, data: bytes) -> NDArray:  # type: ignore[type-arg]  # of that kind
-    return np.frombuffer(zlib.decompress(data), dtype=kind)
+def unpacked(data: bytes) -> Any:  # noqa: ANN401  # what was packed
+    """Return what a field of a report says."""
+    return pickle.loads(zlib.decompress(data))  # noqa: S301  # our own ranks
 
 
 def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, Box, int]]:
@@ -150,24 +135,21 @@ class ReportTable:
         self._planned = planned
         self._fqns = list(planned.tensors)
         self._numbers = {fqn: number for number, fqn in enumerate(self._fqns)}
-        self._codes: dict[str, int] = {}
-        self._dtypes: Words = np.full(len(self._fqns), -1, dtype=np.int32)
-        self._vocabularies: dict[bytes, tuple[list[str], Words, Words]] = {}
-        patterns: dict[tuple[bytes, bytes], tuple[Words, Words, list[str]]] = {}
+        self._codes: Words = np.full(len(self._fqns), -1, dtype=np.int32)
+        patterns: dict[bytes, tuple[Words, Words, list[str]]] = {}
         tensors: list[Words] = []
         rows: list[Words] = []
         boxes: list[tuple[Counts, Counts]] = []
         first_box = [0]
         for report in reports:
-            key = (report.vocabulary, report.pattern)
-            if key not in patterns:
-                patterns[key] = self._decoded(report)
-            tensor, box, blobs = patterns[key]
+            if report.pattern not in patterns:
+                patterns[report.pattern] = self._decoded(report)
+            tensor, box, blobs = patterns[report.pattern]
             for fqn in blobs:
                 self.blobs.setdefault(fqn, report.rank)
             tensors.append(tensor)
             rows.append(box + np.int32(first_box[-1]))
-            boxes.append(report.read_boxes())
+            boxes.append(unpacked(report.boxes))
             first_box.append(first_box[-1] + len(boxes[-1][0]))
         self._first_box = np.array(first_box, dtype=np.int64)
         self._ndim, self._words = (np.concatenate(column) for column in zip(*boxes, strict=True))
@@ -181,40 +163,34 @@ class ReportTable:
 
     def _decoded(self, report: RankReport) -> tuple[Words, Words, list[str]]:
         """Return the numbers of the tensors that a rank wrote, their boxes, and its blobs."""
-        if report.vocabulary not in self._vocabularies:
-            fqns, dtypes = report.read_vocabulary()
-            known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
-            kinds = [self._codes.setdefault(dtype, len(self._codes)) for dtype in dtypes]
-            self._vocabularies[report.vocabulary] = fqns, known, np.array(kinds, dtype=np.int32)
-        fqns, known, codes = self._vocabularies[report.vocabulary]
-        fqn, dtype, box = report.read_pattern()
-        is_blob = dtype < 0
-        blobs = [fqns[at] for at in fqn[is_blob].tolist()]
-        held = fqn[~is_blob]
+        fqns, (name, code, box) = unpacked(report.pattern)
+        is_blob = code < 0
+        blobs = [fqns[at] for at in name[is_blob].tolist()]
+        known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
+        held, codes = name[~is_blob], code[~is_blob]
         numbers = known[held]
         strange = [fqns[at] for at in held[numbers < 0].tolist()]
-        strange += [name for name in blobs if name not in self._planned.blobs]
+        strange += [fqn for fqn in blobs if fqn not in self._planned.blobs]
         if strange:
             raise incomplete(
                 f"Rank {report.rank} wrote {strange[0]}, which is not in the plan.", strange[0]
             )
-        kinds_held = codes[dtype[~is_blob]]
-        new = self._dtypes[numbers] < 0
+        new = self._codes[numbers] < 0
         # Of one tensor twice with two dtypes either is kept, and the other is found below.
-        self._dtypes[numbers[new]] = kinds_held[new]
-        for at in np.flatnonzero(self._dtypes[numbers] != kinds_held)[:1]:
-            name = self._fqns[numbers[at]]
+        self._codes[numbers[new]] = codes[new]
+        for at in np.flatnonzero(self._codes[numbers] != codes)[:1]:
+            fqn = self._fqns[numbers[at]]
             raise incomplete(
-                f"Rank {report.rank} wrote {name} as {list(self._codes)[kinds_held[at]]}; others "
-                f"as {self.dtype(int(numbers[at]))}.",
-                name,
+                f"Rank {report.rank} wrote {fqn} as {_DTYPES[codes[at]]}; others as "
+                f"{self.dtype(int(numbers[at]))}.",
+                fqn,
             )
         return numbers, box[~is_blob], blobs
 
     def dtype(self, number: int) -> str | None:
         """Return the dtype of a tensor, None if no rank wrote a chunk of it."""
-        code = int(self._dtypes[number])
-        return None if code < 0 else list(self._codes)[code]
+        code = int(self._codes[number])
+        return None if code < 0 else _DTYPES[code]
 
     def _boxes_of(self, number: int) -> Words:
         return self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]

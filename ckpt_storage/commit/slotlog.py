@@ -18,15 +18,9 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
+from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
-from ckpt_storage.format.names import (
-    COMMITS,
-    STOCK_METADATA,
-    new_write_id,
-    slot_number,
-    slot_path,
-)
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import why_no_exclusive_create
@@ -47,7 +41,7 @@ class CommitLog:
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
     """Return the record in `slot`, None if there is none."""
-    found = read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES)
+    found = read_if_there(store, names.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
     return None if found is None else SlotRecord.decode(found.data, slot=slot)
 
 
@@ -90,7 +84,7 @@ def read_log(
         raise FormatError(
             f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
             f"{reference.save_id}, which it is not.",
-            path=slot_path(low),
+            path=names.slot_path(low),
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=last, head=head)
@@ -98,8 +92,8 @@ def read_log(
 
 def listed_slots(store: Store) -> list[int]:
     """Return the numbers of the slots that a listing shows, ascending."""
-    names = (entry.path.rpartition("/")[2] for entry in store.list(COMMITS, recursive=False))
-    return sorted(number for name in names if (number := slot_number(name)))
+    found = (entry.path.rpartition("/")[2] for entry in store.list(names.COMMITS, recursive=False))
+    return sorted(number for name in found if (number := names.slot_number(name)))
 
 
 def _lowest_slot(store: Store) -> int:
@@ -139,7 +133,7 @@ def read_if_there(
 
 def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
-    return read_if_there(store, STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+    return read_if_there(store, names.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
 
 
 def is_there(store: Store, path: str) -> bool:
@@ -157,33 +151,32 @@ def read_referenced(
 ) -> bytes:
     """Return the document that another one names, read no further than that says, and checked.
 
-    Raises `StorageError` and `IntegrityError`, also for a reference to more than `most_bytes`:
-    whoever wrote it made up its length.
+    Raises `StorageError`, and `IntegrityError` for one that is damaged or missing, and for a
+    reference to more than `most_bytes`: whoever wrote it made up its length.
     """
     if reference.size_bytes > most_bytes:
-        raise IntegrityError(
+        what = (
             f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
-            f"document has more than {most_bytes}.",
-            path=reference.path,
-            offset=0,
-            next_step=DAMAGED,
+            f"document has more than {most_bytes}."
         )
-    data = store.get(reference.path, max_bytes=reference.size_bytes).data
-    check_document(data, reference)
-    return data
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
+    found = read_if_there(store, reference.path, most_bytes=reference.size_bytes)
+    if found is None:
+        what = f"{store.url}: {reference.path} is missing."
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
+    check_document(found.data, reference)
+    return found.data
 
 
 def check_document(data: bytes, reference: FileRef) -> None:
     """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
     found = FileRef.of(reference.path, data)
     if found != reference:
-        raise IntegrityError(
+        what = (
             f"{reference.path} has {found.size_bytes} bytes and checksum {found.crc32c:08x}; "
-            f"{reference.size_bytes} bytes and {reference.crc32c:08x} were written.",
-            path=reference.path,
-            offset=0,
-            next_step=DAMAGED,
+            f"{reference.size_bytes} bytes and {reference.crc32c:08x} were written."
         )
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
 
 
 def stamp() -> dict[str, Any]:
@@ -213,9 +206,11 @@ def take_slot(
     Raises `PhaseTimeoutError` if there was no time even to try, `StorageError` if it is proved
     that nothing was created, and `CommitUnknownError` otherwise.
     """
-    record = SlotRecord(type=kind, slot=slot, head=head, write_id=new_write_id(), **stamp(), **said)
+    record = SlotRecord(
+        type=kind, slot=slot, head=head, write_id=names.new_write_id(), **stamp(), **said
+    )
     store.deadline.check(f"Taking slot {slot} of {store.url}")
-    path, data = slot_path(slot), record.encode()
+    path, data = names.slot_path(slot), record.encode()
     create = store.create_alone if why_no_exclusive_create(store) else store.create
     try:
         try:
@@ -224,7 +219,7 @@ def take_slot(
             if error.kind != "not-found":
                 raise
             # The folder went with the slots of a deleted checkpoint.
-            store.make_folders([COMMITS])
+            store.make_folders([names.COMMITS])
             create(path, data)
     except StorageError as error:
         if error.kind not in {"exists", "unknown"}:

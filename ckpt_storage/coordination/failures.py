@@ -144,11 +144,8 @@ def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -
         if is_interrupt and not in_background:
             raise
         told = f"{type(error).__name__}: {error}".rstrip(".: ")
-        raise CheckpointError(
-            f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {told}.",
-            rank=rank,
-            next_step="Its cause says where.",
-        ) from error
+        told = f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {told}."
+        raise CheckpointError(told, rank=rank, next_step="Its cause says where.") from error
 
 
 def place_of(url: object) -> str:

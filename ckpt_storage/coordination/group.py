@@ -9,12 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    InvalidInputError,
-    PhaseTimeoutError,
-    StorageError,
-)
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
 from ckpt_storage.options import Timeouts
 
 from .failures import as_checkpoint_errors, locate
@@ -156,8 +151,6 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
         process_group = dist.group.WORLD
     # Outside of its members, `new_group` returns a mark of another type.
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidInputError(
-            "This process is not a member of process_group.",
-            next_step="Call this on the ranks of process_group only.",
-        )
+        what = "This process is not a member of process_group."
+        raise InvalidInputError(what, next_step="Call this on the ranks of process_group only.")
     return process_group

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt_storage")
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 _COORDINATOR_GRACE_S = 1.0
 _MEMBER_GRACE_S = 3.0
@@ -72,9 +71,9 @@ class Operation:
     """One save, load or export of all ranks, as one rank sees it.
 
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
-    `all_gather`, `exchange`, `outcome`) in the same order, in one thread; values travel pickled.
-    What transfers call is safe in any thread: `failure`, `failed`, `advanced`, `expect`,
-    `ended_file`.
+    `all_gather`, `outcome`) in the same order, in one thread; values travel pickled, but the
+    coordinator's own. What transfers call is safe in any thread: `failure`, `failed`, `advanced`,
+    `expect`, `ended_file`.
 
     `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
     `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
@@ -280,7 +279,7 @@ class Operation:
 
         Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
         """
-        packed = pickle.dumps(value)
+        packed = b"" if self.is_coordinator else pickle.dumps(value)
         self._is_given = False
         step = self._next_step("gather")
         self._is_given = True
@@ -290,20 +289,18 @@ class Operation:
         keys = {rank: f"{step}/{rank}" for rank in self.others}
         self._await(keys)
         got = {rank: self._take(key) for rank, key in keys.items()}
-        return [pickle.loads(got.pop(rank, packed)) for rank in range(self.world_size)]  # noqa: S301  # our own ranks
+        return [value, *(pickle.loads(got.pop(rank)) for rank in keys)]  # noqa: S301  # our own ranks
 
     def scatter(self, values: Sequence[_T]) -> _T:
         """Give each rank its own of the coordinator's `values` (others pass none)."""
-        packed = [pickle.dumps(value) for value in values]
+        packed = [pickle.dumps(value) for value in values[1:]]
         step = self._next_step("scatter")
         if self.is_coordinator:
             for rank in self.others:
-                self.put(f"{step}/{rank}", packed[rank])
-            own = packed[self.rank]
-        else:
-            self._await({COORDINATOR: f"{step}/{self.rank}"})
-            own = self._take(f"{step}/{self.rank}")
-        found: _T = pickle.loads(own)  # noqa: S301  # as above
+                self.put(f"{step}/{rank}", packed[rank - 1])
+            return values[COORDINATOR]
+        self._await({COORDINATOR: f"{step}/{self.rank}"})
+        found: _T = pickle.loads(self._take(f"{step}/{self.rank}"))  # noqa: S301  # as above
         return found
 
     def broadcast(self, value: _T) -> _T:
@@ -322,13 +319,6 @@ class Operation:
         """Return the values of all ranks, in order of rank, on every rank."""
         packed = self.broadcast(self.gather(pickle.dumps(value)))
         return [pickle.loads(one) for one in packed]  # noqa: S301  # as above
-
-    def exchange(self, value: _T, decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
-        """Let the coordinator `decide` on the values of all ranks; return what is for this one."""
-        if self.world_size == 1:
-            return decide([value])[0]
-        values = self.gather(value)
-        return self.scatter(decide(values) if self.is_coordinator else [])
 
     def announce(self, outcome: object) -> None:
         """Tell all ranks how it ended; the coordinator's last word, also after errors."""

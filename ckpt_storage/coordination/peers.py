@@ -144,9 +144,3 @@ class Peers:
             # Torch raises RuntimeErrors of several kinds when a peer is gone.
             self.drop()
             raise self._broken(deadline, what, rank, error) from error
-
-
-def peers_of(ranks: RankGroup) -> Peers:
-    """Return the messages between ranks, the same each time."""
-    ranks.peers = ranks.peers or Peers(ranks)
-    return ranks.peers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import pickle
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -47,6 +49,35 @@ def rank_of_call(kwargs: Mapping[str, Any]) -> int:
     if rank is not None:
         return rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rider:
+    """A message that rides in a plan (decision 3), and takes effect when it is unpickled.
+
+    It enters the inbox of the thread that runs the collective. So it arrives even when the planner
+    drops the plan, as `DefaultSavePlanner` does with `enable_plan_caching=True`.
+    """
+
+    key: object
+    content: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (self.key, self.content)
+
+
+_local = threading.local()
+
+
+def inbox() -> dict[Any, Any]:
+    """Return what riders brought to the calling thread, by their keys; perhaps old copies."""
+    found: dict[Any, Any] = vars(_local).setdefault("inbox", {})
+    return found
+
+
+def _receive(key: object, content: Any) -> Rider:  # noqa: ANN401  # of any kind
+    inbox()[key] = content
+    return Rider(key, content)
 
 
 class FoldedPlan(LoadPlan):

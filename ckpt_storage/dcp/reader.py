@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.coordination.failures import check_terms
-from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
@@ -25,7 +24,7 @@ from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import FoldedPlan, at_dcp_border, rank_of_call
+from .border import FoldedPlan, Rider, at_dcp_border, inbox, rank_of_call
 
 
 class CheckpointStorageReader(StorageReader):
@@ -154,8 +153,8 @@ class CheckpointStorageReader(StorageReader):
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        inbox(anew=True)
-        hello = Hello(nonce="", rank=self._session.rank, terms=self._session.found())
+        inbox().clear()
+        hello = Rider(self._session.rank, self._session.found())
         self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
         return self._sent
 
@@ -163,8 +162,7 @@ class CheckpointStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
         # Taken from the inbox: a planner need not keep what the plans carry.
-        terms = {rank: hello.terms for rank, hello in inbox().hellos.items()}
-        terms[self._session.rank] = self._session.found()
+        terms = {**inbox(), self._session.rank: self._session.found()}
         check_terms(dict(sorted(terms.items())), phase="load")
         return plans
 

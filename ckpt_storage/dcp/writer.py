@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import check_terms
-from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
@@ -31,15 +30,13 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.items import LiveItems
-from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.items import LiveItems, ties_of
 from ckpt_storage.saves.planning import checked, unlike
-from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.saves.ties import ties_of
+from ckpt_storage.saves.session import SaveOptions, SaveSession
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import at_dcp_border, rank_of_call
+from .border import Rider, at_dcp_border, inbox, rank_of_call
 
 
 class _OfThread(threading.local):
@@ -49,7 +46,10 @@ class _OfThread(threading.local):
     asked = False
     save_id: str | None = None
     session: SaveSession | None = None
-    hello: Hello | None = None
+    nonce = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfThread, ()
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -116,15 +116,8 @@ class CheckpointStorageWriter(StorageWriter):
         return f"{type(self).__name__}({self._base.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        # Neither can travel; a child process has its own default group and its own threads.
-        del state["_process_group"], state["_threads"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._process_group = None
-        self._threads = _OfThread()
+        # It cannot travel; a child process has its own default group.
+        return {**vars(self), "_process_group": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -200,12 +193,12 @@ class CheckpointStorageWriter(StorageWriter):
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach what this rank has to say to its plan; all ranks. Raises `InvalidInputError`."""
-        session = self._session()
-        plan = checked(plan)
-        inbox(anew=True)
-        nonce, terms = os.urandom(16).hex(), session.terms()
-        hello = Hello(nonce=nonce, rank=session.rank, terms=terms, items=plan.items)
-        self._threads.hello = hello
+        session, plan, nonce = self._session(), checked(plan), os.urandom(16).hex()
+        # Pickled together, the items of plan and message travel once.
+        hello = Rider(session.rank, (nonce, session.terms(), plan.items))
+        inbox().clear()
+        inbox()[hello.key] = hello.content
+        self._threads.nonce = nonce
         return replace(plan, storage_data=hello)
 
     @at_dcp_border
@@ -215,12 +208,11 @@ class CheckpointStorageWriter(StorageWriter):
         Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal is answered
         to all ranks and raised by their `write_data`; no byte was written then.
         """
-        session, own, group = self._session(), self._threads.hello, self._process_group
-        assert own is not None  # noqa: S101  # DCP has called `prepare_local_plan`
-        found, world_size = {**inbox().hellos, own.rank: own}, len(plans)
+        session, group, world_size = self._session(), self._process_group, len(plans)
+        found = inbox().copy()
         # The items of all ranks are many: nobody keeps them.
-        inbox().hellos.clear()
-        missing = sorted(set(range(world_size)) - set(found))
+        inbox().clear()
+        missing = [rank for rank in range(world_size) if rank not in found]
         if missing:
             raise InvalidInputError(
                 f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
@@ -228,7 +220,7 @@ class CheckpointStorageWriter(StorageWriter):
                 next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
                 "keeps SavePlan objects.",
             )
-        hellos = [found[rank] for rank in range(world_size)]
+        nonces, terms, items = zip(*(found[rank] for rank in range(world_size)), strict=True)
         leave: Grant | CheckpointError
         try:
             group_size = world_size if group is None else dist.get_world_size(group)
@@ -239,18 +231,17 @@ class CheckpointStorageWriter(StorageWriter):
                     phase="plan",
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
-            check_terms({hello.rank: hello.terms for hello in hellos}, phase="plan")
-            refusal = unlike([hello.items for hello in hellos])
+            check_terms(dict(enumerate(terms)), phase="plan")
+            refusal = unlike(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
             leave = refusal or session.begin(world_size, item_count)
         except CheckpointError as error:
             leave = error
-        answers = [_Answer(nonce=hello.nonce, leave=leave) for hello in hellos]
-        inbox().answers[own.nonce] = answers[own.rank]
-        return [
-            replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)
-        ]
+        # No exception in the planning step: with plan caching, every later save would fail.
+        inbox()[self._threads.nonce] = leave
+        answers = zip(plans, nonces, strict=True)
+        return [replace(plan, storage_data=Rider(nonce, leave)) for plan, nonce in answers]
 
     @at_dcp_border
     def write_data(
@@ -262,21 +253,20 @@ class CheckpointStorageWriter(StorageWriter):
         `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
         session, of = self._session(), self._threads
-        hello, of.hello = of.hello, None
-        assert hello is not None  # noqa: S101  # as above
-        answer = inbox().answers.get(hello.nonce)
-        if not isinstance(answer, _Answer):
+        leave = inbox().get(of.nonce)
+        inbox().clear()
+        if leave is None:
             raise InvalidInputError(
-                f"Rank {hello.rank} got no save id for this save; it writes nothing.",
-                rank=hello.rank,
+                f"Rank {session.rank} got no save id for this save; it writes nothing.",
+                rank=session.rank,
                 phase="write",
                 next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
                 "(enable_plan_caching=False).",
             )
-        if not isinstance(answer.leave, Grant):
-            raise answer.leave
-        report = session.write(answer.leave, plan, LiveItems(planner).items, ties_of(planner))
-        of.save_id = answer.leave.save_id
+        if not isinstance(leave, Grant):
+            raise leave
+        report = session.write(leave, plan, LiveItems(planner).items, ties_of(planner))
+        of.save_id = leave.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator
         result = WriteResult(
@@ -300,22 +290,3 @@ class CheckpointStorageWriter(StorageWriter):
         reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
         self._session().finish(metadata, reports)
         self._threads.session = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """The coordinator's leave, or refusal, to the hello with the same nonce; rides in a plan.
-
-    No exception in the planning step: with plan caching, every later save would fail.
-    """
-
-    nonce: str
-    leave: Grant | CheckpointError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_receive, (self.nonce, self.leave))
-
-
-def _receive(nonce: str, leave: Grant | CheckpointError) -> _Answer:
-    answer = inbox().answers[nonce] = _Answer(nonce=nonce, leave=leave)
-    return answer

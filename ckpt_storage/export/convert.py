@@ -396,9 +396,7 @@ class _ToOurs(_Conversion):
 
     def publish(self, made: Made) -> None:
         """Put down what describes the files, and commit."""
-        from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415  # imports torch
-
-        from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # as above
+        from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         grant, store, ties = self._grant, self.site.target, self.chosen.ties
         assert grant is not None  # noqa: S101  # `take` was called
@@ -411,10 +409,8 @@ class _ToOurs(_Conversion):
             commit_save(
                 store.bounded(Deadline("commit", self.setting.timeouts.commit)),
                 grant,
-                world_size=1,
                 metadata=metadata,
                 reports=[RankReport.of(manifest, reference, with_places=True, ties=ties)],
-                storage_meta=StorageMeta(checkpoint_id=self.setting.target.url),
                 user={},
             )
         except errors.CheckpointError as error:

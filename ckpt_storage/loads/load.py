@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from ckpt_storage.coordination.failures import check_terms, place_of
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.peers import Peers, peers_of
-from ckpt_storage.coordination.plans import is_stateful, plain_state
+from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
+from .resolving import is_stateful, plain_state
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
 
@@ -103,7 +103,7 @@ def load(  # the public surface, all keyword-only
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items())))
-                _run(operation, peers_of(ranks), session, planner, plain)
+                _run(operation, session, planner, plain)
                 operation.all_gather(None)
                 has_read = True
                 for key, value in plain.items():
@@ -122,11 +122,7 @@ def load(  # the public surface, all keyword-only
 
 
 def _run(
-    operation: Operation,
-    peers: Peers,
-    session: LoadSession,
-    given: LoadPlanner | None,
-    state: dict[str, Any],
+    operation: Operation, session: LoadSession, given: LoadPlanner | None, state: dict[str, Any]
 ) -> None:
     """Plan and read; plans travel where a planner was given, or reads may be shared."""
     operation.meet({**session.terms(), "planner": "the default one" if given is None else "given"})
@@ -139,20 +135,17 @@ def _run(
     if given is None and session.share_unit(operation.world_size) is None:
         told = replace(plan, items=[])
 
-    def decide(
-        proposals: list[tuple[LoadPlan, dict[str, str]]],
-    ) -> Sequence[tuple[LoadPlan | None, ShareOrder | None]]:
+    proposals = operation.gather((told, session.found()))
+    answers: list[tuple[LoadPlan | None, ShareOrder | None]] = []
+    if operation.is_coordinator:
         plans = [proposed for proposed, _ in proposals]
         if given is not None:
             plans = planner.create_global_plan(plans)
         check_terms({rank: terms for rank, (_, terms) in enumerate(proposals)}, phase="load")
-        orders = session.share_orders(plans)
-        return [
-            (None if given is None else final, order)
-            for final, order in zip(plans, orders, strict=True)
-        ]
-
-    final, order = operation.exchange((told, session.found()), decide)
+        finals = [None] * len(plans) if given is None else plans
+        answers = list(zip(finals, session.share_orders(plans), strict=True))
+    final, order = operation.scatter(answers)
     if final is not None:
         plan = planner.finish_plan(final)
+    peers = operation.group.peers = operation.group.peers or Peers(operation.group)
     session.read(plan, planner, None if order is None else partial(joined, operation, peers, order))

@@ -1,4 +1,4 @@
-"""What planning of saves and of loads ask of tensors: how they are cut, and what is plain."""
+"""What planning of saves and of loads ask of values: how they are cut, and what is plain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Placements = tuple[object, ...]
 """What tells placements apart: class and parameters of each."""
@@ -50,6 +51,21 @@ def placements_key(placements: Iterable[object]) -> Placements:
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
+
+# Of most values the type alone tells; asking the protocol takes 10 us.
+_NEVER_STATEFUL = PLAIN | _PLAIN_VALUES | {DTensor, dict, list, tuple}
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether DCP asks `value` for a state dict of its own."""
+    return type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful)
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with the state dict of each `Stateful` in its place, as DCP does."""
+    return {
+        key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
+    }
 
 
 @functools.cache

@@ -29,13 +29,11 @@ from ckpt_storage.options import (
     UnsafeValues,
     check_choice,
 )
-from ckpt_storage.saves.options import Chained
+from ckpt_storage.saves.session import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .job import Job
-from .mirror import Mirror
-from .prune import Pruner, delete_step
+from .prune import Mirror, Pruner, delete_step
 from .resume import Check, Restored, Resumer
 from .retention import (
     DEFAULT_TEMPLATE,
@@ -47,8 +45,7 @@ from .retention import (
     seconds_of,
 )
 from .root import Root, all_of, newest_of
-from .schedule import Notices, Schedule
-from .stepsave import StepSave
+from .schedule import Job, Notices, Schedule, StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -58,9 +55,6 @@ Pruning = Literal["background", "manual"]
 """When a manager prunes: after each save on a thread of its own, or by its method only."""
 
 _CLOSE_S = 60.0
-
-_OWN_ARGUMENTS = frozenset({"self", "state", "step", "check"})
-"""Of `restore`: what is not passed on to `load`."""
 
 
 class CheckpointManager:
@@ -189,12 +183,11 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-            return
         try:
             self.close()
         except CheckpointError as failure:
+            if error is None:
+                raise
             error.add_note(f"Closing the manager failed too: {failure}")
 
     @property
@@ -397,7 +390,9 @@ class CheckpointManager:
                 `ckpt_storage.load` raises that is no fault of a checkpoint.
 
         """
-        given = {name: value for name, value in locals().items() if name not in _OWN_ARGUMENTS}
+        given = locals().copy()
+        for own in ("self", "state", "step", "check"):
+            del given[own]
         self._check_open()
         self._meet()
         given |= {"process_group": self._process_group, "retry": self._retry}
@@ -434,10 +429,8 @@ class CheckpointManager:
         """
         self._check_open()
         if self._pruner is None:
-            raise InvalidInputError(
-                "This manager has no policy of retention.",
-                next_step="Pass keep=, such as keep=KeepLatest(3).",
-            )
+            what = "This manager has no policy of retention."
+            raise InvalidInputError(what, next_step="Pass keep=, such as keep=KeepLatest(3).")
         if not self._ranks.is_coordinator:
             return None
         return self._pruner.prune(Deadline.of(self._timeouts, "commit"), dry_run=dry_run)

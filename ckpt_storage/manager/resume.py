@@ -134,11 +134,8 @@ class Resumer:
             )
         if self._step is None:
             return None
-        raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {self._step} below {self._url}.",
-            path=self._url,
-            next_step="all() lists what is there.",
-        )
+        what = f"There is no checkpoint of step {self._step} below {self._url}."
+        raise CheckpointNotFoundError(what, path=self._url, next_step="all() lists what is there.")
 
     def _told(self, choose: Callable[[Deadline], _T]) -> _T:
         """Return on all ranks what the coordinator chooses; all came with equal arguments."""

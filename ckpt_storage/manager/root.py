@@ -41,12 +41,7 @@ from ckpt_storage.transfer.workers import some_at_once
 
 from .retention import Found, StepNames, begun_of, by_step
 
-USELESS = (
-    CheckpointGoneError,
-    CheckpointInProgressError,
-    CheckpointNotFoundError,
-    IntegrityError,
-)
+USELESS = (CheckpointGoneError, CheckpointInProgressError, CheckpointNotFoundError, IntegrityError)
 """Errors that say that another checkpoint is to be taken."""
 
 _DELETING = "it is being deleted"
@@ -159,7 +154,7 @@ class Root:
         return replace(found, status="empty" if is_empty else "uncommitted", slot=slots.last_slot)
 
     def _judged(self, found: Found) -> Found:
-        is_damaged = found.info is not None and self._verdicts.get(_save(found.info)) is False
+        is_damaged = self._verdicts.get((found.name, found.save_id)) is False
         return replace(found, is_damaged=is_damaged)
 
     def dated(self, found: Iterable[Found], deadline: Deadline, now_s: float) -> list[Found]:
@@ -178,16 +173,9 @@ class Root:
             for key, one in everything.items()
         ]
 
-    def all(self, deadline: Deadline) -> list[CheckpointInfo]:
-        """Return all that is committed, but links to steps of this root."""
-        doubles = self._doubles()
-        names = [name for name in self.folders(deadline) if name not in doubles]
-        infos = map(listed, self.look(names, deadline, fresh=True).values())
-        return [info for info in infos if info is not None]
-
     def newest_first(self, deadline: Deadline) -> Iterator[tuple[Root, Found]]:
-        """Yield this root and what is found of each step, newest first, but links as in `all`."""
-        doubles, steps = self._doubles(), self.steps(self.folders(deadline))
+        """Yield this root and what is found of each step, newest first, but doubles."""
+        doubles, steps = self.doubles(), self.steps(self.folders(deadline))
         names = [name for name in reversed(steps) if name not in doubles]
         count = 1
         while names:
@@ -221,14 +209,14 @@ class Root:
             for name, path in meant.items()
         }
 
-    def _doubles(self) -> set[str]:
+    def doubles(self) -> set[str]:
         """Return the links that lead to a step of this root: what they mean counts by itself."""
         step_of = self.names.step_of
         return {name for name, to in self.links().items() if to and step_of(to) is not None}
 
     def is_sound(self, info: CheckpointInfo, deadline: Deadline, *, deep: bool = False) -> bool:
         """Return, and note, whether a checkpoint is sound; it is checked unless that is known."""
-        if self._verdicts.get(_save(info)) and not deep:
+        if self._verdicts.get((info.name, info.save_id)) and not deep:
             return True
         why = "it was saved anew"
         try:
@@ -249,7 +237,7 @@ class Root:
         """Note that a checkpoint is damaged: no policy counts it any more."""
         log.warning("%s is not counted as a checkpoint: %s", info.url, why)
         if info.save_id is not None:
-            self._verdicts[_save(info)] = False
+            self._verdicts[info.name, info.save_id] = False
 
     def damaged_ids(self, name: str) -> frozenset[str]:
         """Return the saves under a name that are known to be damaged."""
@@ -280,8 +268,12 @@ def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | Non
 
 def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     """Return what is committed below all roots, by step; of each name the save that began last."""
+    infos = list[CheckpointInfo]()
     # Of two that are the same save, that of the first root comes last.
-    infos = [info for root in reversed(roots) for info in root.all(deadline)]
+    for root in reversed(roots):
+        doubles = root.doubles()
+        names = [name for name in root.folders(deadline) if name not in doubles]
+        infos += filter(None, map(listed, root.look(names, deadline, fresh=True).values()))
     by_name = {info.name: info for info in sorted(infos, key=begun_of)}
     return sorted(by_name.values(), key=by_step)
 
@@ -377,7 +369,3 @@ def damage_of(found: Found) -> IntegrityError | None:
     if found.problem is None or isinstance(found.problem, IntegrityError):
         return found.problem
     raise found.problem
-
-
-def _save(info: CheckpointInfo) -> tuple[str, str | None]:
-    return (info.name, info.save_id)

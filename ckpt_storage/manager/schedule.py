@@ -1,4 +1,7 @@
-"""When to save: every so many steps or seconds, or on notice; the same answer on every rank."""
+"""When to save: every so many steps or seconds, or on notice; the same answer on every rank.
+
+And how: a step under its name; and work in the background, never waited for without a limit.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType, MethodType
 from typing import Any
+from weakref import WeakMethod
 
+from ckpt_storage.background.handle import SaveHandle, SaveState
+from ckpt_storage.background.saver import AsyncSaver
+from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.failures import locate
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.loads.resolving import plain_state
 from ckpt_storage.options import Timeouts
+from ckpt_storage.saves.save import save_on
+from ckpt_storage.saves.session import SaveOptions
+from ckpt_storage.store.deadline import Deadline, Watch
 
-from .job import Job
+from .root import Root
 
 log = logging.getLogger("ckpt_storage")
 
@@ -33,6 +45,96 @@ _ANSWER_S = 0.05
 _END_S = 1.0
 _AHEAD_TURNS = 2
 _NONE = b"none"
+
+_STOP_S = 10.0
+"""How long a job that was told to stop may take; a request that hangs is then left behind."""
+
+_Work = Callable[[Deadline], object]
+
+
+class Job(Watch):
+    """Runs `work(deadline)` in a named daemon thread, once for all wishes meanwhile.
+
+    It is the `Watch` of the deadline: once told to stop it ends the requests of a run.
+    """
+
+    def __init__(self, work: _Work, *, name: str, timeout_s: float) -> None:
+        # Only a run keeps its owner: a manager that is forgotten is gone at once, and its saver.
+        self._work: Callable[[], _Work | None] = (
+            WeakMethod(work) if isinstance(work, MethodType) else lambda: work
+        )
+        self._name = name
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._wish_count = self._done_count = 0
+        self._is_closing = False
+        self._stopped: CheckpointError | None = None
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def failure(self) -> CheckpointError | None:
+        """Return why a run cannot go on."""
+        return self._stopped
+
+    def wake(self) -> None:
+        """Ask for a run that begins from now on; without effect after `close`. Never raises."""
+        work = self._work()
+        with self._changed:
+            if self._is_closing or work is None:
+                return
+            self._wish_count += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=(work,), name=self._name, daemon=True
+                )
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # no more threads; or the interpreter is ending
+                    self._thread, self._done_count, self.error = None, self._wish_count, error
+                    log.warning("%s is tried again later: %s", self._name, error)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all that was asked for so far has been done, within `timeout_s`."""
+        with self._changed:
+            wished = self._wish_count
+            return self._changed.wait_for(lambda: self._done_count >= wished, timeout_s)
+
+    def close(self, timeout_s: float, *, stop_s: float = _STOP_S) -> None:
+        """Let what was asked for end, at most `timeout_s` seconds; then stop it. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout_s)
+        if thread.is_alive():
+            self._stopped = CheckpointError(f"{self._name} was stopped; the next one goes on.")
+            thread.join(stop_s)
+        if thread.is_alive():
+            log.warning("%s hangs and is left behind.", self._name)
+
+    def _run(self, work: _Work) -> None:
+        is_over = False
+        while not is_over:
+            wished = self._wish_count
+            self._grant(work)
+            with self._changed:
+                is_over = self._wish_count == wished or self._stopped is not None
+                self._done_count = self._wish_count if is_over else wished
+                self._thread = None if is_over else self._thread
+                self._changed.notify_all()
+
+    def _grant(self, work: _Work) -> None:
+        self.error = None
+        try:
+            work(Deadline("commit", self._timeout_s, watch=self))
+        except CheckpointError as failure:
+            self.error = failure
+            if self._stopped is None:
+                log.warning("%s failed and is tried again later: %s", self._name, failure)
+        except Exception as failure:  # the next run may do better, and training goes on
+            self.error = failure
+            log.exception("%s failed.", self._name)
 
 
 class Notices:
@@ -68,7 +170,9 @@ class Notices:
     def _take(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if not self._is_closed and os.getpid() == self._pid:
-            self._noted = self._noted or _name_of(number)
+            # A real-time one has no name of its own.
+            known = (one.name for one in signal.Signals if one == number)
+            self._noted = self._noted or next(known, f"signal {number}")
         elif signal.getsignal(number) == self._take:
             # As had this handler never been installed.
             signal.signal(number, signal.SIG_DFL if before is None else before)
@@ -108,13 +212,6 @@ class Notices:
                 before = owner._before.get(number)  # noqa: PLW2901, SLF001  # the same
             if signal.getsignal(number) == self._take and before is not None:
                 signal.signal(number, before)
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time one has no name of its own
 
 
 class Call:
@@ -298,3 +395,81 @@ class Schedule:
         is_news = first is not None and self.preempted is None
         self._answer = self._answer or self._is_late() or is_news
         self.preempted = self.preempted or first
+
+
+class StepSave:
+    """One save; `given` are the arguments of the call. `committed` gets the name, in any thread."""
+
+    def __init__(
+        self, root: Root, given: Mapping[str, Any], committed: Callable[[str], None]
+    ) -> None:
+        self._root = root
+        self._committed = committed
+        self._release: Callable[[], None] = lambda: None
+        self._refusal: Exception | None = None
+        self._name, place, user = "", root.location, {}
+        try:
+            self._name = root.names.name_of(given["step"])
+            place = place.child(self._name)
+            user = user_record(given["step"], given["metrics"] or {})
+        except Exception as error:  # noqa: BLE001  # raised by `_prepare`, when all ranks are there
+            self._refusal = error
+        self._target = place.target
+        self._options = replace(
+            SaveOptions.of(given, timeouts=root.timeouts),
+            retry=root.retry,
+            storage_options=place.storage_options,
+            user=user,
+            replaces=root.damaged_ids(self._name),
+        )
+
+    def _prepare(self) -> None:
+        """Take the name; waits while it is deleted. Raises `PhaseTimeoutError`, and refusals."""
+        if self._refusal is not None:
+            raise self._refusal
+        limit_s = self._options.timeouts.plan
+        self._release = self._root.uses.take(self._name, "it is being saved", timeout_s=limit_s)
+
+    def run(self, ranks: RankGroup, state: Mapping[str, Any]) -> CheckpointInfo:
+        """Save now, and return what was committed; as `ckpt_storage.save`."""
+
+        def prepared() -> dict[str, Any]:
+            self._prepare()
+            return plain_state(state)
+
+        committed: CheckpointInfo | None = None
+        try:
+            committed = save_on(ranks, prepared, self._target, self._options)
+        except CheckpointError as error:
+            # The checkpoint counts, whatever went wrong after its commit.
+            committed = getattr(error, "info", None)
+            raise
+        finally:
+            self._end(None if committed is None else committed.save_id)
+        return committed
+
+    def begin(
+        self, saver: AsyncSaver, state: Mapping[str, Any], *, block_until_staged: bool
+    ) -> SaveHandle:
+        """Begin to save in the background; as `AsyncSaver.save`."""
+        given: dict[str, Any] = {"block_until_staged": block_until_staged, "prepare": self._prepare}
+        try:
+            handle = saver.begin(state, self._target, self._options, **given)
+        except BaseException:
+            self._end(None)
+            raise
+        handle.add_done_callback(
+            lambda h: self._end(h.save_id if h.state is SaveState.COMMITTED else None)
+        )
+        return handle
+
+    def _end(self, save_id: str | None) -> None:
+        """Note how the save ended; only then may its name be deleted."""
+        self._root.forget(self._name)
+        try:
+            if save_id is not None:
+                # Every file was looked at before the commit.
+                self._root.found_sound(self._name, save_id)
+                self._committed(self._name)
+        finally:
+            self._release()

@@ -1,21 +1,23 @@
-"""Items of a plan, as they are written: from a planner, tensors as host bytes."""
+"""What a planner's state holds: its items as they are written, as host bytes; and its ties."""
 
 from __future__ import annotations
 
 import ctypes
 import io
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
-from ckpt_storage.loads.resolving import dtype_name, is_freed, plain_names
+from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
 
 from .shardfile import Item
 
@@ -24,8 +26,6 @@ MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it 
 
 _MOST_WINDOW_BYTES = 4 << 20
 """Long enough to hide the start of a copy, short enough to be done while as much is written."""
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _SMALL_BYTES = 64 << 10
 """Up to here one copy costs less than views."""
@@ -41,7 +41,7 @@ class LiveItems:
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
         self._plain = plain_names(planner)
-        self._copies = HostCopies()
+        self._streams: dict[torch.device, Any] = {}
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
         """Yield each item of `plan`; its bytes are copied no sooner than they are asked for."""
@@ -116,17 +116,13 @@ class LiveItems:
                 next_step="Convert it before saving, or leave it out.",
             )
         length = data.nbytes
-        views: Callable[[int], Any] = (
-            partial(_small, data) if length <= _SMALL_BYTES else partial(self._copies.views, data)
-        )
+        views: Callable[[int], Any] = partial(host_views, data, streams=self._streams)
+        if length <= _SMALL_BYTES:
+            views = lambda _: (host_bytes(data),)  # noqa: E731  # as above
         made = Item(
             fqn=fqn, dtype=dtype, offsets=offsets, sizes=sizes, payload_bytes=length, views=views
         )
         return made, data
-
-
-def _small(tensor: torch.Tensor, _window_bytes: int) -> tuple[bytes]:
-    return (host_bytes(tensor),)
 
 
 def planned_bytes(plan: SavePlan) -> int:
@@ -160,7 +156,7 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
     """Raise `InvalidInputError` unless the tensor is dense, with its elements stored as such."""
     kind = type(tensor)
     reason = fault_of(tensor)
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind not in PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         reason = reason or f"its type {kind.__qualname__} wraps others, and has no bytes of its own"
     if reason:
         raise InvalidInputError(
@@ -170,67 +166,65 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
 
 def host_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the elements of a small tensor in C order."""
-    if type(tensor) in _PLAIN and is_as_stored(tensor):
+    if type(tensor) in PLAIN and is_as_stored(tensor):
         # A view, an array and a buffer cost ten times this, which many small tensors feel.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return bytes(_view(plain))
 
 
-class HostCopies:
-    """Tensors as host memory, one after the other; for one thread."""
+def host_views(
+    tensor: torch.Tensor, window_bytes: int, streams: dict[torch.device, Any]
+) -> Iterator[memoryview]:
+    """Yield the elements of `tensor` in C order as consecutive byte views.
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    A contiguous CPU tensor is one view of its own memory, not copied, and must not change
+    while the view is in use. Anything else is copied window by window, each of at most
+    `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
+    CUDA device the next window is copied while the one before is in use. `streams` has a side
+    stream of each device, for one thread.
+    """
+    tensor = tensor.detach()
+    if is_as_stored(tensor):
+        yield _view(tensor)
+        return
+    is_cuda = tensor.device.type == "cuda"
+    most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
+    windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
+    if is_cuda:
+        yield from from_device(tensor.device, windows, streams)
+        return
+    for window in windows:
+        yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
 
-    def views(self, tensor: torch.Tensor, window_bytes: int) -> Iterator[memoryview]:
-        """Yield the elements of `tensor` in C order as consecutive byte views.
 
-        A contiguous CPU tensor is one view of its own memory, not copied, and must not change
-        while the view is in use. Anything else is copied window by window, each of at most
-        `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
-        CUDA device the next window is copied while the one before is in use.
-        """
-        tensor = tensor.detach()
-        if is_as_stored(tensor):
-            yield _view(tensor)
-            return
-        is_cuda = tensor.device.type == "cuda"
-        most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
-        windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
-        if is_cuda:
-            yield from self.from_device(tensor.device, windows)
-            return
+def from_device(
+    device: torch.device, windows: Iterator[torch.Tensor], streams: dict[torch.device, Any]
+) -> Iterator[memoryview]:
+    """Yield the copied bytes of each window while the next one is being copied."""
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+    stream = streams[device]
+    # What the producer has enqueued must be in the tensors before they are copied.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    pending: deque[tuple[torch.Tensor, Any]] = deque()
+    try:
         for window in windows:
-            yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
-
-    def from_device(
-        self, device: torch.device, windows: Iterator[torch.Tensor]
-    ) -> Iterator[memoryview]:
-        """Yield the copied bytes of each window while the next one is being copied."""
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-        # What the producer has enqueued must be in the tensors before they are copied.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        pending: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        try:
-            for window in windows:
-                target = _pinned(window)
-                with torch.cuda.stream(stream):
-                    target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
-                    # An intermediate copy made here belongs to this stream, and is not given to
-                    # another before this stream has read it.
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-                    event.record(stream)
-                pending.append((target, event))
-                if len(pending) > 1:
-                    yield _arrived(*pending.popleft())
-            while pending:
+            target = _pinned(window)
+            with torch.cuda.stream(stream):
+                target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
+                # An intermediate copy made here belongs to this stream, and is not given to
+                # another before this stream has read it.
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+                event.record(stream)
+            pending.append((target, event))
+            if len(pending) > 1:
                 yield _arrived(*pending.popleft())
-        finally:
-            # Nothing may be on its way when the tensor, or host memory, goes to somebody else.
-            stream.synchronize()
+        while pending:
+            yield _arrived(*pending.popleft())
+    finally:
+        # Nothing may be on its way when the tensor, or host memory, goes to somebody else.
+        stream.synchronize()
 
 
 def _pinned(window: torch.Tensor) -> torch.Tensor:
@@ -238,7 +232,7 @@ def _pinned(window: torch.Tensor) -> torch.Tensor:
     return torch.empty(window.shape, dtype=window.dtype, device="cpu", pin_memory=True)
 
 
-def _arrived(target: torch.Tensor, event: torch.cuda.Event) -> memoryview:
+def _arrived(target: torch.Tensor, event: Any) -> memoryview:  # noqa: ANN401  # an Event
     event.synchronize()
     return _view(target)
 
@@ -269,3 +263,90 @@ def _windows(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         return
     for start in range(0, length, rows):
         yield tensor.narrow(0, start, min(rows, length - start))
+
+
+def ties_of(planner: SavePlanner) -> dict[str, str]:
+    """Return alias -> target of a planner's state; {} for one that does not keep it as DCP's do."""
+    state = getattr(planner, "state_dict", None)
+    return ties_in(state) if isinstance(state, Mapping) else {}
+
+
+def ties_in(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return alias -> target of a state; nested names are flattened as DCP does."""
+    try:
+        tensors = dict(named_tensors(state, ""))
+    except RecursionError:
+        # A state that holds itself: a planner may still save it, as a blob.
+        return {}
+    # Few share the byte that they begin at; only those are looked at closely.
+    addresses = list(map(_address, tensors.values()))
+    shared = {address for address, count in Counter(addresses).items() if address and count > 1}
+    firsts: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    for (fqn, tensor), address in zip(tensors.items(), addresses, strict=True):
+        if address in shared and (memory := _memory(tensor)) is not None:
+            first = firsts.setdefault(memory, fqn)
+            if first != fqn:
+                ties[fqn] = first
+    return ties
+
+
+def named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested mappings and lists by the names that DCP flattens them to."""
+    items: Iterator[tuple[object, object]]
+    if isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, list):
+        items = iter(enumerate(value))
+    else:
+        return
+    for key, item in items:
+        if isinstance(item, torch.Tensor):
+            yield f"{prefix}{key}", item
+        elif isinstance(item, Mapping | list):
+            yield from named_tensors(item, f"{prefix}{key}.")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the first local elements begin, 0 if there are none or it cannot be told."""
+    try:
+        if type(tensor) in PLAIN:
+            return tensor.data_ptr()
+        if isinstance(tensor, DTensor):
+            return tensor._local_tensor.data_ptr()  # noqa: SLF001  # to_local() costs ten times that
+        return next((part.data_ptr() for _, part in _parts(tensor) if part.numel()), 0)
+    except RuntimeError:
+        return 0
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Return what is equal for tensors that are the same memory; None: no elements, or unknown."""
+    try:
+        parts = [
+            (
+                *(offsets, part.device, part.data_ptr(), part.dtype, part.shape),
+                *(part.stride(), part.is_conj(), part.is_neg()),
+            )
+            for offsets, part in _parts(tensor)
+            if part.numel()
+        ]
+    except RuntimeError:
+        return None
+    # Most kinds without memory of their own raise; others begin nowhere.
+    return frozenset(parts) if parts and all(part[2] for part in parts) else None
+
+
+def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return local tensors and where each lies in the whole; raises `RuntimeError` if unknown."""
+    if isinstance(tensor, ShardedTensor):
+        return [
+            (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()
+        ]
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor  # noqa: SLF001  # as above
+        if not local.numel():
+            return []
+        chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        # A local tensor of several chunks has no memory of its own, which is noticed later.
+        return [(tuple(chunk.offsets), local) for chunk in chunks]
+    return [((0,) * tensor.ndim, tensor)]

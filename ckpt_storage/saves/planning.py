@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,17 +24,11 @@ from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.names import DTYPES
-from ckpt_storage.loads.resolving import Placements, dtype_name, parts_of, placements_key
+from ckpt_storage.loads.resolving import PLAIN, Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
-from .items import MAKE_PLAIN, Items, LiveItems, fault_of
+from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
 from .session import SaveSession
-from .ties import named_tensors, ties_of
-
-_KEPT_COUNT = 2
-"""A model and one thing besides; each has an object for every item of this rank."""
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -55,12 +49,12 @@ def structure_of(
     # Equal parts are one object: the collector's passes cost more than everything else here.
     one: dict[Any, Any] = {}
     for fqn, value in state.items():
-        if type(value) in _PLAIN and parts_of(value) is None:
+        if type(value) in PLAIN and parts_of(value) is None:
             shape = one.setdefault(value.shape, value.shape)
             values.append((fqn, shape, value.dtype, value.layout, value.requires_grad))
         elif type(value) is DTensor:
             local = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
-            if type(local) not in _PLAIN:
+            if type(local) not in PLAIN:
                 return None
             mesh, placements = value.device_mesh, value.placements
             key = meshes.get(id(mesh))
@@ -100,33 +94,13 @@ class Kept:
     metadata: Metadata | None = None
 
 
-class PlanMemory:
-    """The plans of the last few structures. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[Kept] = []
-
-    def find(self, structure: Structure | None) -> Kept | None:
-        """Return what was kept of an equal structure, None if nothing was."""
-        with self._lock:
-            return next((kept for kept in self._kept if kept.structure == structure), None)
-
-    def keep(self, kept: Kept) -> None:
-        """Keep a plan, if it has a structure, in place of what was kept of an equal one."""
-        if kept.structure is not None:
-            with self._lock:
-                others = [other for other in self._kept if other.structure != kept.structure]
-                self._kept = [*others[1 - _KEPT_COUNT :], kept]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._kept = []
+PLANS: deque[Kept] = deque(maxlen=2)
+"""What this process keeps: of a model and one thing besides, an object for every item each."""
 
 
-PLANS = PlanMemory()
-"""What this process keeps."""
+def kept_of(plans: deque[Kept], structure: Structure | None) -> Kept | None:
+    """Return what was kept last of an equal structure, None if nothing was."""
+    return next((kept for kept in reversed(tuple(plans)) if kept.structure == structure), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,15 +151,8 @@ class LocalPlan:
         return cls(plan=plan, planner=chosen, items=items, ties=ties, structure=structure)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What a rank is told: its plan (None: propose one), its id, and the leave or the refusal."""
-
-    plan: SavePlan | None
-    plan_id: str = ""
-    item_count: int = 0
-    leave: Grant | CheckpointError | None = None
-
+_Answer = tuple[SavePlan | None, str, int, Grant | CheckpointError | None]
+"""Its plan (None: propose one), the plan's id, the items of all ranks, the leave or the refusal."""
 
 Steps = Generator[Any, Any, None]
 """What one rank does in a save, step by step, while its caller passes words between the ranks."""
@@ -202,7 +169,7 @@ def rank_save(
     again if all are to plan anew. Then its report for those of all, and what was committed.
     """
     local, is_first = part(), session.is_coordinator
-    kept, metadata = PLANS.find(local.structure), None
+    kept, metadata = kept_of(PLANS, local.structure), None
     plan: SavePlan | None = None
     while plan is None:
         own: Any = (local.plan(), None) if kept is None else (SavePlan([]), kept.plan_id)
@@ -210,31 +177,30 @@ def rank_save(
         if is_first:
             answers, metadata = _decided(session, local, kept, [own, *map(_unpacked, told[1:])])
             own = answers[0]
-            save_id = own.leave.save_id if isinstance(own.leave, Grant) else None
+            save_id = own[-1].save_id if isinstance(own[-1], Grant) else None
             told = [(save_id, None), *((save_id, pack(answer)) for answer in answers[1:])]
             del answers
         told = yield told
-        answer: _Answer = own if is_first else _unpacked(told)
-        plan = answer.plan
+        plan, plan_id, count, leave = own if is_first else _unpacked(told)
         if plan is None:
             kept = None
-        elif kept is not None and kept.plan_id == answer.plan_id:
+        elif kept is not None and kept.plan_id == plan_id:
             plan = kept.plan
         else:
-            plan, count = local.planner.finish_plan(plan), answer.item_count
-            PLANS.keep(
-                Kept(
-                    plan_id=answer.plan_id,
-                    plan=plan,
-                    structure=local.structure,
-                    item_count=count,
-                    metadata=without_chunks(metadata) if metadata and _is_many(count) else metadata,
+            plan = local.planner.finish_plan(plan)
+            if local.structure is not None:
+                PLANS.append(
+                    Kept(
+                        plan_id=plan_id,
+                        plan=plan,
+                        structure=local.structure,
+                        item_count=count,
+                        metadata=_lasting(metadata, count),
+                    )
                 )
-            )
-    if not isinstance(answer.leave, Grant):
-        assert answer.leave is not None  # noqa: S101  # it comes with a plan
-        raise answer.leave
-    own = session.write(answer.leave, plan, local.items, local.ties)
+    if not isinstance(leave, Grant):
+        raise leave
+    own = session.write(leave, plan, local.items, local.ties)
     told = yield None if is_first else pack(own)
     assert metadata is not None  # noqa: S101  # only the coordinator comes here
     yield session.finish(metadata, [own, *map(_unpacked, told[1:])])
@@ -249,7 +215,7 @@ def _decided(
     """Plan for all ranks that sent a plan, or the id of one that they kept; begin the save."""
     plans: Sequence[SavePlan] = [plan for plan, _ in proposals]
     ids = {plan_id for _, plan_id in proposals}
-    refusal = unlike([plan.items for plan in plans])
+    refusal, wants_stock = unlike([plan.items for plan in plans]), session.options.is_stock_wanted
     if ids == {None}:
         plans, metadata = local.planner.create_global_plan(list(plans))
         plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
@@ -257,32 +223,27 @@ def _decided(
         kept is not None
         and kept.metadata is not None
         and ids == {kept.plan_id}
-        and not (_is_many(kept.item_count) and session.options.is_stock_wanted(kept.item_count))
+        and (kept.item_count <= STOCK_ENTRY_LIMIT or not wants_stock(kept.item_count))
     ):
         metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
     else:
-        return [_Answer(plan=None) for _ in plans], None
+        return [(None, "", 0, None) for _ in plans], None
     leave: Grant | CheckpointError
     try:
         leave = refusal or session.begin(len(plans), item_count)
     except CheckpointError as error:
         leave = error
-    answers = [
-        _Answer(plan=plan, plan_id=plan_id, item_count=item_count, leave=leave) for plan in plans
-    ]
-    return answers, metadata
+    return [(plan, plan_id, item_count, leave) for plan in plans], metadata
 
 
 def _unpacked(word: Any) -> Any:  # noqa: ANN401  # what was packed, or is not
     return pickle.loads(word) if isinstance(word, bytes) else word  # noqa: S301  # our own ranks
 
 
-def _is_many(item_count: int) -> bool:
-    return item_count > STOCK_ENTRY_LIMIT
-
-
-def without_chunks(metadata: Metadata) -> Metadata:
-    """Return metadata that says of tensors all but how they are cut."""
+def _lasting(metadata: Metadata | None, item_count: int) -> Metadata | None:
+    """Return metadata to keep; of many items it says of tensors all but how they are cut."""
+    if metadata is None or item_count <= STOCK_ENTRY_LIMIT:
+        return metadata
     described = {
         fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
         for fqn, entry in metadata.state_dict_metadata.items()

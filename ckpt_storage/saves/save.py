@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,6 @@ from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, pla
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import COORDINATOR
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -32,6 +31,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
+from ckpt_storage.loads.resolving import plain_state
 from ckpt_storage.options import (
     PageCache,
     Progress,
@@ -41,9 +41,8 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 
-from .options import Chained, SaveOptions
 from .planning import LocalPlan, Steps, rank_save
-from .session import SaveSession
+from .session import Chained, SaveOptions, SaveSession
 
 log = logging.getLogger("ckpt_storage")
 
@@ -187,26 +186,22 @@ def run_save(
 
 def _follow(operation: Operation, session: SaveSession, steps: Steps) -> CheckpointInfo:
     """Write this rank's part; return what the coordinator commits."""
-    timeouts = session.options.timeouts
-    written = _written(operation, steps)
-    write = operation.deadline
+    written, commit_s = _written(operation, steps), session.options.timeouts.commit
+    write, is_sent = operation.deadline, False
     try:
         operation.gather(written)
-    except SaveCancelledError:
-        raise  # before anything was sent; so the coordinator cannot have committed
-    except CheckpointError as error:
-        if operation.is_last_word(error):
-            raise
-        # It may have arrived all the same, and then the save is committed.
-        operation.phase("commit", timeouts.commit)
-        raise _without_coordinator(operation, session, error) from error
-    # The last rank may take the whole write phase, and only then the commit begins.
-    operation.phase("commit", write.remaining_s() + timeouts.commit)
-    try:
+        is_sent = True
+        # The last rank may take the whole write phase, and only then the commit begins.
+        operation.phase("commit", write.remaining_s() + commit_s)
         outcome = operation.outcome()
     except CheckpointError as error:
         if operation.is_last_word(error):
             raise
+        if not is_sent:
+            if isinstance(error, SaveCancelledError):
+                raise  # before anything was sent; so the coordinator cannot have committed
+            # It may have arrived all the same, and then the save is committed.
+            operation.phase("commit", commit_s)
         raise _without_coordinator(operation, session, error) from error
     if isinstance(outcome, CheckpointError):
         told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
@@ -222,19 +217,22 @@ def _lead(
 ) -> CheckpointInfo:
     """Write this rank's part, commit once all have written theirs, and tell what came of it."""
     try:
-        with _voiding(operation):
-            info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
-    except CheckpointError as error:
-        failure = operation.failure()
-        is_open = isinstance(error, CommitUnknownError | NotPublishedError)
-        if failure is not None and failure is not error and is_open:
-            error.args = (f"{error} It was given up for this reason: {failure}",)
-            error.rank = failure.rank
-        # Whoever waits for the commit learns that there will be none, or that it is in doubt.
-        _announce(operation, error)
-        raise
+        info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
     except BaseException as error:
-        if operation.deadline.phase == "commit":
+        is_committing = operation.deadline.phase == "commit"
+        if isinstance(error, Exception) and not is_committing:
+            # A storage or a rank that hangs would keep this one waiting once more.
+            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
+            operation.is_void = operation.save_id is not None and not hangs
+        if isinstance(error, CheckpointError):
+            failure = operation.failure()
+            is_open = isinstance(error, CommitUnknownError | NotPublishedError)
+            if failure is not None and failure is not error and is_open:
+                error.args = (f"{error} It was given up for this reason: {failure}",)
+                error.rank = failure.rank
+            # Whoever waits for the commit learns that there will be none, or that it is in doubt.
+            _announce(operation, error)
+        elif is_committing:
             # An interrupt leaves the request that commits on its way.
             told = f"{type(error).__name__} ended rank {COORDINATOR} while it committed"
             doubt = _in_doubt(told, operation, session)
@@ -244,19 +242,6 @@ def _lead(
         raise
     _announce(operation, info)
     return info
-
-
-@contextmanager
-def _voiding(operation: Operation) -> Iterator[None]:
-    """Void a save that fails before its commit, with any error."""
-    try:
-        yield
-    except Exception as error:
-        if operation.deadline.phase != "commit":
-            # A storage or a rank that hangs would keep this one waiting once more.
-            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            operation.is_void = operation.save_id is not None and not hangs
-        raise
 
 
 def _written(operation: Operation, steps: Steps) -> Any:  # noqa: ANN401  # a word

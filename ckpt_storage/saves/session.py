@@ -1,17 +1,22 @@
-"""One save of one rank: how it begins, what it writes, how it commits. Talks to no other rank."""
+"""One save of one rank: what it is told, how it begins, what it writes, how it commits.
+
+Talks to no other rank.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any, Self
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
 from ckpt_storage.commit.attempt import Grant, begin
 from ckpt_storage.commit.cleaning import delete_attempt, free_dead
@@ -26,24 +31,120 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
+from ckpt_storage.export.consolidate import ConsolidateJob
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.format.rank_manifest import RankManifest
-from ckpt_storage.options import Phase
+from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
+from ckpt_storage.options import (
+    STOCK_ENTRY_LIMIT,
+    PageCache,
+    Phase,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    TransferOptions,
+    UnsafeValues,
+    check_choice,
+)
 from ckpt_storage.progress import reporting
+from ckpt_storage.store import Location, anchored, endpoint_of, open_store
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.writing import ObjectWriter
+from ckpt_storage.transfer.writing import ObjectWriter, write_options
 
 from .items import Items, planned_bytes
-from .options import SaveOptions
-from .shardfile import ShardContents, write_shard
+from .shardfile import Item, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
 _MOST_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
+
+Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
+"""What `save(consolidate=...)` takes: whether, where to, or all options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
+
+    `user` goes into the commit record; `replaces` are saves known to be damaged.
+    """
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    overwrite: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    planner: SavePlanner | None = None
+    thread_count: int | None = None
+    part_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    page_cache: PageCache = "keep"
+    sync_files: bool = True
+    stock_metadata: StockMetadata = "auto"
+    unsafe_values: UnsafeValues = "warn"
+    retry: RetryPolicy | None = None
+    progress: Progress = None
+    consolidate: Chained = None
+    user: Mapping[str, Any] = field(default_factory=dict)
+    replaces: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
+        """Return the options among the arguments of a call."""
+        names = {one.name for one in fields(cls)} & given.keys()
+        return cls(**{**{name: given[name] for name in names}, "timeouts": timeouts})
+
+    def anchored(self) -> SaveOptions:
+        """Return options that mean the same in every working folder. Raises `InvalidInputError`."""
+        chained = self.consolidate
+        if isinstance(chained, str | os.PathLike):
+            chained = anchored(chained)
+        elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
+            chained = replace(chained, output=anchored(chained.output))
+        return replace(self, consolidate=chained)
+
+    def place(self, url: str | os.PathLike[str]) -> Location:
+        """Return where a save to `url` goes. Raises `InvalidInputError` for it or an option."""
+        self.transfer(None)
+        check_choice("stock_metadata", self.stock_metadata, StockMetadata)
+        check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
+        return Location.of(url, self.storage_options)
+
+    def consolidation(self, source: Location) -> ConsolidateJob | None:
+        """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
+        chained = self.consolidate
+        if chained is None or chained is False:
+            return None
+        options = chained if isinstance(chained, ConsolidateOptions) else ConsolidateOptions()
+        if isinstance(chained, str | os.PathLike):
+            options = replace(options, output=chained)
+        elif chained is not True and chained is not options:
+            raise InvalidInputError(
+                f"consolidate is {chained!r:.80}.",
+                next_step="Give True, the URL of the output, or ConsolidateOptions.",
+            )
+        options = replace(options, page_cache=options.page_cache or self.page_cache)
+        job = ConsolidateJob.of(source, options)
+        return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
+
+    def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
+        """Return how bytes go to a storage; None: to any remote one."""
+        return write_options(
+            capabilities,
+            thread_count=self.thread_count,
+            part_bytes=self.part_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+
+    def is_stock_wanted(self, item_count: int) -> bool:
+        """Return whether `.metadata` is to be written for so many items."""
+        if self.stock_metadata == "auto":
+            return item_count <= STOCK_ENTRY_LIMIT
+        return self.stock_metadata == "always"
 
 
 class SaveSession:
@@ -77,11 +178,25 @@ class SaveSession:
 
     @cached_property
     def _store(self) -> Store:
-        return self.options.open(self.location)
+        options = self.options
+        return open_store(
+            self.location,
+            page_cache=options.page_cache,
+            sync_files=options.sync_files,
+            timeouts=options.timeouts,
+            retry=options.retry or RetryPolicy(),
+        )
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for this save."""
-        return self.options.terms(self.location)
+        return {
+            "the checkpoint's URL": self.url,
+            "overwrite": str(self.options.overwrite),
+            "sync_files": str(self.options.sync_files),
+            "the storage's endpoint": endpoint_of(self.location),
+            "stock_metadata": self.options.stock_metadata,
+            "the version of ckpt_storage": __version__,
+        }
 
     def begin(self, world_size: int, item_count: int) -> Grant:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
@@ -153,7 +268,7 @@ class SaveSession:
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
             transfer = options.transfer(store.capabilities)
             save_id, byte_count = grant.save_id, planned_bytes(plan)
-            files, contents = [], ShardContents(options.unsafe_values)
+            files, known, unsafe = [], Vocabulary(), dict[str, str]()
             if plan.items:
                 deadline.watch.expect(byte_count)
                 with reporting(
@@ -176,22 +291,22 @@ class SaveSession:
                     file = write_shard(
                         path,
                         writer,
-                        items(plan),
-                        contents,
+                        self._noted(items(plan), unsafe),
+                        known,
                         block_bytes=transfer.block_bytes,
                         deadline=deadline,
                     )
                     files.append(file)
-            self._warn_of(contents.unsafe, save_id)
+            self._warn_of(unsafe, save_id)
             manifest = RankManifest(
                 save_id=save_id,
                 rank=self.rank,
                 world_size=grant.world_size,
-                fqns=list(contents.known.fqns),
-                dtypes=list(contents.known.dtypes),
-                boxes=list(contents.known.boxes),
+                fqns=list(known.fqns),
+                dtypes=list(known.dtypes),
+                boxes=list(known.boxes),
                 files=files,
-                unsafe=contents.unsafe,
+                unsafe=unsafe,
                 host=socket.gethostname(),
                 pid=os.getpid(),
             )
@@ -200,6 +315,21 @@ class SaveSession:
             store.put(path, document)
         ref = FileRef.of(path, document)
         return RankReport.of(manifest, ref, with_places=grant.with_places, ties=ties)
+
+    def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
+        """Yield the items; note those that `load` will refuse, or raise at them."""
+        for item in items:
+            if item.unsafe is not None:
+                unsafe[item.fqn] = item.unsafe
+                if self.options.unsafe_values == "refuse":
+                    raise InvalidInputError(
+                        f"{item.fqn} is a value ({item.unsafe}) that only pickle can hold; load "
+                        "refuses it.",
+                        phase="write",
+                        next_step="Save plain values in its place, or save with "
+                        "unsafe_values='warn'.",
+                    )
+            yield item
 
     def _warn_of(self, unsafe: Mapping[str, str], save_id: str) -> None:
         if unsafe:
@@ -221,22 +351,19 @@ class SaveSession:
         """
         grant, options, deadline = self._grant, self.options, self._phase("commit")
         assert grant is not None  # noqa: S101  # it has written its part
-        save_id = grant.save_id
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self.rank):
                 record = commit_save(
                     self._store.bounded(deadline),
                     grant,
-                    world_size=grant.world_size,
                     metadata=metadata,
                     reports=reports,
-                    storage_meta=StorageMeta(checkpoint_id=self.url, save_id=save_id),
                     user=options.user,
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):
             # These say that it is not committed, and nobody will try again.
-            self.discard(save_id, is_whole=True)
+            self.discard(grant.save_id, is_whole=True)
             raise
         return CheckpointInfo.of(self.url, record)
 

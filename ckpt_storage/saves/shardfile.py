@@ -6,12 +6,11 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.rank_manifest import COLUMNS, ShardFile, Vocabulary
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
-from ckpt_storage.options import UnsafeValues
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.writing import ObjectWriter
 
@@ -124,70 +123,28 @@ class ShardFileWriter:
         self._writer.abort()
 
 
-class ShardContents:
-    """What is in a shard file so far, as columns; strings and boxes by number."""
-
-    def __init__(self, unsafe_values: UnsafeValues) -> None:
-        self._unsafe_values = unsafe_values
-        self.known = Vocabulary()
-        self.unsafe: dict[str, str] = {}
-        self._rows: list[tuple[int, ...]] = []
-
-    def write(self, file: ShardFileWriter, item: Item) -> None:
-        """Append one item."""
-        file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-        start, length, box, tail = file.position, item.payload_bytes, None, b""
-        if item.dtype is not None:
-            box = Box(item.offsets, item.sizes)
-            head, tail = tensor_envelope(item.dtype, item.sizes)
-            file.frame(head)
-        payload_start = file.position
-        views = item.views(file.part_bytes)
-        if length <= file.small_bytes:
-            file.small_payload(b"".join(views))
-        else:
-            file.payload(map(memoryview, views))
-        found = file.position - payload_start
-        if found != length:
-            raise CheckpointError(f"{item.fqn} gave {found} bytes, not {length}.")
-        if tail:
-            file.frame(tail)
-        if item.unsafe is not None:
-            self.unsafe[item.fqn] = item.unsafe
-            if self._unsafe_values == "refuse":
-                raise InvalidInputError(
-                    f"{item.fqn} is a value ({item.unsafe}) that only pickle can hold; load "
-                    "refuses it.",
-                    phase="write",
-                    next_step="Save plain values in its place, or save with unsafe_values='warn'.",
-                )
-        lies = (start, file.position - start, payload_start, length)
-        self._rows.append((*self.known.numbers(item.fqn, item.dtype, box), *lies))
-
-    def columns(self) -> dict[str, list[int]]:
-        """Return the columns of the items; there is one at least."""
-        return dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True))
-
-
 def write_shard(
     path: str,
     writer: ObjectWriter,
     items: Iterable[Item],
-    contents: ShardContents,
+    known: Vocabulary,
     *,
     block_bytes: int,
     deadline: Deadline,
 ) -> ShardFile:
-    """Write `items`, one at least, to a shard file; after any error no upload stays open."""
-    file = ShardFileWriter(writer, block_bytes)
+    """Write `items`, one at least, to a shard file; after any error no upload stays open.
+
+    Adds to `known` what the items refer to.
+    """
+    file, rows = ShardFileWriter(writer, block_bytes), list[tuple[int, ...]]()
     try:
         for item in items:
-            contents.write(file, item)
+            rows.append(_written(file, item, known))
             deadline.check(f"Writing {path}")
         size_bytes, crc32c = file.finish()
     except BaseException as error:
         try:
-            writer.abort()
+            file.abort()
         except StorageError as failure:
             error.add_note(f"Discarding the upload failed too: {failure}")
         raise
@@ -196,7 +153,30 @@ def write_shard(
         size_bytes=size_bytes,
         crc32c=crc32c,
         block_bytes=block_bytes,
-        **contents.columns(),
+        **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
         block_crcs=file.block_crcs,
         frame_crcs=file.frame_crcs,
     )
+
+
+def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int, ...]:
+    """Append one item; return its row of `COLUMNS`."""
+    file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
+    start, length, box, tail = file.position, item.payload_bytes, None, b""
+    if item.dtype is not None:
+        box = Box(item.offsets, item.sizes)
+        head, tail = tensor_envelope(item.dtype, item.sizes)
+        file.frame(head)
+    payload_start = file.position
+    views = item.views(file.part_bytes)
+    if length <= file.small_bytes:
+        file.small_payload(b"".join(views))
+    else:
+        file.payload(map(memoryview, views))
+    found = file.position - payload_start
+    if found != length:
+        raise CheckpointError(f"{item.fqn} gave {found} bytes, not {length}.")
+    if tail:
+        file.frame(tail)
+    numbers = known.numbers(item.fqn, item.dtype, box)
+    return (*numbers, start, file.position - start, payload_start, length)

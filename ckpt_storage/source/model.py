@@ -309,15 +309,8 @@ def read_document(
     """
     try:
         return slotlog.read_referenced(store, reference, most_bytes=most_bytes)
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        raise gone(store, save_id, reference.path) or IntegrityError(
-            f"{store.url}: {reference.path} is missing.",
-            path=reference.path,
-            offset=0,
-            next_step=DAMAGED,
-        ) from error
+    except IntegrityError as error:
+        raise (gone(store, save_id, reference.path) or error) from error.__cause__
 
 
 def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:

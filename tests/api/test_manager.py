@@ -23,8 +23,8 @@ from commit_tools import body_of
 
 import ckpt_storage
 from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, RetentionPolicy, errors
-from ckpt_storage.manager.job import Job
 from ckpt_storage.manager.root import Root, Uses
+from ckpt_storage.manager.schedule import Job
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
 

@@ -102,7 +102,7 @@ def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
     """Of two saves of one step the later one is restored, and is never replaced in the mirror."""
     old_id = "20200101T000000Z-0123456789abcdef"
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_storage.commit.attempt.new_save_id", lambda: old_id)
+        patch.setattr("ckpt_storage.format.names.new_save_id", lambda: old_id)
         ckpt_storage.save(cases.state_of(2), tmp_path / "old" / name_of(2), sync_files=False)
     with mirrored(tmp_path) as manager:
         cases.save(manager, 2)

@@ -72,7 +72,7 @@ def test_never_always_and_the_limit_are_obeyed(
     """Without it torch's reader is told why, ours loads, and everyone who is asked says so."""
     save(tmp_path / "never" / "run", stock_metadata="never")
     check_note(tmp_path / "never" / "run")
-    limit = "ckpt_storage.saves.options.STOCK_ENTRY_LIMIT"
+    limit = "ckpt_storage.saves.session.STOCK_ENTRY_LIMIT"
     monkeypatch.setattr(limit, len(STATE) - 1)
     caplog.set_level("INFO", "ckpt_storage")
     save(tmp_path / "large" / "run")

@@ -29,7 +29,6 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -146,7 +145,7 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
     world = World(rank_count, tensor_count)
     url = f"memory://scale-{os.urandom(8).hex()}"
     store = _watched(Location.of(url), [])
-    grant = commit.begin(store, overwrite=False)
+    grant = dataclasses.replace(commit.begin(store, overwrite=False), world_size=rank_count)
     report_s: list[float] = []
     packed: list[bytes] = []
     item_count = 0
@@ -168,14 +167,13 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
     started = time.perf_counter()
     reports = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
-    given: dict[str, Any] = {"reports": reports, "storage_meta": StorageMeta(), "user": {}}
-    commit_save(store, grant, world_size=rank_count, metadata=metadata, **given)
+    commit_save(store, grant, metadata=metadata, reports=reports, user={})
     coordinator_s = time.perf_counter() - started
     started = time.perf_counter()
     assemble(reports, planned_of(metadata))
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
-    del reports, given
+    del reports
     answers: list[int] = []
     opener = functools.partial(_watched, answers=answers)
     with patch("ckpt_storage.loads.session.open_store", opener):

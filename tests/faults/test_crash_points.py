@@ -29,7 +29,7 @@ from fault_tools import each_fault
 from local_stores import local_store
 from torch.distributed.checkpoint.api import CheckpointException
 
-import ckpt_storage.saves.options
+import ckpt_storage.saves.session
 from ckpt_storage import RetryPolicy, errors, verify
 from ckpt_storage.dcp.reader import CheckpointStorageReader
 from ckpt_storage.dcp.writer import CheckpointStorageWriter
@@ -222,7 +222,7 @@ class Disks:
         save(0, self._before, overwrite=False)
         save(1, self._before, overwrite=True)
         self.before = files_below(self._before)
-        monkeypatch.setattr(ckpt_storage.saves.options, "open_store", self._open)
+        monkeypatch.setattr(ckpt_storage.saves.session, "open_store", self._open)
 
     def _open(self, location: Location, **options: Any) -> Store:
         store = local_store(

@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager
-from ckpt_storage.manager.mirror import Mirror
-from ckpt_storage.manager.prune import Pruner
+from ckpt_storage.manager.prune import Mirror, Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root, newest_of
 from ckpt_storage.store import Location, probe
@@ -34,7 +33,7 @@ STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
 """After how many storage operations the process dies; None: it lives."""
 
-OPENERS = ("export.output", "manager.root", "saves.options")
+OPENERS = ("export.output", "manager.root", "saves.session")
 
 
 class Run(RuleBasedStateMachine):

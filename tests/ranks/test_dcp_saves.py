@@ -54,7 +54,7 @@ def test_what_is_of_one_save_is_equal_on_all_ranks(rank: int, tmp_path: Path) ->
             expected.setdefault(str(value), []).append(who)
         mine = {what: values[rank]}
         version = mine.pop("the version of ckpt_storage", ckpt_storage.__version__)
-        with patch("ckpt_storage.saves.options.__version__", version):
+        with patch("ckpt_storage.saves.session.__version__", version):
             url = mine.pop("the checkpoint's URL", a)
             raised = told(dcp_cases.save, state_of(0), url, **mine)
         assert sorted(raised) == [0, 1, 2]

@@ -22,10 +22,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import load
-from ckpt_storage.background import arena as arenas_module
 from ckpt_storage.background import staging
-from ckpt_storage.background.arena import Arenas, Kind
-from ckpt_storage.background.staging import StagingJob
+from ckpt_storage.background.staging import Arenas, Kind, StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 MIB = 1024 * 1024
@@ -158,7 +156,7 @@ class FakeRuntime:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     """A machine that seems to have CUDA."""
     runtime = FakeRuntime()
-    monkeypatch.setattr(arenas_module, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(staging, "cuda_runtime", lambda: runtime)
     return runtime
 
 

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
 from ckpt_storage.background import link, worker
-from ckpt_storage.background import queue as saves_queue
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.saves import session
@@ -158,7 +157,7 @@ def _pass(where: Where | None) -> None:
 @functools.cache
 def _patch() -> None:
     """Let saves look whether they are held; once a process."""
-    for module in (saves_queue, worker):
+    for module in (link, worker):
         _stop(module, "rank_save", "local plan")
     _stop(session, "write_shard", "write")
     _stop(Operation, "outcome", "outcome")

@@ -23,7 +23,7 @@ from ckpt_storage.format.boxes import Box, box_selection
 from ckpt_storage.loads.items import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves import items
-from ckpt_storage.saves.items import HostCopies, host_bytes
+from ckpt_storage.saves.items import from_device, host_bytes, host_views
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, put
 from ckpt_storage.transfer.pacing import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
@@ -109,8 +109,7 @@ def windows(count: int, length: int = 4) -> Iterator[torch.Tensor]:
 
 def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> None:
     """A window is given out only once its own copy has ended, and the next has begun by then."""
-    copies = HostCopies()
-    for number, view in enumerate(copies.from_device(HERE, windows(3))):
+    for number, view in enumerate(from_device(HERE, windows(3), {})):
         assert view.cast("i").tolist() == [number] * 4
         cuda.log.append(f"use {number + 1}")
     assert cuda.log == [
@@ -120,7 +119,7 @@ def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> No
         "synchronize",
     ]
     # A writer that fails in between waits for what was begun.
-    views = copies.from_device(HERE, windows(5))
+    views = from_device(HERE, windows(5), {})
     next(views)
     views.close()  # type: ignore[attr-defined]  # a generator's
     assert cuda.log[-1] == "synchronize"
@@ -128,8 +127,8 @@ def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> No
 
 def test_a_part_on_its_way_keeps_its_bytes(cuda: FakeCuda) -> None:
     """However long it takes, and whatever is copied meanwhile."""
-    copies = HostCopies()
-    held = [view for _ in range(10) for view in copies.from_device(HERE, windows(3, 16))]
+    streams: dict[torch.device, Any] = {}
+    held = [view for _ in range(10) for view in from_device(HERE, windows(3, 16), streams)]
     assert [view.cast("i")[0] for view in held] == [0, 1, 2] * 10
     assert cuda.log.count("synchronize") == 10
 
@@ -163,7 +162,7 @@ def test_a_cuda_tensor_gives_what_its_copy_on_the_host_gives() -> None:
     for make in KINDS:
         tensor, expected = make().cuda(), host_bytes(make().contiguous())
         for window_bytes in (1 << 14, 1 << 24):
-            views = HostCopies().views(tensor, window_bytes)
+            views = host_views(tensor, window_bytes, {})
             assert b"".join(map(bytes, views)) == expected
         assert host_bytes(tensor) == expected
 
@@ -174,7 +173,7 @@ def test_what_the_producer_enqueued_is_in_the_copy() -> None:
     tensor = torch.zeros(8 << 20, device="cuda")
     for _ in range(50):
         tensor += 1
-    views = [bytes(view) for view in HostCopies().views(tensor, 1 << 22)]
+    views = [bytes(view) for view in host_views(tensor, 1 << 22, {})]
     tensor.zero_()
     expected = torch.full((8 << 20,), 50.0)
     assert b"".join(views) == host_bytes(expected)
