@@ -200,6 +200,19 @@ def test_a_root_that_is_told_nothing_new_asks_nothing_new() -> None:
     assert steps <= set(map(cases.name_of, (5, 6, 7, 8, 9)))
 
 
+def test_prunes_sweep_the_kept_steps_in_turn() -> None:
+    """What died beside a kept checkpoint goes without a sweep, one step a prune."""
+    store = saved()
+    for step in (1, 2, 3):
+        attempted(cases.at(store, step))
+        cases.save(store, step)
+    store.disk.clock_s += 2 * DAY_S
+    before = cases.heads(store.disk.files)
+    one = cases.pruner(store, KeepLatest(3), sweeps=True)
+    assert [len(one.prune(cases.FAR).freed) for _ in range(4)] == [1, 1, 1, 0]
+    assert cases.heads(store.disk.files) == before
+
+
 def test_what_a_policy_counts_is_looked_at_again() -> None:
     """Somebody deletes the best after it was read: the next best takes its place, and stays."""
     store = saved(1, 2, 3, 4, loss_1=0.5, loss_2=0.1, loss_3=0.9, loss_4=0.8)
