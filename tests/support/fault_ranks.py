@@ -123,6 +123,14 @@ def version_of(found: Mapping[str, Any], made: Callable[[int], dict[str, Any]]) 
     return -1
 
 
+class HeldSavePlanner(DefaultSavePlanner):
+    """A planner of saves; torch's own stays as it is, as refusals are explained by it."""
+
+
+class HeldLoadPlanner(DefaultLoadPlanner):
+    """A planner of loads."""
+
+
 def _before(kind: type, name: str, call: Callable[[], None]) -> None:
     """Let a method of a class begin with a call, in this process."""
     inner = getattr(kind, name)
@@ -142,7 +150,7 @@ def _watch(job: Job) -> None:
 
     for name in ("gather", "scatter", "broadcast", "outcome"):
         _before(Operation, name, partial(entered, name, itertools.count(1)))
-    for planner in (DefaultSavePlanner, DefaultLoadPlanner):
+    for planner in (HeldSavePlanner, HeldLoadPlanner):
         _before(planner, "create_local_plan", partial(job.held, "local plan"))
         _before(planner, "create_global_plan", partial(job.held, "global plan"))
 
@@ -156,7 +164,7 @@ def _stateful(job: Job, state: dict[str, Any]) -> dict[str, Any]:
 def save(job: Job, *, is_async: bool = False) -> str:
     """Save, or do it in a background thread; return what was committed."""
     call: Callable[..., Any] = ckpt_storage.save_async if is_async else ckpt_storage.save
-    state, planner = _stateful(job, job.own(job.version)), DefaultSavePlanner()
+    state, planner = _stateful(job, job.own(job.version)), HeldSavePlanner()
     ended = call(state, URL, overwrite=True, planner=planner, **job.common)
     return f"committed in slot {(ended.result() if is_async else ended).slot}"
 
@@ -164,7 +172,7 @@ def save(job: Job, *, is_async: bool = False) -> str:
 def load(job: Job) -> str:
     """Load this rank's part; return which version it is."""
     target = {name: torch.zeros_like(value) for name, value in job.own(0).items()}
-    ckpt_storage.load(_stateful(job, target), URL, planner=DefaultLoadPlanner(), **job.common)
+    ckpt_storage.load(_stateful(job, target), URL, planner=HeldLoadPlanner(), **job.common)
     return f"version {version_of(target, job.own)}"
 
 
