@@ -177,9 +177,9 @@ class SqliteBackend(store.Backend):
                 with contextlib.suppress(FileNotFoundError):
                     _remove(db, self._find(db, path))
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         """Note the name of a new content."""
-        del write_id, if_absent, copies
+        del write_id, copies
         token = os.urandom(16).hex()
         with self._writing() as db:
             db.execute("INSERT INTO uploads VALUES (?, ?)", [token, self._root + path])
@@ -196,14 +196,14 @@ class SqliteBackend(store.Backend):
         return ""
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[store.Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[store.Part], *, write_id: str
     ) -> None:
         """Have the object refer to the content."""
         size = sum(part.size_bytes for part in parts)
         info = store.ObjectInfo(path=path, size_bytes=size, version=token, write_id=write_id)
         with self._writing() as db:
             self._check_open(db, path, token)
-            self._publish(db, info, if_absent=if_absent)
+            self._publish(db, info, if_absent=False)
             db.execute("DELETE FROM uploads WHERE content = ?", [token])
 
     def _check_open(self, db: Db, path: str, token: str) -> None:

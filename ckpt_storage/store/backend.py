@@ -241,10 +241,9 @@ class Backend(abc.ABC):
         """Delete at most 1,000 objects; one that is not there is no error."""
 
     @abc.abstractmethod
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         """Begin an object in parts and return a token, which the other calls take.
 
-        if_absent: as `complete_upload` will say, for storages that want to know it now.
         copies: `copy_part` may be called for it, so the storage is to tell checksums of parts.
         """
 
@@ -259,11 +258,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Make the object of these parts visible and durable; `parts` cover it without a gap.
 
-        May be called again after any error that is not final. if_absent: as for `put`.
+        Replaces what is there. May be called again after any error that is not final.
         """
 
     @abc.abstractmethod

@@ -282,13 +282,12 @@ class Store(Calls):
             f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
         )
 
-    def upload(self, path: str, *, if_absent: bool = False, copies: bool = False) -> Upload:
+    def upload(self, path: str, *, copies: bool = False) -> Upload:
         """Begin an object in parts, at a write-once name; nothing is sent before the first part.
 
-        if_absent: completing it raises kind "exists" if something bears the name.
         copies: `copy_part` may be called.
         """
-        return Upload(self, path, if_absent=if_absent, copies=copies)
+        return Upload(self, path, copies=copies)
 
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
         """Join another process's upload of the same path; one that is over refuses what is asked.

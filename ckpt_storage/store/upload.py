@@ -41,15 +41,13 @@ class Upload:
         store: Store,
         path: str,
         *,
-        if_absent: bool = False,
         copies: bool = False,
         joined: str | None = None,
         write_id: str = "",
     ) -> None:
         self._store, self._path, self._shown = store, path, store.shown(path)
         self._capabilities = store.capabilities
-        self._if_absent, self._copies = if_absent, copies
-        self._is_owner, self._token = joined is None, joined
+        self._copies, self._is_owner, self._token = copies, joined is None, joined
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
@@ -147,9 +145,8 @@ class Upload:
         """Make the object of this and other members' parts visible and durable; idempotent.
 
         Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
-        nothing becomes visible; of kind "exists" if something else bears the name and it was begun
-        with `if_absent`. A lost answer is settled by looking at the object, for which a member must
-        know the owner's `write_id`.
+        nothing becomes visible. A lost answer is settled by looking at the object, for which a
+        member must know the owner's `write_id`.
         """
         with self._lock:
             if self._state == "complete":
@@ -197,9 +194,7 @@ class Upload:
 
     def _begin(self, backend: Backend) -> str:
         self._begin_count += 1
-        token = backend.begin_upload(
-            self._path, write_id=self.write_id, if_absent=self._if_absent, copies=self._copies
-        )
+        token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
         try:
             moved()
         except AbandonedError:
@@ -235,18 +230,14 @@ class Upload:
 
     def _put(self, backend: Backend) -> None:
         data = self._held[1] if self._held else b""
-        backend.put(
-            self._path, [memoryview(data)], write_id=self.write_id, if_absent=self._if_absent
-        )
+        backend.put(self._path, [memoryview(data)], write_id=self.write_id)
 
     def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
             part, data = self._held
             last = self._put_part(backend, token, part, [memoryview(data)], last=True)
             parts = [last if one is part else one for one in parts]
-        backend.complete_upload(
-            self._path, token, parts, write_id=self.write_id, if_absent=self._if_absent
-        )
+        backend.complete_upload(self._path, token, parts, write_id=self.write_id)
 
     def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
         """Make the object visible; settle by looking at it what became of a lost answer."""
@@ -254,21 +245,18 @@ class Upload:
         try:
             self._store.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
         except StorageError as failure:
-            if failure.kind == "precondition" and self._if_absent:
-                failure.kind = "exists"
             if failure.kind in _REFUSALS:
                 raise
             # Some storages keep no write id; there it is ours where nobody else writes the name.
-            is_nobodys = failure.kind == "not-found" and not self._if_absent
-            ours_bytes = None
+            is_gone, ours_bytes = failure.kind == "not-found", None
             # The error of the completion is the one to raise.
             with contextlib.suppress(StorageError):
                 found = self._store.stat(self._path)
-                if found.write_id == self.write_id or (is_nobodys and found.write_id is None):
+                if found.write_id == self.write_id or (is_gone and found.write_id is None):
                     ours_bytes = found.size_bytes
             if ours_bytes == total_bytes:
                 return
-            if failure.kind == "not-found":
+            if is_gone:
                 what = "nothing" if ours_bytes is None else f"{ours_bytes} bytes"
                 raise self._error(
                     f"is gone, and {what} of ours lies under its name instead of {total_bytes} "

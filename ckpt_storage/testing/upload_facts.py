@@ -191,21 +191,16 @@ class UploadFacts:
             assert store.get(f"saves/a/{i}").data == whole
 
     @pytest.mark.parametrize("is_one_part", [False, True])
-    def test_what_exists_is_refused_or_replaced_as_asked(
+    def test_what_exists_is_replaced(
         self, store: Store, second: Store, size: int, *, is_one_part: bool
     ) -> None:
-        """Completing keeps what has the name and says "exists", or replaces it if told to."""
+        """Completing replaces what has the name; an abort after it changes nothing."""
         parts = [b"end"] if is_one_part else [pattern(size), b"end"]
         whole = b"".join(parts)
         second.put(_PATH, b"old")
-        if store.capabilities.exclusive_create:
-            refused = store.upload(_PATH, if_absent=True)
-            send(refused, parts)
-            assert kind_of(refused.complete, len(whole)) == "exists"
-            refused.abort()
-            assert (second.get(_PATH).data, second.abort_uploads("")) == (b"old", 0)
         replacing = store.upload(_PATH)
         send(replacing, parts)
+        assert second.get(_PATH).data == b"old"
         replacing.complete(len(whole))
         replacing.abort()
         assert second.get(_PATH).data == whole
@@ -228,7 +223,7 @@ class UploadFacts:
         """The object holds what owner and members wrote; numbers may be left out."""
         _skip_unless_shared(store)
         ends = [*(pattern(size, i) for i in range(4)), pattern(17, 4)]
-        owner = store.upload(_PATH, if_absent=True, copies=True)
+        owner = store.upload(_PATH, copies=True)
         token = owner.token()
 
         def write(i: int) -> list[Part]:
@@ -255,7 +250,7 @@ class UploadFacts:
         """A part whose receipt did not come is a gap; a member aborts nothing."""
         _skip_unless_shared(store)
         parts = [pattern(size, 1), pattern(size, 2), b"end"]
-        owner = store.upload(_PATH, if_absent=True, copies=True)
+        owner = store.upload(_PATH, copies=True)
         member = second.join(_PATH, owner.token())
         send(owner, parts, [0, 2])
         send(member, parts, [1])
@@ -272,7 +267,7 @@ class UploadFacts:
     ) -> None:
         """No object is changed or made by the token of an upload that ended."""
         _skip_unless_shared(store)
-        owner = store.upload(_PATH, if_absent=True, copies=True)
+        owner = store.upload(_PATH, copies=True)
         token = owner.token()
         send(owner, [pattern(size), b"end"])
         if is_complete:

@@ -49,16 +49,6 @@ class TestGcs(SuiteAt):
 
     at = "gcs_root"
 
-    # The server ignores the condition of an upload in parts; `test_store_gcs_faults` has one.
-    @pytest.mark.parametrize("is_one_part", [True])
-    def test_what_exists_is_refused_or_replaced_as_asked(
-        self, store: Store, second: Store, size: int, *, is_one_part: bool
-    ) -> None:
-        """An object of one part keeps what has the name, or replaces it if told to."""
-        super().test_what_exists_is_refused_or_replaced_as_asked(
-            store, second, size, is_one_part=is_one_part
-        )
-
 
 def azure(root: Running) -> AzureBackend:
     """Return a backend at Azurite."""

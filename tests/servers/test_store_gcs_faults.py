@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,10 +19,7 @@ from servers import served
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.backend import Settings
-from ckpt_storage.store.backends.gcs import GcsBackend
-from ckpt_storage.store.problems import HttpFailure
+from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 
 MULTIPLE = 256 * 1024
@@ -45,7 +41,6 @@ class Session:
 
     name: str
     metadata: dict[str, str]
-    condition: str | None = None
     data: bytearray = field(default_factory=bytearray)
     ended: bool = False
 
@@ -151,15 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Begin a session, or insert a whole object."""
-        condition = self.query.get("ifGenerationMatch")
         if self.query["uploadType"] == "resumable":
             fault = self.state.fault_of("begin")
             if fault == "503":
                 return self._refuse(503, "backendError")
-            if condition and self.query["name"] in self.state.objects:
-                return self._refuse(412, "conditionNotMet")
             key, metadata = f"session-{time.monotonic_ns()}", json.loads(self.body)["metadata"]
-            self.state.sessions[key] = Session(self.query["name"], metadata, condition)
+            self.state.sessions[key] = Session(self.query["name"], metadata)
             address = f"http://{self.headers['Host']}/upload/x?upload_id={key}"
             return self._lose() if fault == "lost" else self._answer(200, {}, Location=address)
         fault = self.state.fault_of("insert")
@@ -167,6 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, head, content, _ = self.body.split(f"--{boundary}".encode())
         document = json.loads(head.partition(b"\r\n\r\n")[2])
         data = content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
+        condition = self.query.get("ifGenerationMatch")
         with self.state.lock:
             if not self.state.put(document["name"], data, document["metadata"], condition):
                 return self._refuse(412, "conditionNotMet")
@@ -186,9 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             assert int(span.partition("-")[0]) == len(session.data), "a gap or an overlap"
             session.data += self.body[:MULTIPLE] if fault == "half" else self.body
         if not session.ended and total != "*" and len(session.data) == int(total):
-            data, described = bytes(session.data), session.metadata
-            if not self.state.put(session.name, data, described, session.condition):
-                return self._refuse(412, "conditionNotMet")
+            self.state.put(session.name, bytes(session.data), session.metadata, None)
             session.ended = True
         if fault == "lost":
             return self._lose()
@@ -299,27 +290,3 @@ def test_an_abort_takes_back_only_what_a_lost_answer_showed(running: Served) -> 
         upload.abort()
         assert (state.faults, state.sessions) == ([], {})
         assert [found.data for found in state.objects.values()] == [b"another's"] * len(more)
-
-
-def test_a_session_refuses_a_name_that_was_taken_meanwhile(
-    running: Served,
-) -> None:
-    """That nothing is there holds when the session ends, not only when it begins."""
-    state, options = running
-    backend = GcsBackend(Location.of("gs://bucket/run", options), Settings())
-    begin = partial(backend.begin_upload, "x", write_id="mine", if_absent=True, copies=False)
-    token = begin()
-    backend.put("x", [memoryview(b"another's")])
-    with pytest.raises(HttpFailure) as late:
-        backend.put_part("x", token, 0, 0, [memoryview(b"end")], last=True)
-    assert late.value.status == 412
-    with pytest.raises(FileExistsError):
-        begin()
-    upload = opened(options).upload("y", if_absent=True)
-    total_bytes = send(upload, PARTS)
-    backend.put("y", [memoryview(b"another's")])
-    with pytest.raises(StorageError) as taken:
-        upload.complete(total_bytes)
-    assert taken.value.kind == "exists"
-    upload.abort()
-    assert {found.data for found in state.objects.values()} == {b"another's"}

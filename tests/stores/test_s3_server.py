@@ -223,7 +223,5 @@ def test_half_of_an_operation_is_done_or_refused(memory: MemoryBackend) -> None:
     store.delete(["x", "y"])
     assert [info.path for info in memory.list("", recursive=True)] == ["y"]
     with pytest.raises(InvalidInputError, match="complete_upload cannot be short"):
-        FaultBackend(memory, [Rule(action="short")]).complete_upload(
-            "x", "", [], write_id="", if_absent=False
-        )
+        FaultBackend(memory, [Rule(action="short")]).complete_upload("x", "", [], write_id="")
     store.close()

@@ -171,7 +171,7 @@ def fault(operation: str, **how: object) -> Rule:
 
 def begun(store: Store) -> Upload:
     """Return an upload that others could join."""
-    return store.upload("saves/u", if_absent=True, copies=True)
+    return store.upload("saves/u", copies=True)
 
 
 @pytest.mark.parametrize("name", sorted(REPEATED))

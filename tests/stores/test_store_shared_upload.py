@@ -61,7 +61,7 @@ def test_a_failed_sync_is_final(tmp_path: Path, operation: str, *, is_member: bo
     faulty = local_store(
         tmp_path / "run", posix=posix, policy=POLICY, sync_files=operation == "fsync"
     )
-    owner = (local(tmp_path) if is_member else faulty).upload(PATH, if_absent=True, copies=True)
+    owner = (local(tmp_path) if is_member else faulty).upload(PATH, copies=True)
     writer = faulty.join(PATH, owner.token()) if is_member else owner
     writer.write_part(0, 0, view(b"data"), last=True)
     for step in (writer.receipts, writer.receipts, lambda: owner.complete(4)):
@@ -78,7 +78,7 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     """A member syncs its own writes, as the owner's host may not have them in its cache."""
     posix = PowerCutPosix(tmp_path / "graveyard")
     store = local(tmp_path)
-    owner = store.upload(PATH, if_absent=True, copies=True)
+    owner = store.upload(PATH, copies=True)
     member = local(tmp_path, posix).join(PATH, owner.token())
     member.write_part(0, 0, view(b"data"), last=True)
     receipts = member.receipts()
@@ -109,7 +109,7 @@ def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
 def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     """The finished object has the CRC-32C that those of its parts combine to."""
     store = plain(server)
-    upload = store.upload(PATH, if_absent=True, copies=True)
+    upload = store.upload(PATH, copies=True)
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
     upload.complete(PART_BYTES + 3)
@@ -126,7 +126,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
     store.put("source", part(0) + part(1))
     source = store.copy_source("source")
     assert source is not None
-    upload = store.upload(PATH, if_absent=True, copies=True)
+    upload = store.upload(PATH, copies=True)
     first = PartCopy(number=0, offset=0, source=source, start=0, length=PART_BYTES, last=False)
     told = upload.copy_part(first)
     assert told == crc32c(part(0))
@@ -140,7 +140,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
 def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: S3Server) -> None:
     """The owner's late part finds that the upload was aborted, and nothing stays open."""
     store = plain(server)
-    upload = store.upload(PATH, if_absent=True, copies=True)
+    upload = store.upload(PATH, copies=True)
     upload.token()
     server.faults([FaultRule(op="part", action="delay", delay_s=0.5)])
     failures: list[CheckpointError] = []
@@ -201,7 +201,7 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
         [(1, 0, 4), (0, 4, 4)],
         [(0, 0, 4), (1, 4, 3), (1, 4, 4)],
     ):
-        upload = store.upload(PATH, if_absent=True, copies=True)
+        upload = store.upload(PATH, copies=True)
         store.join(PATH, upload.token()).write_part(0, 0, view(b"12345678"), last=True)
         receipts = [Part(number=n, offset=at, size_bytes=size) for n, at, size in places]
         with pytest.raises(CheckpointError):

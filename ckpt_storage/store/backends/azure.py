@@ -115,7 +115,7 @@ class AzureBackend(CloudBackend):
             return {"etag": if_match, "match_condition": MatchConditions.IfNotModified}
         return {}
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         """Draw a random text; nothing is sent."""
         return os.urandom(8).hex()
 
@@ -131,14 +131,13 @@ class AzureBackend(CloudBackend):
         return block_id
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Put Block List; the same list again changes nothing."""
         from azure.storage.blob import BlobBlock  # noqa: PLC0415  # comes with adlfs
 
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
-        given = {"metadata": _metadata(write_id), **self._terms(if_absent=if_absent)}
-        self._run(self._ask, "commit_block_list", path, blocks, **given)
+        self._run(self._ask, "commit_block_list", path, blocks, metadata=_metadata(write_id))
 
     def abort_upload(self, path: str, token: str) -> None:
         """Send nothing: blocks that are not listed cannot be removed."""

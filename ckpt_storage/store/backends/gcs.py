@@ -30,7 +30,6 @@ _NONE: Mapping[str, Any] = {}
 _OK = 200
 _GOES_ON = 308
 _FIRST_FAILURE = 400
-_TAKEN = 412
 _CANCELLED = 499
 
 
@@ -126,9 +125,8 @@ class GcsBackend(CloudBackend):
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         query = {"uploadType": "resumable", "name": self._name(path)}
-        query |= self._terms(if_absent=if_absent)
         data = json.dumps(_metadata(write_id)).encode()
 
         async def begin(fs: ForeignFs) -> str:
@@ -137,12 +135,7 @@ class GcsBackend(CloudBackend):
             async with self._ask(fs, "POST", at, query=query, headers=headers, data=data) as answer:
                 return str(answer.headers.get("Location", ""))
 
-        try:
-            session = self._run(begin)
-        except HttpFailure as error:
-            if error.status == _TAKEN:
-                raise FileExistsError(f"{path} is there already") from None
-            raise
+        session = self._run(begin)
         if not session:
             raise ForeignAnswer("address for the upload")
         self._sessions[session] = 0, False
@@ -168,7 +161,7 @@ class GcsBackend(CloudBackend):
         return ""
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Ask the session whether it is over, unless the answer to its last part told it."""
         total_bytes = sum(part.size_bytes for part in parts)

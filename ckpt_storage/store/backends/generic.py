@@ -104,12 +104,17 @@ class FsspecBackend(ClientBackend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        is_conditional = if_absent or if_match is not None
-        token = self.begin_upload(path, write_id="", if_absent=is_conditional, copies=False)
+        if if_absent or if_match is not None:
+            raise UnsupportedByStoreError(
+                f"This file system cannot write {path} on a condition.",
+                kind="unsupported",
+                next_step="Let one job at a time save here.",
+            )
+        token = self.begin_upload(path, write_id="", copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
             self.put_part(path, token, 0, 0, data, last=True)
-            self.complete_upload(path, token, [part], write_id="", if_absent=False)
+            self.complete_upload(path, token, [part], write_id="")
         except BaseException:
             with contextlib.suppress(Exception):
                 self.abort_upload(path, token)
@@ -141,13 +146,7 @@ class FsspecBackend(ClientBackend):
                     if not _exists(fs, full):
                         raise
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
-        if if_absent:
-            raise UnsupportedByStoreError(
-                f"This file system cannot write {path} on a condition.",
-                kind="unsupported",
-                next_step="Let one job at a time save here.",
-            )
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         folder, slash, name = path.rpartition("/")
         # fsspec would take some names for patterns.
         token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
@@ -184,7 +183,7 @@ class FsspecBackend(ClientBackend):
         return ""
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         total_bytes = sum(part.size_bytes for part in parts)
         writing = self._writings.get(token)

@@ -202,7 +202,7 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(lock)
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         draft = self._draft_of(path)
         token = f"{folder_of(path)}/{draft.name}".lstrip("/")
         self._drafts[token] = draft
@@ -226,7 +226,7 @@ class LocalBackend(Backend):
             raise
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Check the length, sync, rename or link; only a failed naming may be repeated."""
         draft = self._draft(path, token)
@@ -235,7 +235,7 @@ class LocalBackend(Backend):
                 sum(part.size_bytes for part in parts),
                 by_several=any(part.receipt != self._receipt for part in parts),
             )
-        draft.publish(if_absent=if_absent)
+        draft.publish(if_absent=False)
 
     def abort_upload(self, path: str, token: str) -> None:
         full = self._draft_path(path, token)

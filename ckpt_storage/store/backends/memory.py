@@ -115,7 +115,7 @@ class MemoryBackend(Backend):
                 raise changed(path)
             self.delete([path])
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         token = os.urandom(16).hex()
         _OPEN[token] = {}
         return token
@@ -136,12 +136,12 @@ class MemoryBackend(Backend):
         )
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         with _LOCK:
             pieces = _pieces(path, token)
             data = [memoryview(pieces[part.number]) for part in parts]
-            self.put(path, data, write_id=write_id, if_absent=if_absent)
+            self.put(path, data, write_id=write_id)
             del _OPEN[token]
 
     def abort_upload(self, path: str, token: str) -> None:

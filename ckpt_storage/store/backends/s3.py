@@ -177,7 +177,7 @@ class S3Backend(CloudBackend):
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
 
-    def begin_upload(self, path: str, *, write_id: str, if_absent: bool, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         """CreateMultipartUpload; for copies with the wish that S3 computes checksums."""
         asked: dict[str, Any] = {"Key": self._name(path), "Metadata": {_WRITE_ID: write_id}}
         if copies and self._takes_checksums:
@@ -249,18 +249,18 @@ class S3Backend(CloudBackend):
     leave_upload = flush_parts
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         receipts = [part.receipt.split(" ") for part in parts]
         named = [
             {"PartNumber": part.number + 1, "ETag": receipt[0]}
             for part, receipt in zip(parts, receipts, strict=True)
         ]
-        extra = dict(self._terms(if_absent=if_absent))
+        extra: dict[str, str] = {}
         crcs = [_decoded(text) for receipt in receipts for text in receipt[1:]]
         if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
             whole = combine_many(crcs, [part.size_bytes for part in parts])
-            extra |= {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
+            extra = {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
         self._send(
             "complete_multipart_upload",
             **self._upload(path, token),
