@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -302,9 +301,9 @@ class Work:
             (first, last - first, crc32c_of(window[first - start : last - start]))
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
-        begin_s, is_last = time.monotonic(), stop == job.region.file_bytes
+        is_last = stop == job.region.file_bytes
         job.upload.write_part(start // job.unit, start, [window], last=is_last)
-        self._site.target_pace.succeeded(time.monotonic() - begin_s)
+        self._site.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
             job.spans += spans
@@ -326,7 +325,6 @@ class Work:
             source_bytes=place.file_bytes,
             last=part.stop == job.region.file_bytes,
         )
-        begin_s = time.monotonic()
         try:
             told = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
@@ -334,7 +332,7 @@ class Work:
                 self._copies = False
                 return False
             raise explained(error, [place], self._task.source) from error
-        site.target_pace.succeeded(time.monotonic() - begin_s)
+        site.target_pace.succeeded()
         read_bytes, expected = 0, None
         if place.crcs is not None:
             block = place.block_bytes

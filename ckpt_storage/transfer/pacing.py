@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_storage.options import KIB, MIB
@@ -81,22 +79,23 @@ class Pacer:
     Computer Networks", 1989). A round is as many answers as requests may be under way.
     """
 
-    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int) -> None:
         self._lock = threading.Lock()
-        self._clock = clock
         self._most = self._limit = max(1, most)
         self._answer_count = 0
-        self._typical_s = 0.0
-        self._cut_at_s = float("-inf")
+        # Answers still to come to what was under way at the last cut.
+        self._late_count = 0
 
     def limit(self) -> int:
         """Return how many requests may be under way now, 1 or more."""
         return self._limit
 
-    def succeeded(self, seconds: float) -> None:
-        """Note a request that took so long."""
+    def succeeded(self) -> None:
+        """Note a request that was answered."""
         with self._lock:
-            self._typical_s += (seconds - self._typical_s) / 4 if self._typical_s else seconds
+            if self._late_count:
+                self._late_count -= 1
+                return
             self._answer_count += 1
             if self._answer_count >= self._limit:
                 self._answer_count = 0
@@ -108,11 +107,10 @@ class Pacer:
         The answers to requests that were under way together are one such word.
         """
         with self._lock:
-            now_s = self._clock()
-            # Before the first success all that is under way began together.
-            if now_s - self._cut_at_s < (self._typical_s or float("inf")):
+            if self._late_count:
+                self._late_count -= 1
                 return
-            self._cut_at_s = now_s
+            self._late_count = self._limit - 1
             self._answer_count = 0
             self._limit = max(1, self._limit // 2)
 

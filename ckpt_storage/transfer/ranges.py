@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,9 +94,9 @@ class _Run:
         dearest = max(map(self._cost_bytes, reads))
         affordable = self._limit_bytes // max(1, dearest)
         self._most = max(1, min(reader.options.thread_count, len(reads), affordable))
-        self._pacer = reader.pacer
+        self.pacer = reader.pacer
         self._store = reader.store.bounded(
-            self.deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
+            self.deadline, self.given_up.is_set, throttled=self.pacer.slowed_down
         )
 
     def go(self, reads: Sequence[RangeRead]) -> None:
@@ -123,7 +122,7 @@ class _Run:
             self._most,
             name=f"read from {self._store.url}",
             deadline=self.deadline,
-            limit=lambda: min(self._most, self._pacer.limit()),
+            limit=lambda: min(self._most, self.pacer.limit()),
             grace_s=_READ_GRACE_S,
         )
         with workers:
@@ -161,12 +160,6 @@ class _Run:
         """Raise if nobody waits for what is read any more."""
         if self.given_up.is_set():
             raise CheckpointError(f"The read of {path} was given up.")
-
-    def taken(self, seconds: float) -> None:
-        """Note how long a read took."""
-        if self._is_remote or self._most > 1:
-            # Of a disk that is asked for one thing at a time nothing is to be learned.
-            self._pacer.succeeded(seconds)
 
     def buffer(self) -> memoryview:
         """Return a buffer for the longest read."""
@@ -230,9 +223,8 @@ class _Ranges:
         step = (check and self._piece_bytes) or length or 1
         for start in range(0, length, step):
             stop = min(start + step, length)
-            begin_s = time.monotonic()
             yield read.start + start, view[start:stop]
-            self._run.taken(time.monotonic() - begin_s)
+            self._run.pacer.succeeded()
             self._run.check(read.path)
             judged = stop if stop == length else stop - stop % read.block_bytes
             if check is not None and checked < judged:

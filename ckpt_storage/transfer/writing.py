@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -155,9 +154,8 @@ class ObjectWriter:
         self._sent_bytes += size_bytes
 
         def send() -> None:
-            begin_s = time.monotonic()
             self._upload.write_part(number, offset, views, last=last)
-            self._pacer.succeeded(time.monotonic() - begin_s)
+            self._pacer.succeeded()
             self._deadline.watch.advanced(size_bytes)
             self._on_bytes(size_bytes)
 

@@ -242,22 +242,20 @@ def test_a_forked_child_holds_nothing() -> None:
 
 def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> None:
     """Sixteen requests that are refused together are one word; one a round more follows."""
-    now_s = [0.0]
-    pacer = Pacer(16, clock=lambda: now_s[0])
-    # Ranks begin together, so these may be the first answers.
-    for _ in range(16):
-        now_s[0] += 0.1
+    pacer = Pacer(16)
+    # Ranks begin together, so these may be the first answers; some of them may be good.
+    for _ in range(8):
         pacer.slowed_down()
+        pacer.succeeded()
     assert pacer.limit() == 8
     for rounds in range(8, 16):
         for _ in range(rounds):
-            pacer.succeeded(1.0)
-    for after_s, count, limit in ((1.0, 16, 8), (2.0, 1, 4), (2.0, 1, 2), (2.0, 1, 1), (2.0, 1, 1)):
-        now_s[0] += after_s
+            pacer.succeeded()
+    for count, limit in ((16, 8), (8, 4), (4, 2), (2, 1), (1, 1)):
         for _ in range(count):
             pacer.slowed_down()
-        assert pacer.limit() == limit
+            assert pacer.limit() == limit
     for limit in range(1, 18):
         assert pacer.limit() == min(limit, 16)
         for _ in range(limit):
-            pacer.succeeded(1.0)
+            pacer.succeeded()
