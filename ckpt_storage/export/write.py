@@ -323,7 +323,6 @@ class Work:
             start=place.start + first,
             length=length,
             source_bytes=place.file_bytes,
-            last=part.stop == job.region.file_bytes,
         )
         try:
             told = job.upload.copy_part(copy)

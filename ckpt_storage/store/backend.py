@@ -143,7 +143,6 @@ class PartCopy:
     source: CopySource
     start: int
     length: int
-    last: bool
     source_bytes: int | None = None
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
-from ckpt_storage.store.backend import Backend, Content, CopySource, ObjectInfo, OpenUpload
+from ckpt_storage.store.backend import Backend, Content, CopySource, ObjectInfo
 
 __all__ = ["Action", "Call", "FaultBackend", "Rule", "Script", "SimulatedCrash", "first_half"]
 
@@ -218,8 +218,12 @@ def _get_half(inner: Backend, path: str, *, max_bytes: int | None) -> Content:
     return replace(found, data=found.data[: len(found.data) // 2])
 
 
+def _list_half(inner: Backend, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+    return iter(_half(list(inner.list(prefix, recursive=recursive))))
+
+
 def _delete_half(inner: Backend, path: str) -> bool:
-    inner.delete(_half([info.path for info in inner.list(path, recursive=True)]))
+    inner.delete([info.path for info in _list_half(inner, path, recursive=True)])
     return True
 
 
@@ -247,6 +251,7 @@ class FaultBackend(Backend):
         Backend.read,
         lambda inner, path, ranges: inner.read(path, ((at, _half(view)) for at, view in ranges)),
     )
+    list = played(Backend.list, _list_half)
     put = played(
         Backend.put, lambda inner, path, data, **more: inner.put(path, first_half(data), **more)
     )
@@ -272,15 +277,10 @@ class FaultBackend(Backend):
             path, token, replace(copy, length=copy.length // 2)
         ),
     )
+    list_uploads = played(
+        Backend.list_uploads, lambda inner, prefix: iter(_half(list(inner.list_uploads(prefix))))
+    )
     server_time = played(Backend.server_time)
-
-    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Yield a listing."""
-        return self._told("list", prefix, lambda: self.inner.list(prefix, recursive=recursive))
-
-    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield the open uploads."""
-        return self._told("list_uploads", prefix, lambda: self.inner.list_uploads(prefix))
 
     def close(self) -> None:
         """Close the inner backend: a dead process closes all, too."""
@@ -293,9 +293,3 @@ class FaultBackend(Backend):
     def explain(self, error: BaseException) -> StorageError | None:
         """Return what the inner backend says."""
         return self.inner.explain(error)
-
-    def _told(self, name: str, path: str, found: Callable[[], Iterator[T]]) -> Iterator[T]:
-        def whole() -> Sequence[T]:
-            return tuple(found())
-
-        yield from self.script.play(name, path, whole, lambda: _half(whole()))

@@ -127,7 +127,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, copies=True)
-    first = PartCopy(number=0, offset=0, source=source, start=0, length=PART_BYTES, last=False)
+    first = PartCopy(number=0, offset=0, source=source, start=0, length=PART_BYTES)
     told = upload.copy_part(first)
     assert told == crc32c(part(0))
     store.replace("source", part(2) + part(3))

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckpt_storage.errors import CheckpointError, UnsupportedByStoreError
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import (
     Buffers,
     Content,
@@ -157,7 +157,7 @@ class CloudBackend(ClientBackend):
             failures = [error for error in ended if error is not None]
             if failures:
                 # The one that trying again does not mend, if any.
-                raise min(failures, key=_is_passing)
+                raise min(failures, key=lambda error: _meaning(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -169,7 +169,7 @@ class CloudBackend(ClientBackend):
             try:
                 self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
-                if self.kind_of(error) == "precondition":
+                if _meaning(error).kind == "precondition":
                     self.stat(path)
                 raise
 
@@ -205,22 +205,8 @@ class CloudBackend(ClientBackend):
         """Return the path below the root of an object name."""
         return name[len(self._place[1]) :]
 
-    def _listed(
-        self,
-        name: str,
-        size_bytes: int = 0,
-        modified_s: float | None = None,
-        version: str | None = None,
-    ) -> ObjectInfo:
-        path = self._path(name)
-        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=modified_s, version=version)
-
-    @staticmethod
-    def kind_of(error: Exception) -> str:
-        """Return what kind of `StorageError` an error will become."""
-        if isinstance(error, CheckpointError):
-            return str(getattr(error, "kind", ""))
-        return explain(error, "request", "").kind
+    def _listed(self, name: str, size_bytes: int = 0, at_s: float | None = None) -> ObjectInfo:
+        return ObjectInfo(path=self._path(name), size_bytes=size_bytes, modified_s=at_s)
 
     @contextlib.contextmanager
     def unless_absent(self) -> Iterator[None]:
@@ -228,12 +214,13 @@ class CloudBackend(ClientBackend):
         try:
             yield
         except Exception as error:
-            if self.kind_of(error) != "not-found":
+            if _meaning(error).kind != "not-found":
                 raise
 
 
-def _is_passing(error: BaseException) -> bool:
-    return bool(getattr(explain(error, "request", ""), "retryable", False))
+def _meaning(error: BaseException) -> StorageError:
+    """Return what an error will become."""
+    return explain(error, "request", "")
 
 
 def total_of(content_range: object) -> int | None:

@@ -166,7 +166,7 @@ class S3Backend(CloudBackend):
         asked |= {"ContinuationToken": more} if more else {}
         answer = await self._ask(fs, "list_objects_v2", **asked)
         found = [
-            self._listed(one["Key"], one["Size"], one["LastModified"].timestamp(), one.get("ETag"))
+            self._listed(one["Key"], one["Size"], one["LastModified"].timestamp())
             for one in answer.get("Contents", ())
         ]
         found += [self._listed(one["Prefix"]) for one in answer.get("CommonPrefixes", ())]
