@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -10,11 +11,16 @@ from typing import Any, Literal, TypeAlias
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
 
+from .threads import moved
+
 Buffers: TypeAlias = Sequence[memoryview]
 """Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
 
 Range: TypeAlias = tuple[int, memoryview]
 """The first byte to read, and the memory to fill from there on."""
+
+DELETE_COUNT = 1000
+"""Most paths of one `Backend.delete`."""
 
 Kind: TypeAlias = Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
 
@@ -223,7 +229,8 @@ class Backend(abc.ABC):
 
         if_absent: raise `FileExistsError` if something is there; one step of the storage.
         if_match: raise `StorageError(kind="precondition")` unless that version is there. A refused
-        condition, such as HTTP's 412, means the one or the other.
+        condition, such as HTTP's 412, means the one or the other. A condition that `capabilities`
+        does not declare never comes.
         write_id: kept with the object, where the storage can.
         """
 
@@ -281,9 +288,13 @@ class Backend(abc.ABC):
         """Make the root and these folders below it, where the storage has such things."""
         del folders
 
-    def delete_folder(self, path: str) -> bool:  # noqa: ARG002
-        """Delete a folder and all below it; return False to have it listed and deleted."""
-        return False
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder and all below it."""
+        paths = (info.path for info in self.list(path, recursive=True))
+        while page := tuple(itertools.islice(paths, DELETE_COUNT)):
+            moved()
+            self.delete(page)
+            moved()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of that version, in one step of the storage.
@@ -332,7 +343,3 @@ class Backend(abc.ABC):
     def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002
         """Return what an exception of this storage's client means; None: what it means anywhere."""
         return None
-
-
-DELETE_COUNT = 1000
-"""Most paths of one `Backend.delete`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
-from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from ckpt_storage.errors import (
@@ -15,7 +15,6 @@ from ckpt_storage.errors import (
 )
 
 from .backend import (
-    DELETE_COUNT,
     Backend,
     Content,
     CopySource,
@@ -362,7 +361,7 @@ class Store(Calls):
         what = f"deletion of {len(paths)} objects"
         for start in range(0, len(paths), _REPEATED_COUNT):
             some = paths[start : start + _REPEATED_COUNT]
-            self.run(what, shown, partial(_delete, paths=some))
+            self.run(what, shown, methodcaller("delete", some))
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of the version that `get` told.
@@ -383,12 +382,7 @@ class Store(Calls):
                 f"delete_folder would delete everything below {self.url}.",
                 next_step="Name a folder below the root.",
             )
-
-        def clear(backend: Backend) -> None:
-            if not backend.delete_folder(folder):
-                _delete(backend, (info.path for info in backend.list(folder, recursive=True)))
-
-        self.run("deletion", folder, clear)
+        self.run("deletion", folder, lambda backend: backend.delete_folder(folder))
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and folders where the storage has such things; idempotent."""
@@ -399,20 +393,6 @@ class Store(Calls):
         return self.run(
             "reading of the clock", probe_path, lambda backend: backend.server_time(probe_path)
         )
-
-
-def _delete(backend: Backend, paths: Iterable[str]) -> None:
-    """Delete objects, as many at a time as a backend takes."""
-    page: list[str] = []
-    for path in paths:
-        moved()
-        page.append(path)
-        if len(page) == DELETE_COUNT:
-            backend.delete(page)
-            page = []
-    if page:
-        moved()
-        backend.delete(page)
 
 
 class _Lent:

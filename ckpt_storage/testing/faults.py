@@ -222,9 +222,8 @@ def _list_half(inner: Backend, prefix: str, *, recursive: bool) -> Iterator[Obje
     return iter(_half(list(inner.list(prefix, recursive=recursive))))
 
 
-def _delete_half(inner: Backend, path: str) -> bool:
+def _delete_half(inner: Backend, path: str) -> None:
     inner.delete([info.path for info in _list_half(inner, path, recursive=True)])
-    return True
 
 
 class FaultBackend(Backend):

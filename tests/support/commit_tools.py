@@ -160,12 +160,11 @@ class DictBackend(MemoryBackend):
         if MemoryBackend.get(self, path, max_bytes=0).version != version:
             raise changed(path)
 
-    def delete_folder(self, path: str) -> bool:
+    def delete_folder(self, path: str) -> None:
         self.gate("delete_folder", path)
         for known in self.disk.files:
             if known.startswith(f"{path}/"):
                 self.disk.drop(known)
-        return True
 
     def server_time(self, probe_path: str) -> float:
         del probe_path

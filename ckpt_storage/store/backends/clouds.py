@@ -173,14 +173,13 @@ class CloudBackend(ClientBackend):
                     self.stat(path)
                 raise
 
-    def delete_folder(self, path: str) -> bool:
+    def delete_folder(self, path: str) -> None:
         folders: set[str] = set()
         for page in self._pages(path, recursive=True):
             self.delete([info.path for info in page if not info.path.endswith("/")])
             folders.update(info.path for info in page if info.path.endswith("/"))
         for folder in sorted(folders | {f"{path}/"} if folders else (), key=len, reverse=True):
             self.delete([folder])
-        return True
 
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
         below, more = self._name(f"{prefix}/" if prefix else ""), None

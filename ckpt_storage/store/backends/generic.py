@@ -17,7 +17,6 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -104,12 +103,6 @@ class FsspecBackend(ClientBackend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        if if_absent or if_match is not None:
-            raise UnsupportedByStoreError(
-                f"This file system cannot write {path} on a condition.",
-                kind="unsupported",
-                next_step="Let one job at a time save here.",
-            )
         token = self.begin_upload(path, write_id="", copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
@@ -126,7 +119,7 @@ class FsspecBackend(ClientBackend):
                 moved()
                 _remove(fs, self._full(path))
 
-    def delete_folder(self, path: str) -> bool:
+    def delete_folder(self, path: str) -> None:
         """Remove the files page by page, then the folders, unless a name is taken for a pattern."""
         for page in self._pages(path, recursive=True):
             self.delete([info.path for info in page if not info.path.endswith("/")])
@@ -134,7 +127,6 @@ class FsspecBackend(ClientBackend):
         with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not has_magic(full):
                 fs.rm(full, recursive=True)
-        return True
 
     def make_folders(self, folders: Sequence[str]) -> None:
         with self._turn() as fs:

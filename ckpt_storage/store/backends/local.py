@@ -117,12 +117,6 @@ class LocalBackend(Backend):
         if_match: str | None = None,
     ) -> None:
         """Write a temporary file beside the target, sync it, rename or link it, sync the folder."""
-        if if_match is not None:
-            raise UnsupportedByStoreError(
-                f"{self._full(path)} cannot be replaced conditionally: POSIX has no such call.",
-                kind="unsupported",
-                next_step="Replace it without a condition.",
-            )
         draft = self._draft_of(path)
         try:
             draft.write(data, 0)
@@ -269,12 +263,11 @@ class LocalBackend(Backend):
             full = self._full(folder.strip("/"))
             make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
 
-    def delete_folder(self, path: str) -> bool:
+    def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
         if remove_folder(self._posix, full) and self._sync:
             sync_folder(self._posix, folder_of(full))
-        return True
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
