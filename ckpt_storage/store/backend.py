@@ -47,7 +47,7 @@ class Capabilities:
         calls `put_part(last=True)` just before `complete_upload`, and repeats both as one.
     lists_uploads: `list_uploads` finds open uploads.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
-        smaller); no copies where `copy_min_bytes` is None.
+        smaller); None: it copies nothing.
     """
 
     kind: Kind
@@ -100,8 +100,7 @@ class Part:
     """One part that the storage has taken; JSON, so that it travels between processes.
 
     number: from 0, ascending with the offsets; some may be left out.
-    receipt: what the storage wants to see again.
-    crc32c: the storage's own checksum of a copied part, None if it told none.
+    receipt: what the storage wants to see again. crc32c: what it told of a copied part.
     """
 
     number: int
@@ -126,10 +125,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySource:
-    """An object that `copy_part` of the same `scope` can copy from.
+    """An object that `copy_part` can copy to roots of the same `scope`.
 
-    scope: the storage, the same text for all roots that can copy from each other.
-    address: where the object lies in it. path: for messages. None holds credentials.
+    address: where it lies in the storage. path: for messages. None of these holds credentials.
     """
 
     scope: str
@@ -162,9 +160,8 @@ class OpenUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an opener of backends is told beside the location.
+    """What an opener of backends is told beside the location; `request_timeout_s` is of a call.
 
-    request_timeout_s: how long one call may take; clients with timeouts of their own may use it.
     sync_files, page_cache: as for `save`; for file systems.
     """
 

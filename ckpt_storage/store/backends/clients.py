@@ -40,6 +40,7 @@ _GRACE_S = 5.0
 _ANSWER_S = 0.5
 """How long the end of the interpreter waits for a loop that may be held up."""
 
+_EARLIER = 0.9
 _CALLS_AT_ONCE = 4
 """On a synchronous file system, each with a connection; servers refuse clients that have many."""
 
@@ -178,7 +179,8 @@ class ClientBackend(Backend):
 
         self._location = location
         self._options = dict(location.storage_options if options is None else options)
-        self._timeout_s = settings.request_timeout_s
+        # A request ends, and frees its memory, before its caller gives the call up.
+        self._timeout_s = _EARLIER * settings.request_timeout_s
         self._scrub = Scrubber(location.storage_options, location.target)
         self.endpoint = endpoint_of(location)
         # As it is registered with fsspec.

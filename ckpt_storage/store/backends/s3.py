@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import functools
 import io
 from bisect import bisect_right
@@ -37,9 +36,9 @@ _WRITE_ID = "ckpt-write-id"
 
 _ALGORITHM = "CRC32C"
 _CHECKSUMS = {"ChecksumAlgorithm": _ALGORITHM, "ChecksumType": "FULL_OBJECT"}
-_EARLIER = 0.9
 _OK = 200
 _POOL_CONNECTIONS = 64
+_SOURCE_COUNT = 10_000
 _PIECE_BYTES = MIB
 
 # What servers answer, as codes of S3; digits are the status of an answer without a body.
@@ -86,17 +85,13 @@ class S3Backend(CloudBackend):
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        # A request ends, and frees its memory, before its caller gives the call up.
-        timeout_s = _EARLIER * settings.request_timeout_s
         super().__init__(
-            location,
-            dataclasses.replace(settings, request_timeout_s=timeout_s),
-            options=_client_options(location, timeout_s),
+            location, settings, options=_client_options(location, settings.request_timeout_s)
         )
         self._url = location.url
         self._takes_checksums = True
-        # By upload: ETag and length of what is copied, so that all copies are of one version.
-        self._sources: dict[str, dict[str, tuple[str, int]]] = {}
+        # Asked once an upload, so that all its copies are of one version.
+        self._source = functools.lru_cache(_SOURCE_COUNT)(self._look)
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
@@ -220,11 +215,7 @@ class S3Backend(CloudBackend):
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """UploadPartCopy of a range, if the source is still what it was at the first such copy."""
         address = copy.source.address
-        known = self._sources.setdefault(token, {})
-        if address not in known:
-            told = self._send("head_object", Key=address)
-            known[address] = str(told["ETag"]), int(told["ContentLength"])
-        etag, found_bytes = known[address]
+        etag, found_bytes = self._source(token, address)
         check_source(copy, found_bytes)
         answer = self._send(
             "upload_part_copy",
@@ -243,10 +234,11 @@ class S3Backend(CloudBackend):
             crc32c=_decoded(checksum) if checksum else None,
         )
 
-    def flush_parts(self, path: str, token: str) -> None:
-        self._sources.pop(token, None)
-
-    leave_upload = flush_parts
+    def _look(self, token: str, address: str) -> tuple[str, int]:
+        """Return the ETag and the length of what is copied to an upload."""
+        del token
+        told = self._send("head_object", Key=address)
+        return str(told["ETag"]), int(told["ContentLength"])
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
@@ -267,10 +259,8 @@ class S3Backend(CloudBackend):
             MultipartUpload={"Parts": named},
             **extra,
         )
-        self._sources.pop(token, None)
 
     def abort_upload(self, path: str, token: str) -> None:
-        self._sources.pop(token, None)
         with self.unless_absent():
             self._send("abort_multipart_upload", **self._upload(path, token))
 
