@@ -23,7 +23,7 @@ from .backend import (
     ShortReadError,
 )
 from .calls import Calls, Repeat, nothing_was_done
-from .problems import damaged, too_long
+from .problems import damaged
 from .threads import moved
 from .upload import Upload
 
@@ -59,7 +59,10 @@ class Store(Calls):
         def get(backend: Backend) -> Content:
             found = backend.get(path, max_bytes=max_bytes)
             if max_bytes is not None and len(found.data) > max_bytes:
-                raise too_long(path, self.shown(path), len(found.data), max_bytes)
+                text = (
+                    f"{self.shown(path)} has more bytes: {max_bytes} at most were to be expected."
+                )
+                raise damaged(path, text, 0)
             return found
 
         return self.run("read", path, get)

@@ -13,7 +13,7 @@ from typing import Literal
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Settings
 
-from .posix import NO_CALL, Posix, sync_folder
+from .posix import NO_CALL, Posix
 
 _DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
@@ -166,7 +166,7 @@ class Draft:
             self._state = "failed"
             try:
                 if self._sync:
-                    sync_folder(self._posix, self._folder)
+                    self._posix.sync_names(self._folder)
             except OSError as error:
                 raise StorageError(
                     f"{self._target} is complete and visible, but its name may not survive a "

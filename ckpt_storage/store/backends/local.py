@@ -25,19 +25,10 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import changed, explain, too_long
+from ckpt_storage.store.problems import changed, explain
 
 from .drafts import Draft, is_draft_name, target_path
-from .posix import (
-    ABSENT,
-    NO_CALL,
-    Posix,
-    folder_of,
-    is_remains,
-    make_folder,
-    remove_folder,
-    sync_folder,
-)
+from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
 
 T = TypeVar("T")
 
@@ -88,9 +79,10 @@ class LocalBackend(Backend):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
         with self._opened(path) as (fd, found):
-            if max_bytes is not None and found.st_size > max_bytes:
-                raise too_long(path, f"file://{self._full(path)}", found.st_size, max_bytes)
-            content = memoryview(bytearray(found.st_size))
+            size_bytes = found.st_size
+            if max_bytes is not None:
+                size_bytes = min(size_bytes, max_bytes + 1)
+            content = memoryview(bytearray(size_bytes))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 
@@ -157,7 +149,7 @@ class LocalBackend(Backend):
             else:
                 folders[folder_of(full)] = None
         for folder in folders if self._sync else ():
-            sync_folder(self._posix, folder)
+            self._posix.sync_names(folder)
 
     def delete_version(self, path: str, version: str) -> None:
         """Compare and unlink while the folder is locked; then remove folders that are empty.
@@ -186,7 +178,7 @@ class LocalBackend(Backend):
                 raise changed(full)
             self._posix.unlink(full)
             if self._sync:
-                sync_folder(self._posix, folder)
+                self._posix.sync_names(folder)
             for empty in dict.fromkeys((folder, self._full(SAVES), self.folder)):
                 with contextlib.suppress(OSError):
                     self._posix.rmdir(empty)
@@ -261,13 +253,13 @@ class LocalBackend(Backend):
         made: set[str] = set()
         for folder in ("", *folders):
             full = self._full(folder.strip("/"))
-            make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
+            self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
 
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
-        if remove_folder(self._posix, full) and self._sync:
-            sync_folder(self._posix, folder_of(full))
+        if self._posix.remove_folder(full) and self._sync:
+            self._posix.sync_names(folder_of(full))
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder

@@ -1,6 +1,6 @@
 """The POSIX calls of the local store, one method each, so that tests can fail each of them.
 
-Every method raises the `OSError` it got. Below them is what takes several calls.
+Every method raises the `OSError` it got. The last ones make several of these calls.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH114, PTH116  # one system call a method; a
@@ -209,6 +209,79 @@ class Posix:
         with os.scandir(path) as entries:
             return list(entries)
 
+    def sync_names(self, path: str) -> None:
+        """Make the names in a folder durable, where the file system lets a folder be synced."""
+        try:
+            self.fsync_folder(path)
+        except OSError as error:
+            # Some FUSE and SMB mounts know no fsync of a folder; there is nothing better to call.
+            if error.errno not in NO_CALL:
+                raise
+
+    def make_folder(self, path: str, *, root: str, made: set[str], sync: bool) -> None:
+        """Make a folder and its parents; with `sync`, sync each name that lies in `root` or is it.
+
+        What is in `made` is there already.
+        """
+        if path in made:
+            return
+        parent = folder_of(path)
+        if parent != path and (len(path) > len(root) or not self._is_folder(parent)):
+            self.make_folder(parent, root=root, made=made, sync=sync)
+        try:
+            self.mkdir(path)
+        except OSError as error:
+            # A read-only or foreign parent refuses even what is there already, and an
+            # answer may have been lost.
+            if not self._is_folder(path):
+                if error.errno == errno.EEXIST:
+                    raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file") from error
+                raise
+        if sync:
+            try:
+                self.sync_names(parent)
+            except PermissionError:
+                # A parent that may be passed but not read cannot be synced; journaling file
+                # systems carry a folder's own name along when the folder is.
+                self.sync_names(path)
+        made.add(path)
+
+    def _is_folder(self, path: str) -> bool:
+        try:
+            return stat_modes.S_ISDIR(self.stat(path).st_mode)
+        except OSError:
+            return False
+
+    def remove_folder(self, path: str) -> bool:
+        """Remove a folder and all below it, following no symbolic link; return if it was there."""
+        if self.is_link(path):
+            self.unlink(path)
+            return True
+        try:
+            items = self.scandir(path)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            raise
+        for item in items:
+            if item.is_dir(follow_symlinks=False):
+                self.remove_folder(item.path)
+                continue
+            try:
+                self.unlink(item.path)
+            except OSError as error:
+                # Of a file that is still open; then its folder stays too.
+                if error.errno not in {errno.ENOENT, errno.EBUSY}:
+                    raise
+        try:
+            self.rmdir(path)
+        except OSError as error:
+            left = self.scandir(path) if error.errno == errno.ENOTEMPTY else ()
+            is_held = bool(left) and all(is_remains(item.name) for item in left)
+            if error.errno != errno.ENOENT and not is_held:
+                raise
+        return True
+
 
 def folder_of(path: str) -> str:
     """Return the folder that a file or folder lies in."""
@@ -218,77 +291,3 @@ def folder_of(path: str) -> str:
 def is_remains(name: str) -> bool:
     """Return whether a name is one that an NFS client gives to a file that was removed."""
     return _NFS_REMAINS.fullmatch(name) is not None
-
-
-def sync_folder(posix: Posix, full: str) -> None:
-    """Make the names in a folder durable, where the file system lets a folder be synced."""
-    try:
-        posix.fsync_folder(full)
-    except OSError as error:
-        # Some FUSE and SMB mounts know no fsync of a folder; there is nothing better to call.
-        if error.errno not in NO_CALL:
-            raise
-
-
-def make_folder(posix: Posix, full: str, *, root: str, made: set[str], sync: bool) -> None:
-    """Make a folder and its parents; with `sync`, sync each name that lies in `root` or is it."""
-    if full in made:
-        return
-    parent = folder_of(full)
-    if parent != full and (len(full) > len(root) or not _is_folder(posix, parent)):
-        make_folder(posix, parent, root=root, made=made, sync=sync)
-    try:
-        posix.mkdir(full)
-    except OSError as error:
-        # A read-only or foreign parent refuses even what is there already, and an
-        # answer may have been lost.
-        if not _is_folder(posix, full):
-            if error.errno == errno.EEXIST:
-                raise NotADirectoryError(errno.ENOTDIR, f"{full} is a file") from error
-            raise
-    if sync:
-        try:
-            sync_folder(posix, parent)
-        except PermissionError:
-            # A parent that may be passed but not read cannot be synced; journaling file
-            # systems carry a folder's own name along when the folder is.
-            sync_folder(posix, full)
-    made.add(full)
-
-
-def _is_folder(posix: Posix, full: str) -> bool:
-    try:
-        return stat_modes.S_ISDIR(posix.stat(full).st_mode)
-    except OSError:
-        return False
-
-
-def remove_folder(posix: Posix, full: str) -> bool:
-    """Remove a folder and all below it, following no symbolic link; return if it was there."""
-    if posix.is_link(full):
-        posix.unlink(full)
-        return True
-    try:
-        items = posix.scandir(full)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return False
-        raise
-    for item in items:
-        if item.is_dir(follow_symlinks=False):
-            remove_folder(posix, item.path)
-            continue
-        try:
-            posix.unlink(item.path)
-        except OSError as error:
-            # Of a file that is still open; then its folder stays too.
-            if error.errno not in {errno.ENOENT, errno.EBUSY}:
-                raise
-    try:
-        posix.rmdir(full)
-    except OSError as error:
-        left = posix.scandir(full) if error.errno == errno.ENOTEMPTY else ()
-        is_held = bool(left) and all(is_remains(item.name) for item in left)
-        if error.errno != errno.ENOENT and not is_held:
-            raise
-    return True
