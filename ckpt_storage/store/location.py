@@ -324,20 +324,10 @@ def installed_backends() -> Mapping[str, EntryPoint]:
     return {kept_scheme(entry.name): entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
-def known_schemes() -> dict[str, str]:
-    """Map every scheme to the class of fsspec that serves it, "" where nothing is to install."""
-    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
-        known_implementations,
-        registry,
-    )
-
-    found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
-    return {**found, **dict.fromkeys([*registry, *installed_backends(), *REGISTERED], "")}
-
-
 def _check_scheme(protocol: str, given: str, shown: str) -> None:
     """Refuse a scheme that does not exist, has no backend installed or is no storage."""
-    if protocol in REGISTERED or protocol in installed_backends():
+    ours = {*REGISTERED, *installed_backends()}
+    if protocol in ours:
         return
     if protocol in _NO_STORAGES:
         raise _bad(
@@ -345,18 +335,22 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
             "Give the URL of the storage itself, one that takes writes; for an object store write "
             "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}.",
         )
-    schemes = known_schemes()
-    if protocol not in schemes:
-        near = difflib.get_close_matches(given, sorted({*schemes, *_SPELT_ALIKE}), 1, 0.5)
+    from fsspec import registry  # noqa: PLC0415  # import of this package stays cheap
+
+    known = registry.known_implementations
+    if protocol not in {*known, *registry.registry}:
+        names = sorted({*known, *registry.registry, *ours, *_SPELT_ALIKE})
+        near = difflib.get_close_matches(given, names, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         raise _bad(
             f"No storage is known by the scheme of {shown!r}.",
             f"{hint}Install the fsspec backend that provides {given}://, or register one of your "
             "own (register_backend).",
         )
-    module = schemes[protocol].partition(":")[0].split(".")[0]
-    if module and importlib.util.find_spec(module) is None:
-        raise missing_backend(protocol, module)
+    if protocol not in registry.registry:
+        module = known[protocol]["class"].partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(module) is None:
+            raise missing_backend(protocol, module)
 
 
 def missing_backend(protocol: str, package: str) -> InvalidInputError:

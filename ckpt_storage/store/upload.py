@@ -157,7 +157,10 @@ class Upload:
             parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
         ordered = _whole(parts, total_bytes, shown=self._shown)
         if self._token is None and (self._fits_put(held[0]) if held else not ordered):
-            self._finish(total_bytes, self._put)
+            data = [memoryview(held[1])] if held else []
+            self._finish(
+                total_bytes, lambda backend: backend.put(self._path, data, write_id=self.write_id)
+            )
         else:
             token = self._begun()
             self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
@@ -227,10 +230,6 @@ class Upload:
             self._check("open")
             self._parts[number] = part
         return part
-
-    def _put(self, backend: Backend) -> None:
-        data = self._held[1] if self._held else b""
-        backend.put(self._path, [memoryview(data)], write_id=self.write_id)
 
     def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:

@@ -140,15 +140,6 @@ def test_a_missing_backend_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, module: str, command: str
 ) -> None:
     """Where the package behind a scheme is not installed, the error says what to run."""
-    monkeypatch.setattr(
-        "ckpt_storage.store.location.known_schemes",
-        lambda: {
-            "az": "adlfs.AzureBlobFileSystem",
-            "dropbox": "dropboxdrivefs.DropboxDriveFileSystem",
-            "gs": "gcsfs.GCSFileSystem",
-            "s3": "s3fs.S3FileSystem",
-        },
-    )
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == module else found(name)
