@@ -1,9 +1,8 @@
 """Finds out whether a storage keeps its promises: exclusive creation (I4), conditional deletion.
 
-Some servers take the condition and ignore it, so a declared capability is not enough. Each question
-is answered by what the storage fails to do, "" if it keeps the promise. It is asked once per
-process and `Store.scope`, or URL where there is none, and leaves nothing behind where deleting is
-allowed. Raises `StorageError`, and keeps nothing, where there is no answer or no right to write.
+Some servers take a condition and ignore it. Each question is answered by what the storage fails to
+do, "" if it keeps the promise; once per process and `Store.scope`, or URL where there is none.
+Raises `StorageError`, and keeps nothing, where there is no answer or no right to write.
 """
 
 from __future__ import annotations

@@ -86,11 +86,7 @@ class Store(Calls):
     def _fill(
         self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
     ) -> list[Exception]:
-        """Fill ranges of an object, once; return what their iterator raised, if it did.
-
-        Raises `IntegrityError` if the object has another length or ends early, a retryable
-        `StorageError` if only the answer does.
-        """
+        """Fill ranges of an object, once; return what their iterator raised, if it did."""
         lent = _Lent(ranges)
         try:
             self._check_length(path, size_bytes, backend.read(path, iter(lent)))

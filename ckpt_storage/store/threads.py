@@ -40,7 +40,7 @@ _serving = threading.local()
 def halt_threads() -> None:
     """Let daemon threads that come to a call here, or to `halted`, stay there for good.
 
-    For an interpreter that ends: a daemon thread that returns from C++ then takes the process down.
+    As the interpreter ends, one that returns from C++ would take the process down.
     """
     _HALT.set()
 

@@ -157,7 +157,7 @@ class Upload:
             parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
         ordered = _whole(parts, total_bytes, shown=self._shown)
         if self._token is None and (self._fits_put(held[0]) if held else not ordered):
-            data = [memoryview(held[1])] if held else []
+            data = [memoryview(held[1] if held else b"")]
             self._finish(
                 total_bytes, lambda backend: backend.put(self._path, data, write_id=self.write_id)
             )

@@ -25,8 +25,7 @@ _FOLDER_MARK = "hdi_isfolder"
 class AzureBackend(CloudBackend):
     """A prefix in a container; versions are ETags.
 
-    The token of an upload is a random text that the names of its blocks begin with. A block that
-    nobody lists stays invisible and vanishes after a week.
+    A token is what the names of an upload's blocks begin with; those not listed end after a week.
     """
 
     capabilities = Capabilities(

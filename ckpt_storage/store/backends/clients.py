@@ -1,8 +1,7 @@
-"""fsspec file systems: built in the first call, one set for all stores of equal options.
+"""fsspec file systems: built in the first call, one set for all stores of a bucket and options.
 
-An asynchronous file system has one instance, on the event loop of this module, in a daemon thread.
-A synchronous one has one for each call under way and one for each open upload. Eight sets that no
-open store uses are kept. A child of fork builds its own and touches nothing that it inherited.
+An asynchronous one has one instance, on the event loop of this module. A synchronous one has one
+for each call under way and each open upload. A child of fork touches nothing that it inherited.
 """
 
 from __future__ import annotations
@@ -210,8 +209,7 @@ class ClientBackend(Backend):
     def _turn(self) -> Iterator[ForeignFs]:
         """Give an instance, a synchronous one for this call alone, when few calls are under way.
 
-        It is kept for later calls unless an error may be the connection's. A call that hangs keeps
-        its turn; others wait for one for half of a call's time at most.
+        A call that hangs keeps its turn; others wait for one for half of a call's time at most.
         """
         turns = self._shared().turns
         has_turn = not self._is_async and turns.acquire(timeout=self._timeout_s / 2)
@@ -231,10 +229,7 @@ class ClientBackend(Backend):
                 turns.release()
 
     def _take(self) -> ForeignFs:
-        """Return an instance that is the caller's until it is given back, if it is synchronous.
-
-        Raises `InvalidInputError` if the file system refuses the options.
-        """
+        """Return an instance that is the caller's until it is given back, if it is synchronous."""
         free = self._shared().free
         if not self._is_async:
             with contextlib.suppress(IndexError):

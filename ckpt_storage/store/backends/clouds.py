@@ -1,7 +1,4 @@
-"""What object stores do alike, over one request a call through an asynchronous client.
-
-The clients' own retries are off: `Store` is the one layer that repeats.
-"""
+"""What object stores do alike; the clients' own retries are off, as `Store` repeats."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ Terms: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """An object's bytes on their way; is_whole: not only the range that was asked for.
-
-    total_bytes: length of the whole object, None if it is not told.
-    """
+    """An object's bytes on their way; is_whole: not only the range that was asked for."""
 
     pieces: AsyncIterator[bytes]
     is_whole: bool = False
@@ -76,10 +70,7 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
-        """List names that begin with `below`; not recursively, up to the next slash.
-
-        What stands for a folder has a path that ends in a slash.
-        """
+        """List names that begin with `below`; folders have a path that ends in a slash."""
 
     @abc.abstractmethod
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:

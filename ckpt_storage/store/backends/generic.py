@@ -1,8 +1,4 @@
-"""Any other fsspec file system: a temporary file beside the target, its length checked, moved.
-
-File systems without a rename of their own copy and delete, which still shows no name before its
-content is whole, as far as their copy does.
-"""
+"""Any other fsspec file system: a temporary file beside the target, its length checked, moved."""
 
 from __future__ import annotations
 
@@ -39,13 +35,11 @@ _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", 
 
 @dataclass(slots=True, kw_only=True)
 class _Writing:
-    """An open temporary file, and the file system that serves nobody else meanwhile.
-
-    end: the bytes that it surely has. problem: why nothing more can be written to it, or "".
-    """
+    """An open temporary file, and the file system that serves nobody else meanwhile."""
 
     fs: ForeignFs
     stream: ForeignFs
+    # The bytes that it surely has, and why nothing more can be written to it.
     end: int = 0
     problem: str = ""
     using: threading.Lock = field(default_factory=threading.Lock)

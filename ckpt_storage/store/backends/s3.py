@@ -346,8 +346,8 @@ class _ViewsBody:
 def _client_options(location: Location, request_timeout_s: float) -> dict[str, Any]:
     """Return s3fs's options with timeouts, one attempt and room for parallel requests.
 
-    What the user set stays. Checksums only where S3 requires it: other servers refuse the headers,
-    and every byte is verified by our own. Bodies are signed where somebody could change them.
+    What the user set stays. Checksums only where S3 requires them, as other servers refuse the
+    headers. Bodies are signed where somebody could change them.
     """
     options = location.storage_options
     ours = {
