@@ -353,11 +353,10 @@ def _more_bytes(operation: Operation, beat: RankProgress) -> int:
     own = operation.heartbeats.own()
     if beat.total_bytes:
         operation.expect(beat.total_bytes)
-    for _ in range(beat.done_files - own.done_files):
-        operation.ended_file()
     more_bytes = beat.done_bytes - own.done_bytes
-    if more_bytes > 0:
-        operation.advanced(more_bytes)
+    more_files = beat.done_files - own.done_files
+    if more_bytes > 0 or more_files > 0:
+        operation.advanced(max(0, more_bytes), file_count=max(0, more_files))
     return more_bytes
 
 

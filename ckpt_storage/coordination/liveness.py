@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Phase
@@ -126,28 +126,24 @@ class Heartbeats:
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
-            anew = {"done_bytes": 0, "total_bytes": total_bytes, "done_files": 0}
+            self._own = replace(self._own, phase=phase)
             # The commit moves no bytes: what was written stays on show.
-            self._move(phase=phase, **({} if phase == "commit" else anew))
+            if phase != "commit":
+                self._own = replace(self._own, done_bytes=0, total_bytes=total_bytes, done_files=0)
+            self._moved_s = time.monotonic()
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all, once that is known."""
         with self._lock:
             self._own = replace(self._own, total_bytes=total_bytes)
 
-    def advanced(self, byte_count: int) -> None:
-        """Note bytes that this rank has done."""
+    def advanced(self, byte_count: int = 0, *, file_count: int = 0) -> None:
+        """Note bytes and files that this rank has done."""
         with self._lock:
-            self._move(done_bytes=self._own.done_bytes + byte_count)
-
-    def ended_file(self) -> None:
-        """Note that this rank has completed one file."""
-        with self._lock:
-            self._move(done_files=self._own.done_files + 1)
-
-    def _move(self, **changes: Any) -> None:  # noqa: ANN401  # fields of `RankProgress`
-        self._own = replace(self._own, **changes)
-        self._moved_s = time.monotonic()
+            done_bytes = self._own.done_bytes + byte_count
+            done_files = self._own.done_files + file_count
+            self._own = replace(self._own, done_bytes=done_bytes, done_files=done_files)
+            self._moved_s = time.monotonic()
 
     def own(self) -> RankProgress:
         """Return how far this rank is."""

@@ -73,7 +73,7 @@ class Operation:
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
     `all_gather`, `outcome`) in the same order, in one thread; values travel pickled, but the
     coordinator's own. What transfers call is safe in any thread: `failure`, `failed`, `advanced`,
-    `expect`, `ended_file`.
+    `expect`.
 
     `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
     `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
@@ -98,7 +98,6 @@ class Operation:
         self.heartbeats: Heartbeats = Heartbeats(group.rank)
         self.advanced = self.heartbeats.advanced
         self.expect = self.heartbeats.expect
-        self.ended_file = self.heartbeats.ended_file
         self.progress = self.heartbeats.known
         self.others = [rank for rank in range(group.world_size) if rank != group.rank]
         self.own_keys: list[str] = []

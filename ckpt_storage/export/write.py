@@ -429,4 +429,4 @@ class Work:
     def _seal(self, at: int, sealed: Sealed) -> None:
         self._task.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._site.deadline.watch.ended_file()
+        self._site.deadline.watch.advanced(file_count=1)

@@ -33,9 +33,9 @@ class Watch(Protocol):
         """Return why the operation cannot go on (another rank failed, say), None while it can."""
         return None
 
-    def advanced(self, byte_count: int) -> None:
-        """Note that `byte_count` more bytes of the phase are done."""
-        del byte_count
+    def advanced(self, byte_count: int = 0, *, file_count: int = 0) -> None:
+        """Note that as many more bytes and files of the phase are done."""
+        del byte_count, file_count
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all."""
@@ -44,10 +44,6 @@ class Watch(Protocol):
     def failed(self, error: CheckpointError) -> None:
         """Note a failure at once, because what it leaves behind hangs."""
         del error
-
-    def ended_file(self) -> None:
-        """Note that one more file is complete."""
-        del self
 
 
 class _Unwatched(Watch):
@@ -176,19 +172,14 @@ class Stalling(Watch):
         """Note a failure; of requests that were given up, why they were."""
         self._beside.failed(self.failure() or error)
 
-    def advanced(self, byte_count: int) -> None:
-        """Note that `byte_count` more bytes are done."""
+    def advanced(self, byte_count: int = 0, *, file_count: int = 0) -> None:
+        """Note that it has moved."""
         self._moved_s = self._clock()
-        self._beside.advanced(byte_count)
+        self._beside.advanced(byte_count, file_count=file_count)
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes there are in all."""
         self._beside.expect(total_bytes)
-
-    def ended_file(self) -> None:
-        """Note that one more file is complete."""
-        self._moved_s = self._clock()
-        self._beside.ended_file()
 
 
 def stalling_deadline(

@@ -181,7 +181,7 @@ class ObjectWriter:
         if self._workers is not None:
             self._workers.drain()
         self._upload.complete(self._sent_bytes)
-        self._deadline.watch.ended_file()
+        self._deadline.watch.advanced(file_count=1)
         self._stop()
 
     def abort(self) -> None:

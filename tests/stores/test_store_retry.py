@@ -449,7 +449,7 @@ def test_uploads_are_carried_on(operation: str, action: Action, kind: type[Remot
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
 def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> None:
     """It is kept until the completion, which is repeated and settled like any other."""
-    store = bench.store(fault("put_absent", action=action))
+    store = bench.store(fault("put", action=action))
     upload = begun(store)
     buffer = bytearray(b"ab")
     upload.write_part(0, 0, [memoryview(buffer)], last=True)
@@ -457,7 +457,7 @@ def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> N
     assert bench.calls == []
     upload.complete(2)
     assert bench.plain.get("saves/u").data == b"ab"
-    assert set(bench.calls) <= {"put_absent", "stat"}
+    assert set(bench.calls) <= {"put", "stat"}
 
 
 @pytest.mark.parametrize("fails", [False, True])

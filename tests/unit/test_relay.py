@@ -153,10 +153,10 @@ def test_work_that_moves_never_ends_and_work_that_stands_does() -> None:
     """Bytes and whole files count as moving; an error once told stays."""
     now_s = [100]
     watch = Stalling("write", 10, "Copying", clock=lambda: now_s[0])
-    for note in [lambda: watch.advanced(5), watch.ended_file] * 50:
+    for byte_count, file_count in [(5, 0), (0, 1)] * 50:
         now_s[0] += 9
         assert watch.failure() is None
-        note()
+        watch.advanced(byte_count, file_count=file_count)
     now_s[0] += 10
     failure = watch.failure()
     assert isinstance(failure, PhaseTimeoutError)
