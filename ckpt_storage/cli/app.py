@@ -22,7 +22,7 @@ import click
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.inspect.views import shown
-from ckpt_storage.store.redaction import Scrubber
+from ckpt_storage.store.redaction import scrubber
 
 from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
 
@@ -156,12 +156,12 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one warning."""
-        _say(Scrubber(_confided(self._given))(record.getMessage()))
+        _say(scrubber(_confided(self._given))(record.getMessage()))
 
 
 def _told(error: Exception, given: Sequence[str]) -> int:
     """Print what went wrong, without what was given in confidence; return the exit code."""
-    scrub = Scrubber(_confided(given))
+    scrub = scrubber(_confided(given))
     is_debug = "--debug" in given
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()

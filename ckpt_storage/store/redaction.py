@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
 # Shorter ones would blank parts of paths; where they are named they are hidden all the same.
@@ -70,25 +70,18 @@ def without_secrets(text: str) -> str:
     return text
 
 
-class Scrubber:
-    """Hides the credentials in options and URLs in any text, however they are encoded there."""
+def scrubber(storage_options: object, *urls: str) -> Callable[[str], str]:
+    """Return what hides the credentials in options and URLs, however they are encoded in a text."""
+    values = {*_secrets_in(storage_options), *_secrets_in(urls)}
+    # A secret may contain another; the longest goes first, so that no rest of it stays.
+    spelt = sorted({form for value in values for form in _spellings(value)}, key=len, reverse=True)
 
-    __slots__ = ("_values",)
-
-    def __init__(self, storage_options: object, *urls: str) -> None:
-        values = {*_secrets_in(storage_options), *_secrets_in(urls)}
-        # A secret may contain another; the longest goes first, so that no rest of it stays.
-        spelt = {form for value in values for form in _spellings(value)}
-        self._values = sorted(spelt, key=len, reverse=True)
-
-    def __repr__(self) -> str:
-        return f"Scrubber({len(self._values)} values)"
-
-    def __call__(self, text: str) -> str:
-        """Return `text` without any credential of this store or spelt like one."""
-        for value in self._values:
+    def scrub(text: str) -> str:
+        for value in spelt:
             text = text.replace(value, "***")
         return without_secrets(text)
+
+    return scrub
 
 
 def _secrets_in(options: object, name: str = "") -> Iterator[str]:

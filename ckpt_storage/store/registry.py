@@ -20,7 +20,7 @@ from .location import (
     kept_scheme,
     missing_backend,
 )
-from .redaction import Scrubber
+from .redaction import scrubber
 from .store import Store
 
 Opener: TypeAlias = Callable[[Location, Settings], Backend]
@@ -84,7 +84,7 @@ def open_store(  # all but the first are named
     return Store(
         lambda: backend_of(location, settings),
         url=location.url,
-        scrub=Scrubber(location.storage_options, location.target),
+        scrub=scrubber(location.storage_options, location.target),
         policy=retry,
         request_timeout_s=settings.request_timeout_s,
         scope=location.scope,

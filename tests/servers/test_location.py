@@ -34,7 +34,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.store import open_store
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import HttpFailure, explain
-from ckpt_storage.store.redaction import Scrubber, without_secrets
+from ckpt_storage.store.redaction import scrubber, without_secrets
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 
@@ -227,7 +227,7 @@ def test_what_is_spelt_like_a_credential_is_hidden(text: str) -> None:
 
 def test_words_and_names_are_not_hidden() -> None:
     """Only values under telling names, and long random ones, are credentials."""
-    scrub = Scrubber(
+    scrub = scrubber(
         {"profile": "training", "cache": "/data/cache/of-run-12", "client_id": SECRET}, "s3://b"
     )
     for text in (
@@ -247,7 +247,7 @@ def test_options_are_hidden_in_every_encoding() -> None:
         "auth": ("somebody", "hunter-two"),
         "token": {"private_key": "-----BEGIN-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END-----"},
     }
-    scrub = Scrubber(options)
+    scrub = scrubber(options)
     shown = scrub(
         f"{SECRET} wJalrXUtnFEMI%2FK7MDENG%2BbPxRfiCYEXAMPLEKEY p4ssw0rd c2VjcmV0LWtleQ== "
         "hunter-two MIIEvQIBADANBgkqhkiG9w0"
@@ -278,7 +278,7 @@ def test_an_option_that_cannot_be_is_refused(url: str, options: dict[str, Any], 
 
 def mapped(error: BaseException, path: str = "s3://bkt/run/x") -> StorageError:
     """Return what the border makes of an exception, as if it had been raised."""
-    scrub = Scrubber({"secret": SECRET})
+    scrub = scrubber({"secret": SECRET})
     return explain(error, "read", path, endpoint="host.example:9000", timeout_s=30, scrub=scrub)
 
 

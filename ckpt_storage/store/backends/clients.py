@@ -23,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
-from ckpt_storage.store.redaction import Scrubber
+from ckpt_storage.store.redaction import scrubber
 
 from .drafts import is_draft_name
 
@@ -180,7 +180,7 @@ class ClientBackend(Backend):
         self._options = dict(location.storage_options if options is None else options)
         # A request ends, and frees its memory, before its caller gives the call up.
         self._timeout_s = _EARLIER * settings.request_timeout_s
-        self._scrub = Scrubber(location.storage_options, location.target)
+        self._scrub = scrubber(location.storage_options, location.target)
         self.endpoint = endpoint_of(location)
         # As it is registered with fsspec.
         self._family: Any = fsspec.get_filesystem_class(location.protocol)
