@@ -67,7 +67,6 @@ class FaultPosix(Posix):
         lambda inner, fd, buffers, offset: inner.preadv(fd, _halved(buffers), offset),
     )
     rename = played(Posix.rename, target=1)
-    rename_new = played(Posix.rename_new, target=1)
     link = played(Posix.link, target=1)
 
     def close(self, fd: int) -> None:

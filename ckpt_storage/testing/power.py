@@ -90,11 +90,6 @@ class PowerCutPosix(Posix):
 
         self._pending(target, undo)
 
-    def rename_new(self, source: str, target: str) -> None:
-        """Rename a file exclusively."""
-        super().rename_new(source, target)
-        self._pending(target, lambda: os.replace(target, source))  # noqa: PTH105  # returns None
-
     def link(self, source: str, target: str) -> None:
         """Link a file."""
         super().link(source, target)

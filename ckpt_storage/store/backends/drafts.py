@@ -159,10 +159,22 @@ class Draft:
             if self._state == "complete":
                 return
             self._check_state("sealed")
+            try:
+                self._name_by(self._posix.link if if_absent else self._posix.rename)
+            except OSError as error:
+                if not if_absent or error.errno not in _NO_LINKS:
+                    raise
+                raise UnsupportedByStoreError(
+                    f"{self._target} cannot be created exclusively: this file system has no hard "
+                    "links.",
+                    kind="unsupported",
+                    next_step="Let only one job save here at a time; of a mounted bucket use its "
+                    "own URL.",
+                ) from error
             if if_absent:
-                self._create()
-            else:
-                self._name_by(self._posix.rename)
+                # The name exists now, so a temporary name that stays is a leftover, not a failure.
+                with contextlib.suppress(OSError):
+                    self._posix.unlink(self._path)
             self._state = "failed"
             try:
                 if self._sync:
@@ -174,28 +186,6 @@ class Draft:
                     next_step="Look into the kernel log and the mount, then save again.",
                 ) from error
             self._state = "complete"
-
-    def _create(self) -> None:
-        try:
-            self._name_by(self._posix.link)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            try:
-                self._name_by(self._posix.rename_new)
-            except OSError as refusal:
-                if refusal.errno not in NO_CALL:
-                    raise
-                raise UnsupportedByStoreError(
-                    f"{self._target} cannot be created exclusively: this file system has neither "
-                    "hard links nor renameat2 with RENAME_NOREPLACE.",
-                    kind="unsupported",
-                    next_step="Let only one job save here at a time; of a mounted bucket use its "
-                    "own URL.",
-                ) from refusal
-        # The name exists now, so a temporary name that stays is a leftover, not a failure.
-        with contextlib.suppress(OSError):
-            self._posix.unlink(self._path)
 
     def _name_by(self, call: Callable[[str, str], None]) -> None:
         """Rename or link; an answer may be lost, and a retransmitted call finds it done."""

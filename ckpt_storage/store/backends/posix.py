@@ -27,9 +27,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 # of free memory, and to touch them anew takes most of a save's time.
 _WRITE_BYTES = 1 << 20
 
-_AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
-_RENAME_NOREPLACE = 1
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 """What a call on a name answers if nothing bears it."""
@@ -167,18 +165,6 @@ class Posix:
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
-
-    def rename_new(self, source: str, target: str) -> None:
-        """Give a file another name that nothing bears, in one step; else raise EEXIST."""
-        number = errno.ENOSYS
-        # Of Linux's C library.
-        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        if call is not None:
-            paths = [ctypes.c_char_p(os.fsencode(path)) for path in (source, target)]
-            if not call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_NOREPLACE):
-                return
-            number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target)
