@@ -152,19 +152,14 @@ class RankPool:
         while left and (ready := wait(list(left), max(0.0, end - time.monotonic()))):
             for one in ready:
                 rank = left.pop(one)
+                process, connection = self._ranks[rank]
                 try:
-                    value, failure, sent = self._ranks[rank][1].recv()
+                    outcomes[rank] = connection.recv()
                 except (EOFError, OSError):
                     is_broken = True
-                    process = self._ranks[rank][0]
                     process.join(_STOP_TIMEOUT_S)
                     died = f"It died with exit code {process.exitcode}."
                     outcomes[rank] = RankOutcome(rank=rank, failure=died)
-                else:
-                    error = None if sent is None else pickle.loads(sent)  # noqa: S301  # our own
-                    outcomes[rank] = RankOutcome(
-                        rank=rank, value=value, failure=failure, error=error
-                    )
         if left or is_broken:
             _kill(self._ranks)
         return outcomes
@@ -237,7 +232,7 @@ def _rank_main(rank: int, connection: Connection, environment: dict[str, str]) -
         except EOFError:
             # Taking torch down in order costs seconds; what jobs started, the parent ends.
             os._exit(0)
-        connection.send(_travelling(rank, packed))
+        connection.send(_outcome(rank, packed))
 
 
 def _end_with_parent() -> None:
@@ -247,22 +242,20 @@ def _end_with_parent() -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _travelling(rank: int, packed: bytes) -> tuple[Any, str | None, bytes | None]:
-    """Run one job; return its value, or the text of its failure and the exception, pickled."""
+def _outcome(rank: int, packed: bytes) -> RankOutcome[Any]:
+    """Run one job; return what can travel of how it ended."""
     try:
         value = _run_in_group(rank, *pickle.loads(packed))  # noqa: S301  # from our own parent
         pickle.dumps(value)
+        return RankOutcome(rank=rank, value=value)
     except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
-        try:
-            sent = pickle.dumps(error)
-            pickle.loads(sent)  # noqa: S301  # our own bytes
-        except Exception:  # noqa: BLE001  # any failure means: cannot travel
-            sent = None
-        return None, traceback.format_exc(), sent
+        copy = None
+        with contextlib.suppress(Exception):  # any failure means: cannot travel
+            copy = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+        return RankOutcome(rank=rank, failure=traceback.format_exc(), error=copy)
     finally:
         # What a job left behind, shared memory among it, must not pile up.
         gc.collect()
-    return value, None, None
 
 
 def _run_in_group(
