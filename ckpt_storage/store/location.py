@@ -335,11 +335,13 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
             "Give the URL of the storage itself, one that takes writes; for an object store write "
             "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}.",
         )
-    from fsspec import registry  # noqa: PLC0415  # import of this package stays cheap
+    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
+        known_implementations,
+        registry,
+    )
 
-    known = registry.known_implementations
-    if protocol not in {*known, *registry.registry}:
-        names = sorted({*known, *registry.registry, *ours, *_SPELT_ALIKE})
+    if protocol not in {*known_implementations, *registry}:
+        names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})
         near = difflib.get_close_matches(given, names, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         raise _bad(
@@ -347,8 +349,8 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
             f"{hint}Install the fsspec backend that provides {given}://, or register one of your "
             "own (register_backend).",
         )
-    if protocol not in registry.registry:
-        module = known[protocol]["class"].partition(":")[0].partition(".")[0]
+    if protocol not in registry:
+        module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(module) is None:
             raise missing_backend(protocol, module)
 
