@@ -196,13 +196,16 @@ class _Plan:
     ) -> None:
         most_bytes = part_bytes
         if stream_count > 1:
-            part_bytes = costs.part_bytes(total_bytes, stream_count, part_bytes)
+            # With these, `total_bytes` keep all streams busy to the end.
+            fair_bytes = max(costs.part_min_bytes, total_bytes // stream_count)
+            part_bytes = min(part_bytes, fair_bytes)
         self._part_bytes = part_bytes
         # Who reads no gaps wants few requests more than many at a time.
         window_bytes = most_bytes if gaps == "none" else part_bytes
         self._window_bytes = min(window_bytes, costs.window_bytes)
         self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
-        self._direct_min_bytes = min(costs.direct_min_bytes, part_bytes)
+        # Below this, a request of its own costs more than a copy out of a shared one.
+        self._direct_min_bytes = min(costs.window_bytes // 2, costs.copy_bytes, part_bytes)
         self._copies_beat_requests = costs.copy_bytes > self._window_bytes
         self._direct: dict[str, list[RangeRead]] = {}
         self._windows: dict[str, list[_Window]] = {}

@@ -130,16 +130,6 @@ class ReadCosts:
     part_min_bytes: int
     window_bytes: int
 
-    @property
-    def direct_min_bytes(self) -> int:
-        """Below this, a request of its own costs more than a copy out of a shared one."""
-        return min(self.window_bytes // 2, self.copy_bytes)
-
-    def part_bytes(self, total_bytes: int, stream_count: int, most_bytes: int) -> int:
-        """Return the size of a part with which `total_bytes` keep all streams busy to the end."""
-        fair = total_bytes // max(1, stream_count)
-        return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
-
 
 # A call with its thread and the opening of the file takes 50 us, and copies run at 5 GB/s; windows
 # stay in a processor's last-level cache between read, check and copy.
