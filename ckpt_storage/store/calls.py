@@ -197,16 +197,12 @@ class Calls:
     ) -> T:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
-            raise StorageError(
-                f"The {what} was not begun, because what it belongs to has failed.",
-                next_step="Look at the first failure.",
-            )
+            text = f"The {what} was not begun, because what it belongs to has failed."
+            raise StorageError(text, next_step="Look at the first failure.")
         if left_s <= 0:
-            raise StorageError(
-                f"The {what} was not begun, because its deadline has passed.",
-                kind="timeout",
-                next_step="Raise the timeout of the phase, or find out what was slow.",
-            )
+            text = f"The {what} was not begun, because its deadline has passed."
+            step = "Raise the timeout of the phase, or find out what was slow."
+            raise StorageError(text, kind="timeout", next_step=step)
         if is_one_of_many(what):
             try:
                 return self._bordered(operation, path, call)

@@ -115,10 +115,8 @@ class Location:
             return dataclasses.replace(other, storage_options=options)
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
-            raise _bad(
-                f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'.",
-                "Give a name below it, an absolute path or a full URL.",
-            )
+            what = f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'."
+            raise _bad(what, "Give a name below it, an absolute path or a full URL.")
         below = "/".join(part for part in parts if part or not self.is_local)
         if not self.is_local:
             _check_tail(below)
@@ -210,21 +208,15 @@ def _text_of(url: object) -> str:
     """Return the text of a path or URL after the checks that every spelling must pass."""
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str):
-        raise _bad(
-            f"A {type(url).__name__} is no path or URL.",
-            "Give a str such as 's3://bucket/run', or a pathlib.Path.",
-        )
+        step = "Give a str such as 's3://bucket/run', or a pathlib.Path."
+        raise _bad(f"A {type(url).__name__} is no path or URL.", step)
     shown = without_secrets(text)
     if not text.strip() or "\0" in text:
-        raise _bad(
-            f"The path {shown!r} is empty or contains a NUL character.",
-            "Give a folder or a URL such as 's3://bucket/run'.",
-        )
+        step = "Give a folder or a URL such as 's3://bucket/run'."
+        raise _bad(f"The path {shown!r} is empty or contains a NUL character.", step)
     if _CHAIN.search(text):
-        raise _bad(
-            f"{shown!r} is a chain of file systems ('::').",
-            "Give the URL of the storage itself; caches must not stand before it.",
-        )
+        step = "Give the URL of the storage itself; caches must not stand before it."
+        raise _bad(f"{shown!r} is a chain of file systems ('::').", step)
     # What a URL becomes when it goes through `pathlib` or loses its slashes.
     mangled = None if _SCHEME.match(text) else _MANGLED.match(text.strip())
     if mangled is not None:
@@ -235,10 +227,8 @@ def _text_of(url: object) -> str:
         if is_alone or kept in BUCKETS | USERS or (is_colon and kept in {"file", "memory"}):
             rest = text.strip()[mangled.end() :].lstrip("/")
             hint = without_secrets(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
-            raise _bad(
-                f"{shown!r} is neither a path nor a URL.",
-                f"Pass the URL as a str: {hint!r} (pathlib folds its slashes).",
-            )
+            step = f"Pass the URL as a str: {hint!r} (pathlib folds its slashes)."
+            raise _bad(f"{shown!r} is neither a path nor a URL.", step)
     return text
 
 
@@ -257,10 +247,8 @@ def _file_url_path(rest: str) -> str:
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
         shown = without_secrets(f"file://{rest}").removeprefix("file://")
-        raise _bad(
-            f"'file://{shown}' names a host, or is a relative path.",
-            f"Write three slashes for an absolute path: 'file:///{shown}'.",
-        )
+        step = f"Write three slashes for an absolute path: 'file:///{shown}'."
+        raise _bad(f"'file://{shown}' names a host, or is a relative path.", step)
     return _absolute(path)
 
 
@@ -274,10 +262,8 @@ def _checked_rest(protocol: str, rest: str) -> str:
     _check_user_info(protocol, rest)
     _check_tail(rest)
     if {".", ".."} & set(rest.split("/")):
-        raise _bad(
-            f"{shown!r} contains '.' or '..', which storages treat differently.",
-            "Write the URL without them.",
-        )
+        step = "Write the URL without them."
+        raise _bad(f"{shown!r} contains '.' or '..', which storages treat differently.", step)
     return rest.rstrip("/")
 
 
@@ -295,20 +281,15 @@ def _check_user_info(protocol: str, rest: str) -> None:
         if port and not host.startswith("arn:"):
             is_wrong |= protocol in BUCKETS or "@" in rest
     if is_wrong:
-        raise _bad(
-            f"This {protocol}:// URL takes no credentials, or not as they are spelt in it.",
-            "Pass them as storage_options=, or by the environment.",
-        )
+        what = f"This {protocol}:// URL takes no credentials, or not as they are spelt in it."
+        raise _bad(what, "Pass them as storage_options=, or by the environment.")
 
 
 def _check_tail(rest: str) -> None:
     if _TAIL.search(rest):
-        raise _bad(
-            f"{without_secrets(_TAIL.sub('', rest))!r} has a query or fragment ('?' or '#') behind "
-            "it, which no URL takes here.",
-            "Pass credentials such as a SAS token as storage_options=; rename a folder that bears "
-            "such a character.",
-        )
+        shown = without_secrets(_TAIL.sub("", rest))
+        step = "Pass a SAS token as storage_options=; rename a folder that bears such a character."
+        raise _bad(f"A query or fragment ('?' or '#') is behind {shown!r}; no URL takes one.", step)
 
 
 def kept_scheme(scheme: str) -> str:
@@ -330,11 +311,11 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
     if protocol in ours:
         return
     if protocol in _NO_STORAGES:
-        raise _bad(
-            f"{given}:// can only be read, or wraps another file system.",
+        step = (
             "Give the URL of the storage itself, one that takes writes; for an object store write "
-            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}.",
         )
+        step += "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
+        raise _bad(f"{given}:// can only be read, or wraps another file system.", step)
     from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
         known_implementations,
         registry,
@@ -344,11 +325,8 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
         names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})
         near = difflib.get_close_matches(given, names, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
-        raise _bad(
-            f"No storage is known by the scheme of {shown!r}.",
-            f"{hint}Install the fsspec backend that provides {given}://, or register one of your "
-            "own (register_backend).",
-        )
+        step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
+        raise _bad(f"No storage is known by the scheme of {shown!r}.", step)
     if protocol not in registry:
         module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(module) is None:
@@ -358,7 +336,5 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
 def missing_backend(protocol: str, package: str) -> InvalidInputError:
     """Return the error that says which package a scheme needs and how to install it."""
     extra = _EXTRAS.get(protocol)
-    return _bad(
-        f"{protocol}:// needs the package {package}, which is not installed.",
-        f"Run: pip install '{f'ckpt-storage[{extra}]' if extra else package}'",
-    )
+    step = f"Run: pip install '{f'ckpt-storage[{extra}]' if extra else package}'"
+    return _bad(f"{protocol}:// needs the package {package}, which is not installed.", step)

@@ -310,9 +310,6 @@ def changed(path: str) -> StorageError:
 
 def stuck(path: str, what: str, *, retryable: bool = False) -> StorageError:
     """Return the error that an upload cannot go on."""
-    return StorageError(
-        f"The upload of {path} {what}.",
-        retryable=retryable,
-        path=path,
-        next_step="Try again later; the fault is the storage's." if retryable else "Save again.",
-    )
+    step = "Try again later; the fault is the storage's." if retryable else "Save again."
+    what = f"The upload of {path} {what}."
+    return StorageError(what, retryable=retryable, path=path, next_step=step)

@@ -39,15 +39,11 @@ def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> N
     """
     name = kept_scheme(scheme)
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
-        raise InvalidInputError(
-            f"{scheme!r} is no scheme of URLs.",
-            next_step="Give what stands before '://', such as 'mystore'.",
-        )
+        step = "Give what stands before '://', such as 'mystore'."
+        raise InvalidInputError(f"{scheme!r} is no scheme of URLs.", next_step=step)
     if not replace and name in {*REGISTERED, *_BUILT_IN, *installed_backends()}:
-        raise InvalidInputError(
-            f"{scheme}:// has a backend already.",
-            next_step="Pass replace=True if this one is to take its place.",
-        )
+        step = "Pass replace=True if this one is to take its place."
+        raise InvalidInputError(f"{scheme}:// has a backend already.", next_step=step)
     REGISTERED[name] = opener
 
 
@@ -68,10 +64,8 @@ def open_store(  # all but the first are named
     """
     if isinstance(url, Location):
         if storage_options is not None:
-            raise InvalidInputError(
-                "storage_options were given twice.",
-                next_step="Leave them out where a Location is passed: it carries them.",
-            )
+            step = "Leave them out where a Location is passed: it carries them."
+            raise InvalidInputError("storage_options were given twice.", next_step=step)
         location = url
     else:
         location = Location.of(url, storage_options)
@@ -102,10 +96,10 @@ def backend_of(location: Location, settings: Settings) -> Backend:
         try:
             opener = entry.load()
         except (AttributeError, ImportError) as error:
-            raise InvalidInputError(
-                f"The backend of {location.protocol}://, {entry.value}, cannot be loaded: {error}.",
-                next_step="Repair or uninstall the package that brings it.",
-            ) from error
+            scheme = location.protocol
+            what = f"The backend of {scheme}://, {entry.value}, cannot be loaded: {error}."
+            step = "Repair or uninstall the package that brings it."
+            raise InvalidInputError(what, next_step=step) from error
     return (opener or _built_in(location))(location, settings)
 
 

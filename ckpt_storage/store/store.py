@@ -59,10 +59,8 @@ class Store(Calls):
         def get(backend: Backend) -> Content:
             found = backend.get(path, max_bytes=max_bytes)
             if max_bytes is not None and len(found.data) > max_bytes:
-                text = (
-                    f"{self.shown(path)} has more bytes: {max_bytes} at most were to be expected."
-                )
-                raise damaged(path, text, 0)
+                what = f"{max_bytes} at most were to be expected"
+                raise damaged(path, f"{self.shown(path)} has more bytes: {what}.", 0)
             return found
 
         return self.run("read", path, get)
@@ -107,13 +105,9 @@ class Store(Calls):
         self._check_length(path, size_bytes, total_bytes)
         shown, start, stop = self.shown(path), lent.start, lent.stop
         if total_bytes >= stop:
-            raise StorageError(
-                f"The read of {shown} ended after {position - start} of {stop - start} bytes.",
-                kind="connection",
-                retryable=True,
-                path=shown,
-                next_step="Try again; if it comes back, look for a proxy that cuts answers.",
-            )
+            what = f"The read of {shown} ended after {position - start} of {stop - start} bytes."
+            step = "Try again; if it comes back, look for a proxy that cuts answers."
+            raise StorageError(what, kind="connection", retryable=True, path=shown, next_step=step)
         asked = f"within the range [{start}, {stop}) that was asked for"
         raise damaged(path, f"{shown} ends at byte {total_bytes}, {asked}.", total_bytes)
 
@@ -137,11 +131,8 @@ class Store(Calls):
         was created, or will stay. Raises `UnsupportedByStoreError` if the storage cannot decide it.
         """
         if not self.capabilities.exclusive_create:
-            raise self.unable(
-                path,
-                "has no exclusive creation that can be relied on",
-                "Let only one job save here at a time; of a mounted bucket use its own URL.",
-            )
+            step = "Let only one job save here at a time; of a mounted bucket use its own URL."
+            raise self.unable(path, "has no exclusive creation that can be relied on", step)
         self._put_settled("exclusive creation", path, data, if_absent=True)
 
     def create_alone(self, path: str, data: bytes) -> None:
@@ -159,11 +150,8 @@ class Store(Calls):
         if if_match is None:
             self.put_once(path, data, what="replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
-            raise self.unable(
-                path,
-                "cannot replace an object only if it is of a given version",
-                "Replace it without if_match, and read it back.",
-            )
+            what = "cannot replace an object only if it is of a given version"
+            raise self.unable(path, what, "Replace it without if_match, and read it back.")
         else:
             self._put_settled("replace", path, data, if_match=if_match)
 
@@ -219,12 +207,9 @@ class Store(Calls):
             if is_last or not self.pause(attempt):
                 break
         shown, there = self.shown(path), "; it is there, but" if found == "ours" else ""
-        raise StorageError(
-            f"The outcome of the {operation} of {shown} is not known{there}: {failure}",
-            kind="unknown",
-            path=shown,
-            next_step="Look at the object when the storage answers again.",
-        ) from failure
+        what = f"The outcome of the {operation} of {shown} is not known{there}: {failure}"
+        step = "Look at the object when the storage answers again."
+        raise StorageError(what, kind="unknown", path=shown, next_step=step) from failure
 
     def _whose(self, path: str, data: bytes, version: str | None) -> str:
         """Return whose an object is: "ours", "other", "nothing" new, or "untold"."""
@@ -241,12 +226,9 @@ class Store(Calls):
         return "nothing" if version is not None and found.version == version else "other"
 
     def _taken(self, operation: str, path: str, kind: str) -> StorageError:
-        return StorageError(
-            f"The {operation} of {self.shown(path)} was refused: something else is there.",
-            kind=kind,
-            path=self.shown(path),
-            next_step="Read it again; somebody else wrote it.",
-        )
+        what = f"The {operation} of {self.shown(path)} was refused: something else is there."
+        step = "Read it again; somebody else wrote it."
+        return StorageError(what, kind=kind, path=self.shown(path), next_step=step)
 
     def put_once(
         self,
@@ -261,13 +243,10 @@ class Store(Calls):
         """Put an object; what became of a put that failed, nobody has looked at."""
         most_bytes = self.capabilities.max_put_bytes
         if most_bytes is not None and len(data) > most_bytes:
-            raise StorageError(
-                f"{self.shown(path)} would have {len(data)} bytes; the storage takes "
-                f"{most_bytes} in one request.",
-                path=self.shown(path),
-                next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
-                "large, save with stock_metadata='never'.",
-            )
+            shown = self.shown(path)
+            what = f"{shown} has {len(data)} bytes; the storage takes {most_bytes} in one request."
+            step = "Save fewer tensors at a time; if it is .metadata, with stock_metadata='never'."
+            raise StorageError(what, path=shown, next_step=step)
 
         def put(backend: Backend) -> None:
             backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
@@ -377,10 +356,8 @@ class Store(Calls):
         """
         folder = path.strip("/")
         if not folder:
-            raise InvalidInputError(
-                f"delete_folder would delete everything below {self.url}.",
-                next_step="Name a folder below the root.",
-            )
+            what = f"delete_folder would delete everything below {self.url}."
+            raise InvalidInputError(what, next_step="Name a folder below the root.")
         self.run("deletion", folder, lambda backend: backend.delete_folder(folder))
 
     def make_folders(self, folders: Sequence[str]) -> None:

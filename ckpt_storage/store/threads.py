@@ -195,19 +195,12 @@ class TimedPool:
                 worker.calls.put(None)
             raise
         if worker.is_abandoned and is_cancelled:
-            raise AbandonedError(
-                f"The {worker.what} was given up, because what it belongs to has failed.",
-                kind="timeout",
-                next_step="Look at the first failure.",
-            )
+            what = f"The {worker.what} was given up, because what it belongs to has failed."
+            raise AbandonedError(what, kind="timeout", next_step="Look at the first failure.")
         if worker.is_abandoned:
-            raise AbandonedError(
-                f"The {worker.what} did not end within {timeout_s:.3g} s and was given up.",
-                kind="timeout",
-                retryable=repeatable,
-                next_step="Check that the storage answers; if it is only slow, raise "
-                "Timeouts(request=...).",
-            )
+            what = f"The {worker.what} did not end within {timeout_s:.3g} s and was given up."
+            step = "Check that the storage answers; if it is slow, raise Timeouts(request=...)."
+            raise AbandonedError(what, kind="timeout", retryable=repeatable, next_step=step)
         with self._lock:
             if self._closed:
                 worker.calls.put(None)

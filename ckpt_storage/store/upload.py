@@ -257,11 +257,9 @@ class Upload:
                 return
             if is_gone:
                 what = "nothing" if ours_bytes is None else f"{ours_bytes} bytes"
-                raise self._error(
-                    f"is gone, and {what} of ours lies under its name instead of {total_bytes} "
-                    "bytes",
-                    "Save again; look for a lifecycle rule that aborts uploads early.",
-                ) from failure
+                what = f"is gone, and {what} of ours lies there instead of {total_bytes} bytes"
+                step = "Save again; look for a lifecycle rule that aborts uploads early."
+                raise self._error(what, step) from failure
             raise
 
     def _discard(self, backend: Backend) -> None:
@@ -304,18 +302,14 @@ class Upload:
     def _check(self, *states: _State) -> None:
         """Raise unless it can go on, and is in one of these states, if any are named."""
         if self._given_up_part is not None:
-            raise self._error(
-                f"cannot go on: part {self._given_up_part} did not end in time and may still be "
-                "changing",
-                "Abort it and save again.",
-            )
+            why = f"part {self._given_up_part} did not end in time and may still be changing"
+            raise self._error(f"cannot go on: {why}", "Abort it and save again.")
         if states and self._state not in states:
             raise self._error("was ended before", "Start a new one.")
 
     def _error(self, what: str, next_step: str) -> StorageError:
-        return StorageError(
-            f"The upload of {self._shown} {what}.", path=self._shown, next_step=next_step
-        )
+        text = f"The upload of {self._shown} {what}."
+        return StorageError(text, path=self._shown, next_step=next_step)
 
 
 def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:
@@ -323,20 +317,15 @@ def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]
     ordered = sorted(parts, key=lambda part: part.number)
     numbers = [part.number for part in ordered]
     if len({*numbers}) < len(numbers):
-        raise InvalidInputError(
-            f"Two members sent one part of {shown}.",
-            next_step="Give each member numbers of its own; this is a mistake in a program.",
-        )
+        step = "Give each member numbers of its own; this is a mistake in a program."
+        raise InvalidInputError(f"Two members sent one part of {shown}.", next_step=step)
     end_bytes = 0
     for part in ordered:
         if part.offset != end_bytes:
             break
         end_bytes += part.size_bytes
     if end_bytes != total_bytes or sum(part.size_bytes for part in ordered) != total_bytes:
-        raise StorageError(
-            f"{shown} was sent without a gap up to byte {end_bytes} instead of {total_bytes}; "
-            "it was not made visible.",
-            path=shown,
-            next_step="Save again.",
-        )
+        what = f"{shown} was sent without a gap up to byte {end_bytes} instead of {total_bytes}"
+        what += "; it was not made visible."
+        raise StorageError(what, path=shown, next_step="Save again.")
     return ordered

@@ -132,10 +132,9 @@ class RankPool:
         """
         count = self.world_size if world_size is None else world_size
         if not 1 <= count <= self.world_size or not self._finalize.still_active():
-            raise InvalidInputError(
-                f"{count} ranks cannot run in a pool of {self.world_size}.",
-                next_step="Make a RankPool that is large enough, and use it before closing it.",
-            )
+            what = f"{count} ranks cannot run in a pool of {self.world_size}."
+            step = "Make a RankPool that is large enough, and use it before closing it."
+            raise InvalidInputError(what, next_step=step)
         self._start(count)
         self._job_count += 1
         job: _Job = (function, args, count, str(Path(self._folder) / f"job-{self._job_count}"))

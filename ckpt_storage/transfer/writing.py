@@ -67,20 +67,17 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
     size = -(-size // multiple) * multiple
     most = capabilities.max_part_bytes
     if most is not None and size > most:
-        raise InvalidInputError(
-            f"A file of {planned_bytes} bytes in parts of {size} bytes is asked for; this storage "
-            f"takes parts of {most} bytes at most.",
-            next_step=f"Lower part_bytes to {most} or less."
-            if options.part_bytes > most
-            else "Save from more ranks, so that each writes less.",
-        )
+        what = f"A file of {planned_bytes} bytes in parts of {size} bytes is asked for"
+        step = "Save from more ranks, so that each writes less."
+        if options.part_bytes > most:
+            step = f"Lower part_bytes to {most} or less."
+        text = f"{what}; this storage takes parts of {most} bytes at most."
+        raise InvalidInputError(text, next_step=step)
     needed = copies_of(capabilities) * size
     if capabilities.is_remote and needed > limit:
-        raise InvalidInputError(
-            f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, which "
-            f"take {needed} bytes of memory each; memory_limit_bytes is {limit}.",
-            next_step=f"Raise memory_limit_bytes to {needed} or more.",
-        )
+        what = f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage"
+        what += f", which take {needed} bytes of memory each; memory_limit_bytes is {limit}."
+        raise InvalidInputError(what, next_step=f"Raise memory_limit_bytes to {needed} or more.")
     return size
 
 

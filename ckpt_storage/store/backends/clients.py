@@ -315,12 +315,9 @@ class ClientBackend(Backend):
             failure = missing_backend(self._location.protocol, error.name or str(error))
         except Exception as error:  # noqa: BLE001  # backends refuse options with any type
             text = self._scrub(" ".join(str(error).split()))
-            failure = InvalidInputError(
-                f"No client for {self._location.url} could be made: "
-                f"{type(error).__name__}: {text.rstrip('.')}.",
-                path=self._location.url,
-                next_step="Check storage_options.",
-            )
+            url, kind = self._location.url, type(error).__name__
+            what = f"No client for {url} could be made: {kind}: {text.rstrip('.')}."
+            failure = InvalidInputError(what, path=url, next_step="Check storage_options.")
         # Raised here, not where it was caught: the foreign one may carry credentials.
         raise failure
 
@@ -332,12 +329,9 @@ class ClientBackend(Backend):
         for name in self._options.keys() - known:
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
             if near:
-                raise InvalidInputError(
-                    f"storage_options for {self._location.url} has {name!r}, which is no option "
-                    f"of {self._family.__name__}.",
-                    path=self._location.url,
-                    next_step=f"Did you mean {near[0]!r}?",
-                )
+                url, kind = self._location.url, self._family.__name__
+                what = f"storage_options for {url} has {name!r}, which is no option of {kind}."
+                raise InvalidInputError(what, path=url, next_step=f"Did you mean {near[0]!r}?")
 
 
 def _frozen(value: object) -> Hashable:

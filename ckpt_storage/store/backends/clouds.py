@@ -107,13 +107,10 @@ class CloudBackend(ClientBackend):
         """Return how many bytes came, and how long the object is."""
         async with self._body(fs, path, start, len(view)) as body:
             if start and body.is_whole:
-                raise UnsupportedByStoreError(
-                    f"The server answers a read of {len(view)} bytes with the whole object of "
-                    f"{body.total_bytes} bytes.",
-                    kind="unsupported",
-                    next_step="Use a server that honours the Range header, and store the object "
-                    "without Content-Encoding.",
-                )
+                sizes = f"{len(view)} bytes with the whole object of {body.total_bytes} bytes"
+                what = f"The server answers a read of {sizes}."
+                step = "Use a server that honours the Range header, without Content-Encoding."
+                raise UnsupportedByStoreError(what, kind="unsupported", next_step=step)
             count = 0
             async for piece in body.pieces:
                 taken = memoryview(piece)[: len(view) - count]

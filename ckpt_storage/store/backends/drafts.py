@@ -164,13 +164,9 @@ class Draft:
             except OSError as error:
                 if not if_absent or error.errno not in _NO_LINKS:
                     raise
-                raise UnsupportedByStoreError(
-                    f"{self._target} cannot be created exclusively: this file system has no hard "
-                    "links.",
-                    kind="unsupported",
-                    next_step="Let only one job save here at a time; of a mounted bucket use its "
-                    "own URL.",
-                ) from error
+                what = f"{self._target} cannot be created exclusively: there are no hard links."
+                step = "Let one job at a time save here; of a mounted bucket use its own URL."
+                raise UnsupportedByStoreError(what, kind="unsupported", next_step=step) from error
             if if_absent:
                 # The name exists now, so a temporary name that stays is a leftover, not a failure.
                 with contextlib.suppress(OSError):
@@ -180,11 +176,10 @@ class Draft:
                 if self._sync:
                     self._posix.sync_names(self._folder)
             except OSError as error:
-                raise StorageError(
-                    f"{self._target} is complete and visible, but its name may not survive a "
-                    f"power cut: the fsync of its folder failed ({error.strerror}).",
-                    next_step="Look into the kernel log and the mount, then save again.",
-                ) from error
+                what = f"{self._target} is there, but its name may not survive a power cut"
+                why = f"the fsync of its folder failed ({error.strerror})"
+                step = "Look into the kernel log and the mount, then save again."
+                raise StorageError(f"{what}: {why}.", next_step=step) from error
             self._state = "complete"
 
     def _name_by(self, call: Callable[[str, str], None]) -> None:
@@ -210,17 +205,14 @@ class Draft:
         found = self._posix.fstat(fd)
         self._identity = (found.st_dev, found.st_ino)
         if found.st_size != total_bytes:
-            raise StorageError(
-                f"{self._target} holds {found.st_size} bytes instead of {total_bytes}; "
-                "it was not made visible.",
-                next_step="Save again; if it comes back, check the file system.",
-            )
+            what = f"{self._target} holds {found.st_size} bytes instead of {total_bytes}"
+            step = "Save again; if it comes back, check the file system."
+            raise StorageError(f"{what}; it was not made visible.", next_step=step)
 
     def _check_state(self, wanted: str) -> None:
         if self._state != wanted:
-            raise StorageError(
-                f"The upload of {self._target} has failed before.", next_step="Start a new one."
-            )
+            what = f"The upload of {self._target} has failed before."
+            raise StorageError(what, next_step="Start a new one.")
 
     def _unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -231,11 +223,9 @@ class Draft:
         """Give the descriptor while anyone uses it; `alone`: refused to others from now on."""
         with self._lock:
             if alone and self._user_count:
-                raise StorageError(
-                    f"{self._target} cannot be completed: {self._user_count} of its parts "
-                    "are still being written.",
-                    next_step="Abort it and save again.",
-                )
+                why = f"{self._user_count} of its parts are still being written"
+                what = f"{self._target} cannot be completed: {why}."
+                raise StorageError(what, next_step="Abort it and save again.")
             if self._fd is None and not self._has_ended and not self.is_own:
                 self._fd = self._posix.open_write(self._path)
             if self._has_ended or self._fd is None:

@@ -323,12 +323,9 @@ class LocalBackend(Backend):
         except FileNotFoundError as error:
             if name is not None:
                 raise
-            raise StorageError(
-                f"The folder {folder_of(full)} is not visible on this host; the coordinator makes "
-                "it before any rank writes.",
-                kind="not-found",
-                next_step="Is the path on a file system that all hosts share?",
-            ) from error
+            what = f"The folder {folder_of(full)}, made by one rank, is not visible on this host."
+            step = "Is the path on a file system that all hosts share?"
+            raise StorageError(what, kind="not-found", next_step=step) from error
 
     def _draft(self, path: str, token: str) -> Draft:
         """Return the open file of an upload; one that another process began is joined."""
@@ -346,11 +343,9 @@ class LocalBackend(Backend):
         folder, name = os.path.split(token)
         is_near = folder == folder_of(path) if path else ".." not in folder.split("/")
         if not is_near or folder.startswith("/") or not is_draft_name(name):
-            raise InvalidInputError(
-                f"The token of an upload of {path} names no temporary file.",
-                path=path,
-                next_step="Pass on what the upload's `token()` returned.",
-            )
+            what = f"The token of an upload of {path} names no temporary file."
+            step = "Pass on what the upload's `token()` returned."
+            raise InvalidInputError(what, path=path, next_step=step)
         return self._full(token)
 
     def _walk(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
