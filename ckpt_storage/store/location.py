@@ -72,9 +72,7 @@ class Location:
 
     @classmethod
     def of(
-        cls,
-        url: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None = None,
+        cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
     ) -> Self:
         """Return the location that a user's path or URL means.
 

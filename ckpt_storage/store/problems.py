@@ -182,13 +182,9 @@ def explain(
     if meaning.kind == "timeout" and answer is None and timeout_s is not None:
         text = f"no answer within {timeout_s:g} s ({text})"
     raised = UnsupportedByStoreError if meaning.kind == "unsupported" else StorageError
-    failure = raised(
-        scrub(f"The {name} of {path} failed{where}: {text}."),
-        kind=meaning.kind,
-        retryable=meaning.retryable,
-        path=scrub(path),
-        next_step=meaning.next_step,
-    )
+    kind, step, again = meaning
+    what = scrub(f"The {name} of {path} failed{where}: {text}.")
+    failure = raised(what, kind=kind, retryable=again, path=scrub(path), next_step=step)
     if any(isinstance(link, ConnectionRefusedError) for link in chain):
         # Proof that nothing was done; the foreign one may carry credentials in its text.
         failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")

@@ -14,14 +14,7 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 
-from .backend import (
-    Backend,
-    Content,
-    CopySource,
-    ObjectInfo,
-    Range,
-    ShortReadError,
-)
+from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
 from .problems import damaged
 from .threads import moved

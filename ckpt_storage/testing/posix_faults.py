@@ -63,8 +63,7 @@ class FaultPosix(Posix):
         lambda inner, fd, buffers, offset: inner.pwritev(fd, _halved(buffers), offset),
     )
     preadv = played(
-        Posix.preadv,
-        lambda inner, fd, buffers, offset: inner.preadv(fd, _halved(buffers), offset),
+        Posix.preadv, lambda inner, fd, buffers, offset: inner.preadv(fd, _halved(buffers), offset)
     )
     rename = played(Posix.rename, target=1)
     link = played(Posix.link, target=1)

@@ -19,11 +19,7 @@ from functools import partial
 
 import pytest
 
-from ckpt_storage.errors import (
-    IntegrityError,
-    InvalidInputError,
-    UnsupportedByStoreError,
-)
+from ckpt_storage.errors import IntegrityError, InvalidInputError, UnsupportedByStoreError
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, RetryPolicy
 from ckpt_storage.store.backend import DELETE_COUNT, Backend, Range, ShortReadError
 from ckpt_storage.store.store import Store

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store.backend import (
-    Buffers,
-    Content,
-    ObjectInfo,
-    Range,
-    ShortReadError,
-)
+from ckpt_storage.store.backend import Buffers, Content, ObjectInfo, Range, ShortReadError
 from ckpt_storage.store.problems import explain
 from ckpt_storage.store.threads import moved
 
