@@ -171,8 +171,7 @@ class Calls:
     def in_one_thread(self, operation: str, calls: Callable[[], T]) -> T:
         """Return what `calls` returns; the calls that it makes itself take turns in one thread.
 
-        Each has as long as it would have alone. All end by the deadline of this store, and what is
-        done between them must end by itself.
+        Each has as long as it would have alone. What is done between them must end by itself.
         """
 
         def run(_: Backend) -> tuple[T | None, list[BaseException]]:

@@ -149,8 +149,7 @@ class Location:
     def scope(self) -> Hashable:
         """Return a key for what is one storage: a file system's device, or a bucket and options.
 
-        What a probe finds out below one root holds for all roots of the same scope. The
-        options enter as a digest only.
+        What a probe finds out below one root holds for all roots of the same scope.
         """
         if self.is_local:
             folder = Path(self.target)

@@ -1,7 +1,6 @@
 """The one border where the exceptions of clients and systems become `StorageError`s.
 
-Imports none of the clients: types are told by their names. Judges by codes, statuses, types and
-error numbers, never by the text of a message.
+Judges by codes, statuses, names of types and error numbers, never by the text of a message.
 """
 
 from __future__ import annotations

@@ -110,10 +110,7 @@ class Store(Calls):
             raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
     def put(self, path: str, data: bytes) -> None:
-        """Put a whole object at a write-once name, visible only complete, durable on return.
-
-        Idempotent: called again, with the same bytes.
-        """
+        """Put a whole object at a write-once name, visible only complete, durable on return."""
         self.put_once(path, data, what="write", repeat="always")
 
     def create(self, path: str, data: bytes) -> None:

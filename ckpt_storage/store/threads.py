@@ -1,7 +1,6 @@
-"""Blocking calls in threads that can be left behind at a deadline.
+"""Blocking calls in threads that can be left behind at a deadline, named and counted.
 
-A thread that hangs in the kernel cannot be ended, so it is left behind, named after what it was
-doing and counted, and the process can still exit. Threads are used again.
+A thread that hangs in the kernel cannot be ended, but the process can still exit.
 """
 
 from __future__ import annotations

@@ -105,12 +105,11 @@ class Upload:
         return most_bytes is None or part.size_bytes <= most_bytes
 
     def copy_part(self, copy: PartCopy) -> int | None:
-        """Have the storage copy bytes of another object as one part.
+        """Have the storage copy bytes of another object as one part; return its CRC-32C of them.
 
-        Return the CRC-32C that the storage tells of what it copied; None if it tells none: the
-        caller must then check the source's bytes by reading them. Raises `IntegrityError` if the
-        source has another length or the range leaves it, and `UnsupportedByStoreError` where the
-        storage cannot copy.
+        None, if it tells none: the caller must then read the source's bytes and check them. Raises
+        `IntegrityError` if the source has another length or the range leaves it, and
+        `UnsupportedByStoreError` where the storage cannot copy.
         """
         self._check("open")
         what = f"copy of part {copy.number} from {copy.source.path}"
@@ -121,7 +120,6 @@ class Upload:
     def receipts(self) -> list[Part]:
         """End this member's writing and return what it wrote, durable; idempotent.
 
-        Where the storage lists uploads, that outlives this process, unless it aborts the upload.
         Raises `StorageError` if any of it may not be: the upload can then only be aborted.
         """
         with self._lock:

@@ -127,10 +127,9 @@ class Draft:
     def seal(self, total_bytes: int, *, by_several: bool = False) -> None:
         """Check the length, make the content durable and close the file; once.
 
-        by_several: other processes wrote to it too. After any error the temporary file is gone: the
-        kernel may have dropped the pages that an fsync could not write (Rebello et al., "Can
-        Applications Recover from fsync Failures?", ATC 2020), and network mounts tell of failed
-        writes as late as close(2).
+        by_several: other processes wrote to it too. After any error the file is gone: the kernel
+        may have dropped the pages that an fsync could not write (Rebello et al., "Can Applications
+        Recover from fsync Failures?", ATC 2020), and mounts tell of failed writes only at close(2).
         """
         with self._ending:
             if self._state in {"sealed", "complete"}:
