@@ -10,13 +10,14 @@ import contextlib
 import io
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ckpt_storage.store.backend import Buffers, Capabilities, ObjectInfo, Part, Settings
+from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 
 from .clients import ForeignFs
-from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
 
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
@@ -28,11 +29,9 @@ class AzureBackend(CloudBackend):
     A token is what the names of an upload's blocks begin with; those not listed end after a week.
     """
 
-    capabilities = Capabilities(
+    capabilities = replace(
+        CLOUD,
         kind="azure",
-        exclusive_create=True,
-        if_match=True,
-        atomic_replace=True,
         parallel_parts=True,
         # 50,000 blocks, less a margin that costs nothing.
         max_part_count=45_000,
@@ -44,23 +43,16 @@ class AzureBackend(CloudBackend):
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
-        self._settings: dict[str, Any] = {
-            "retry_total": 0,
-            "connection_timeout": min(CONNECT_TIMEOUT_S, self._timeout_s),
-            "read_timeout": min(READ_TIMEOUT_S, self._timeout_s),
-        }
+        connect_s, read_s = waits(self._timeout_s)
+        timeouts = {"connection_timeout": connect_s, "read_timeout": read_s}
+        self._settings: dict[str, Any] = {"retry_total": 0, **timeouts}
 
-    async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
+    async def _head(self, fs: ForeignFs, path: str) -> Told:
         found = await self._ask(fs, "get_blob_properties", path)
         if _is_folder(found):
             raise FileNotFoundError(path)
-        return ObjectInfo(
-            path=path,
-            size_bytes=found.size,
-            modified_s=found.last_modified.timestamp(),
-            version=found.etag,
-            write_id=(found.metadata or {}).get(_WRITE_ID, ""),
-        )
+        write_id = (found.metadata or {}).get(_WRITE_ID, "")
+        return found.size, found.last_modified.timestamp(), found.etag, write_id
 
     @contextlib.asynccontextmanager
     async def _body(
@@ -69,11 +61,8 @@ class AzureBackend(CloudBackend):
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         asked = {} if start is None else {"offset": start, "length": length}
         stream = await self._ask(fs, "download_blob", path, **asked)
-        yield Body(
-            pieces=stream.chunks(),
-            total_bytes=total_of(stream.properties.content_range),
-            version=stream.properties.etag,
-        )
+        told, version = total_of(stream.properties.content_range), stream.properties.etag
+        yield Body(pieces=stream.chunks(), total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms

@@ -7,19 +7,26 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store.backend import Buffers, Content, ObjectInfo, Range, ShortReadError
+from ckpt_storage.store.backend import (
+    Buffers,
+    Capabilities,
+    Content,
+    ObjectInfo,
+    Range,
+    ShortReadError,
+)
 from ckpt_storage.store.problems import explain
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
-CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 60.0
+_CONNECT_S = 10.0
+_READ_S = 60.0
 
 Terms: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
@@ -35,6 +42,12 @@ class Body:
     version: str | None = None
 
 
+CLOUD = Capabilities(kind="generic", exclusive_create=True, if_match=True, atomic_replace=True)
+"""What all of them promise; servers that only speak like one may ignore the conditions."""
+
+Told: TypeAlias = tuple[int, float | None, str, str | None]
+"""Of an object: its length in bytes, time of last change, version and write id."""
+
 Page: TypeAlias = tuple[Sequence[ObjectInfo], Any]
 """One answer to a listing, and what asks for the next, if there is more."""
 
@@ -43,7 +56,7 @@ class CloudBackend(ClientBackend):
     """A prefix in a bucket; each cloud has six requests of its own, and its uploads."""
 
     @abc.abstractmethod
-    async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
+    async def _head(self, fs: ForeignFs, path: str) -> Told:
         """Ask what is known of an object."""
 
     @abc.abstractmethod
@@ -71,7 +84,9 @@ class CloudBackend(ClientBackend):
         """Return the condition of a request."""
 
     def stat(self, path: str) -> ObjectInfo:
-        return self._run(self._head, path)
+        size_bytes, at_s, version, write_id = self._run(self._head, path)
+        told = ObjectInfo(path=path, size_bytes=size_bytes, modified_s=at_s)
+        return replace(told, version=version, write_id=write_id)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Ask for the object, and take no more of it than is wanted."""
@@ -202,6 +217,11 @@ class CloudBackend(ClientBackend):
 def _meaning(error: BaseException) -> StorageError:
     """Return what an error will become."""
     return explain(error, "request", "")
+
+
+def waits(request_s: float) -> tuple[float, float]:
+    """Return how long a client waits for a connection, and for more of an answer (seconds)."""
+    return min(_CONNECT_S, request_s), min(_READ_S, request_s)
 
 
 def total_of(content_range: object) -> int | None:

@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from ckpt_storage.options import KIB
-from ckpt_storage.store.backend import Buffers, Capabilities, ObjectInfo, Part, Settings
+from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
 
 from .clients import ForeignFs
-from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -36,13 +37,8 @@ _CANCELLED = 499
 class GcsBackend(CloudBackend):
     """A prefix in a bucket; versions are generations, tokens addresses of resumable sessions."""
 
-    capabilities = Capabilities(
-        kind="gcs",
-        exclusive_create=True,
-        if_match=True,
-        atomic_replace=True,
-        part_multiple_bytes=256 * KIB,
-        last_part_publishes=True,
+    capabilities = replace(
+        CLOUD, kind="gcs", part_multiple_bytes=256 * KIB, last_part_publishes=True
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
@@ -51,15 +47,11 @@ class GcsBackend(CloudBackend):
         # more than was told is not among them, and is asked.
         self._sessions: dict[str, tuple[int, bool]] = {}
 
-    async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
+    async def _head(self, fs: ForeignFs, path: str) -> Told:
         found = await self._document(fs, "GET", self._address(path))
-        return ObjectInfo(
-            path=path,
-            size_bytes=int(found["size"]),
-            modified_s=_seconds(found.get("updated")),
-            version=str(found["generation"]),
-            write_id=found.get("metadata", {}).get(_WRITE_ID, ""),
-        )
+        write_id = found.get("metadata", {}).get(_WRITE_ID, "")
+        at_s, version = _seconds(found.get("updated")), str(found["generation"])
+        return int(found["size"]), at_s, version, write_id
 
     @contextlib.asynccontextmanager
     async def _body(
@@ -71,14 +63,10 @@ class GcsBackend(CloudBackend):
             version = answer.headers.get("X-Goog-Generation")
             if version is None and start is None:
                 raise ForeignAnswer("X-Goog-Generation")
-            is_whole = answer.status == _OK
+            is_whole, pieces = answer.status == _OK, answer.content.iter_any()
             told = total_of(answer.headers.get("Content-Range"))
-            yield Body(
-                pieces=answer.content.iter_any(),
-                is_whole=is_whole,
-                total_bytes=answer.content_length if is_whole else told,
-                version=version,
-            )
+            told = answer.content_length if is_whole else told
+            yield Body(pieces=pieces, is_whole=is_whole, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
@@ -89,14 +77,10 @@ class GcsBackend(CloudBackend):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
             f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        await self._document(
-            fs,
-            "POST",
-            f"/upload{self._objects}",
-            query={"uploadType": "multipart", **terms},
-            headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
-            data=b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode())),
-        )
+        body = b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode()))
+        headers = {"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'}
+        query, at = {"uploadType": "multipart", **terms}, f"/upload{self._objects}"
+        await self._document(fs, "POST", at, query=query, headers=headers, data=body)
 
     async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
         await self._remove(fs, self._address(path), query=terms)
@@ -240,16 +224,14 @@ class GcsBackend(CloudBackend):
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
+        connect_s, read_s = waits(self._timeout_s)
         async with fs.session.request(
             method,
             yarl.URL(url, encoded=True),
             headers=heads,
             data=_pieces(memoryview(data)) if data else None,
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(
-                sock_connect=min(CONNECT_TIMEOUT_S, self._timeout_s),
-                sock_read=min(READ_TIMEOUT_S, self._timeout_s),
-            ),
+            timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=read_s),
         ) as answer:
             if answer.status >= _FIRST_FAILURE:
                 raise _failure(answer.status, await answer.read())

@@ -8,6 +8,7 @@ import functools
 import io
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +18,6 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     Buffers,
-    Capabilities,
     CopySource,
     ObjectInfo,
     OpenUpload,
@@ -29,7 +29,7 @@ from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source
 
 from .clients import ForeignFs
-from .clouds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Body, CloudBackend, Page, Terms, total_of
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
@@ -66,12 +66,9 @@ class S3Backend(CloudBackend):
     bears a checksum, and its receipt is the ETag with the checksum behind it.
     """
 
-    # What AWS promises; other servers may ignore the conditions.
-    capabilities = Capabilities(
+    capabilities = replace(
+        CLOUD,
         kind="s3",
-        exclusive_create=True,
-        if_match=True,
-        atomic_replace=True,
         parallel_parts=True,
         min_part_bytes=5 * MIB,
         max_part_bytes=5 << 30,
@@ -107,15 +104,10 @@ class S3Backend(CloudBackend):
                 self.read(path, [(0, memoryview(bytearray(1)))])
             raise
 
-    async def _head(self, fs: ForeignFs, path: str) -> ObjectInfo:
+    async def _head(self, fs: ForeignFs, path: str) -> Told:
         answer = await self._ask(fs, "head_object", Key=self._name(path))
-        return ObjectInfo(
-            path=path,
-            size_bytes=answer["ContentLength"],
-            modified_s=answer["LastModified"].timestamp(),
-            version=answer["ETag"],
-            write_id=answer.get("Metadata", {}).get(_WRITE_ID),
-        )
+        write_id = answer.get("Metadata", {}).get(_WRITE_ID)
+        return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
 
     @contextlib.asynccontextmanager
     async def _body(
@@ -130,13 +122,9 @@ class S3Backend(CloudBackend):
             if connection is not None and connection.transport is not None:
                 # Asyncio takes a quarter of it at a time, and each time wakes the reader.
                 connection.transport.max_size = _PIECE_BYTES
-            yield Body(
-                # As it came: asking for a length joins what came.
-                pieces=body.raw_stream.content.iter_any(),
-                is_whole=is_whole,
-                total_bytes=told,
-                version=answer.get("ETag"),
-            )
+            # As it came: asking for a length joins what came.
+            pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
+            yield Body(pieces=pieces, is_whole=is_whole, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
@@ -196,43 +184,27 @@ class S3Backend(CloudBackend):
         if token.startswith(_ALGORITHM):
             crc32c = functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
             checksum = {"ChecksumCRC32C": _encoded(crc32c)}
-        answer = self._send(
-            "upload_part",
-            **self._upload(path, token),
-            PartNumber=number + 1,
-            Body=_ViewsBody(data),
-            **checksum,
-        )
+        part = self._upload(path, token, PartNumber=number + 1)
+        answer = self._send("upload_part", **part, Body=_ViewsBody(data), **checksum)
         return " ".join([str(answer["ETag"]), *checksum.values()])
 
     def copy_source(self, path: str) -> CopySource:
-        return CopySource(
-            scope=f"s3 {self.endpoint} {self._place[0]}",
-            address=self._name(path),
-            path=f"{self._url}/{path}",
-        )
+        scope = f"s3 {self.endpoint} {self._place[0]}"
+        return CopySource(scope=scope, address=self._name(path), path=f"{self._url}/{path}")
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """UploadPartCopy of a range, if the source is still what it was at the first such copy."""
         address = copy.source.address
         etag, found_bytes = self._source(token, address)
         check_source(copy, found_bytes)
-        answer = self._send(
-            "upload_part_copy",
-            **self._upload(path, token),
-            PartNumber=copy.number + 1,
-            CopySource={"Bucket": self._place[0], "Key": address},
-            CopySourceRange=f"bytes={copy.start}-{copy.start + copy.length - 1}",
-            CopySourceIfMatch=etag,
-        )["CopyPartResult"]
+        asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
+        asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
+        asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
+        answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
         checksum = answer.get("ChecksumCRC32C")
-        return Part(
-            number=copy.number,
-            offset=copy.offset,
-            size_bytes=copy.length,
-            receipt=f"{answer['ETag']} {checksum or ''}".rstrip(),
-            crc32c=_decoded(checksum) if checksum else None,
-        )
+        part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
+        receipt = f"{answer['ETag']} {checksum or ''}".rstrip()
+        return replace(part, receipt=receipt, crc32c=_decoded(checksum) if checksum else None)
 
     def _look(self, token: str, address: str) -> tuple[str, int]:
         """Return the ETag and the length of what is copied to an upload."""
@@ -253,12 +225,8 @@ class S3Backend(CloudBackend):
         if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
             whole = combine_many(crcs, [part.size_bytes for part in parts])
             extra = {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
-        self._send(
-            "complete_multipart_upload",
-            **self._upload(path, token),
-            MultipartUpload={"Parts": named},
-            **extra,
-        )
+        asked = self._upload(path, token, MultipartUpload={"Parts": named}, **extra)
+        self._send("complete_multipart_upload", **asked)
 
     def abort_upload(self, path: str, token: str) -> None:
         with self.unless_absent():
@@ -278,8 +246,8 @@ class S3Backend(CloudBackend):
             asked["KeyMarker"] = page["NextKeyMarker"]
             asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
 
-    def _upload(self, path: str, token: str) -> dict[str, str]:
-        return {"Key": self._name(path), "UploadId": token.partition(":")[2]}
+    def _upload(self, path: str, token: str, **more: Any) -> dict[str, Any]:
+        return {"Key": self._name(path), "UploadId": token.partition(":")[2], **more}
 
     def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request by the client's method and return the answer."""
@@ -349,11 +317,11 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
     What the user set stays. Checksums only where S3 requires them, as other servers refuse the
     headers. Bodies are signed where somebody could change them.
     """
-    options = location.storage_options
+    options, (connect_s, read_s) = location.storage_options, waits(request_timeout_s)
     ours = {
-        "connect_timeout": min(CONNECT_TIMEOUT_S, request_timeout_s),
+        "connect_timeout": connect_s,
         "max_pool_connections": _POOL_CONNECTIONS,
-        "read_timeout": min(READ_TIMEOUT_S, request_timeout_s),
+        "read_timeout": read_s,
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "retries": {"total_max_attempts": 1, "mode": "standard"},
