@@ -235,14 +235,9 @@ class Calls:
             error = known.explain(error) or error
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
             return error
-        return explain(
-            error,
-            operation,
-            self.shown(path),
-            endpoint="" if known is None else known.endpoint,
-            timeout_s=self._request_timeout_s,
-            scrub=self._scrub,
-        )
+        where, limit_s = "" if known is None else known.endpoint, self._request_timeout_s
+        what = operation, self.shown(path)
+        return explain(error, *what, endpoint=where, timeout_s=limit_s, scrub=self._scrub)
 
     def pause(self, attempt: int) -> bool:
         """Sleep as after an attempt that failed; return whether there is time for another one.

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import methodcaller
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
@@ -88,11 +89,11 @@ class Upload:
         if last and (is_put or self._capabilities.last_part_publishes):
             self._held = part, b"".join(buffers)
             return
-        self._send(
-            number,
-            f"write of part {number}",
-            lambda backend, token: self._put_part(backend, token, part, buffers, last=last),
-        )
+
+        def put(backend: Backend, token: str) -> Part:
+            return self._put_part(backend, token, part, buffers, last=last)
+
+        self._send(number, f"write of part {number}", put)
 
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
@@ -129,13 +130,12 @@ class Upload:
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
         if token is not None and not self._is_flushed:
-            self._store.run(
+            what, flush = (
                 "handing over of the parts",
-                self._path,
-                lambda backend: backend.flush_parts(self._path, token),
-                repeat="unless-abandoned",
-                extra_s=sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S,
+                methodcaller("flush_parts", self._path, token),
             )
+            sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
+            self._store.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
             self._is_flushed = True
         return parts
 
