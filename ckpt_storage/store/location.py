@@ -313,10 +313,7 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
         )
         step += "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
         raise _bad(f"{given}:// can only be read, or wraps another file system.", step)
-    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
-        known_implementations,
-        registry,
-    )
+    from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # costs time
 
     if protocol not in {*known_implementations, *registry}:
         names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})

@@ -130,10 +130,8 @@ class Upload:
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
         if token is not None and not self._is_flushed:
-            what, flush = (
-                "handing over of the parts",
-                methodcaller("flush_parts", self._path, token),
-            )
+            what = "handing over of the parts"
+            flush = methodcaller("flush_parts", self._path, token)
             sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
             self._store.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
             self._is_flushed = True

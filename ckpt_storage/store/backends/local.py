@@ -217,10 +217,8 @@ class LocalBackend(Backend):
         """Check the length, sync, rename or link; only a failed naming may be repeated."""
         draft = self._draft(path, token)
         with self._final(path):
-            draft.seal(
-                sum(part.size_bytes for part in parts),
-                by_several=any(part.receipt != self._receipt for part in parts),
-            )
+            by_several = any(part.receipt != self._receipt for part in parts)
+            draft.seal(sum(part.size_bytes for part in parts), by_several=by_several)
         draft.publish(if_absent=False)
 
     def abort_upload(self, path: str, token: str) -> None:
