@@ -87,8 +87,8 @@ class S3Backend(CloudBackend):
         )
         self._url = location.url
         self._takes_checksums = True
-        # Asked once an upload, so that all its copies are of one version.
-        self._source = functools.lru_cache(_SOURCE_COUNT)(self._look)
+        # By upload: ETag and length of what is copied, so that all its copies are of one version.
+        self._sources: dict[tuple[str, str], tuple[str, int]] = {}
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
@@ -195,7 +195,14 @@ class S3Backend(CloudBackend):
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """UploadPartCopy of a range, if the source is still what it was at the first such copy."""
         address = copy.source.address
-        etag, found_bytes = self._source(token, address)
+        source = self._sources.get((token, address))
+        if source is None:
+            told = self._send("head_object", Key=address)
+            if len(self._sources) >= _SOURCE_COUNT:
+                self._sources.clear()
+            known = str(told["ETag"]), int(told["ContentLength"])
+            source = self._sources.setdefault((token, address), known)
+        etag, found_bytes = source
         check_source(copy, found_bytes)
         asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
@@ -205,12 +212,6 @@ class S3Backend(CloudBackend):
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         receipt = f"{answer['ETag']} {checksum or ''}".rstrip()
         return replace(part, receipt=receipt, crc32c=_decoded(checksum) if checksum else None)
-
-    def _look(self, token: str, address: str) -> tuple[str, int]:
-        """Return the ETag and the length of what is copied to an upload."""
-        del token
-        told = self._send("head_object", Key=address)
-        return str(told["ETag"]), int(told["ContentLength"])
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
