@@ -70,17 +70,14 @@ def open_store(  # all but the first are named
     else:
         location = Location.of(url, storage_options)
     check_choice("page_cache", page_cache, PageCache)
-    settings = Settings(
-        request_timeout_s=(timeouts or Timeouts()).request,
-        sync_files=sync_files,
-        page_cache=page_cache,
-    )
+    limit_s = (timeouts or Timeouts()).request
+    settings = Settings(request_timeout_s=limit_s, sync_files=sync_files, page_cache=page_cache)
     return Store(
         lambda: backend_of(location, settings),
         url=location.url,
         scrub=scrubber(location.storage_options, location.target),
         policy=retry,
-        request_timeout_s=settings.request_timeout_s,
+        request_timeout_s=limit_s,
         scope=location.scope,
     )
 

@@ -79,10 +79,8 @@ class LocalBackend(Backend):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
         with self._opened(path) as (fd, found):
-            size_bytes = found.st_size
-            if max_bytes is not None:
-                size_bytes = min(size_bytes, max_bytes + 1)
-            content = memoryview(bytearray(size_bytes))
+            wanted = found.st_size if max_bytes is None else min(found.st_size, max_bytes + 1)
+            content = memoryview(bytearray(wanted))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 

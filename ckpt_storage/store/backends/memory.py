@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
@@ -166,13 +167,10 @@ class MemoryBackend(Backend):
             return data
 
     def _info(self, full: str) -> ObjectInfo:
-        file = self._file(full)
-        return ObjectInfo(
-            path=full[len(self._root) + 1 :],
-            size_bytes=len(file.getvalue()),
-            modified_s=file.modified.timestamp(),
-            write_id=getattr(file, "write_id", None),
-        )
+        file, path = self._file(full), full[len(self._root) + 1 :]
+        told = ObjectInfo(path=path, size_bytes=len(file.getvalue()))
+        write_id = getattr(file, "write_id", None)
+        return replace(told, modified_s=file.modified.timestamp(), write_id=write_id)
 
 
 def _pieces(path: str, token: str) -> dict[int, bytes]:

@@ -140,9 +140,8 @@ class S3Backend(CloudBackend):
             # Clients and servers know the condition since September 2025.
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
                 raise
-            raise UnsupportedByStoreError(
-                f"{path}: this server deletes without conditions only.", kind="unsupported"
-            ) from error
+            what = f"{path}: this server deletes without conditions only."
+            raise UnsupportedByStoreError(what, kind="unsupported") from error
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         asked = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
