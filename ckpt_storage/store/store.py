@@ -110,7 +110,7 @@ class Store(Calls):
             raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
     def put(self, path: str, data: bytes) -> None:
-        """Put a whole object at a write-once name, visible only complete, durable on return."""
+        """Put a whole object at a write-once name; visible only complete, durable; idempotent."""
         self.put_once(path, data, what="write", repeat="always")
 
     def create(self, path: str, data: bytes) -> None:

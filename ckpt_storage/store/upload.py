@@ -121,7 +121,8 @@ class Upload:
     def receipts(self) -> list[Part]:
         """End this member's writing and return what it wrote, durable; idempotent.
 
-        Raises `StorageError` if any of it may not be: the upload can then only be aborted.
+        Where the storage lists uploads it outlives this process. Raises `StorageError` if any of it
+        may not be durable: the upload can then only be aborted.
         """
         with self._lock:
             self._check()
