@@ -288,6 +288,12 @@ def damaged(path: str, text: str, offset: int) -> IntegrityError:
     return IntegrityError(text, path=path, offset=offset, next_step=step)
 
 
+def too_long(path: str, shown: str, found_bytes: int, most_bytes: int) -> IntegrityError:
+    """Return the error that an object is longer than may be read of it."""
+    what = f"has {found_bytes} bytes or more, and {most_bytes} at most were to be expected"
+    return damaged(path, f"{shown} {what}; it was not read.", 0)
+
+
 def check_source(copy: PartCopy, found_bytes: int) -> None:
     """Raise `IntegrityError` unless a source of `found_bytes` is the one that a copy is made of."""
     end, wanted = copy.start + copy.length, copy.source_bytes

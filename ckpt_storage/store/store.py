@@ -16,7 +16,7 @@ from ckpt_storage.errors import (
 
 from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
-from .problems import damaged
+from .problems import damaged, too_long
 from .threads import moved
 from .upload import Upload
 
@@ -52,8 +52,7 @@ class Store(Calls):
         def get(backend: Backend) -> Content:
             found = backend.get(path, max_bytes=max_bytes)
             if max_bytes is not None and len(found.data) > max_bytes:
-                what = f"{max_bytes} at most were to be expected"
-                raise damaged(path, f"{self.shown(path)} has more bytes: {what}.", 0)
+                raise too_long(path, self.shown(path), len(found.data), max_bytes)
             return found
 
         return self.run("read", path, get)

@@ -21,6 +21,7 @@ import pytest
 import requests
 import torch
 from fsspec.exceptions import FSTimeoutError
+from fsspec.registry import _registry
 from gcsfs.retry import HttpError
 from webdav4.client import InsufficientStorage
 
@@ -141,6 +142,7 @@ def test_a_missing_backend_is_named_with_its_extra(
 ) -> None:
     """Where the package behind a scheme is not installed, the error says what to run."""
     found = importlib.util.find_spec
+    monkeypatch.delitem(_registry, "s3", raising=False)  # another test may have loaded it
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == module else found(name)
     )

@@ -25,7 +25,7 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import changed, explain
+from ckpt_storage.store.problems import changed, explain, too_long
 
 from .drafts import Draft, is_draft_name, target_path
 from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
@@ -79,8 +79,9 @@ class LocalBackend(Backend):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
         with self._opened(path) as (fd, found):
-            wanted = found.st_size if max_bytes is None else min(found.st_size, max_bytes + 1)
-            content = memoryview(bytearray(wanted))
+            if max_bytes is not None and found.st_size > max_bytes:
+                raise too_long(path, f"file://{self._full(path)}", found.st_size, max_bytes)
+            content = memoryview(bytearray(found.st_size))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 
@@ -319,7 +320,7 @@ class LocalBackend(Backend):
         except FileNotFoundError as error:
             if name is not None:
                 raise
-            what = f"The folder {folder_of(full)}, made by one rank, is not visible on this host."
+            what = f"The folder {folder_of(full)} of the coordinator is not visible on this host."
             step = "Is the path on a file system that all hosts share?"
             raise StorageError(what, kind="not-found", next_step=step) from error
 
