@@ -289,9 +289,8 @@ class Calls:
             return
         try:
             if self._opened and type(self._opened[0]).close is not Backend.close:
-                self.cleaning_up().run(
-                    "closing", "", lambda backend: backend.close(), repeat="unless-abandoned"
-                )
+                last = self.cleaning_up()
+                last.run("closing", "", lambda backend: backend.close(), repeat="unless-abandoned")
         except CheckpointError as error:
             log.warning("%s was not closed: %s", self.url, error)
         finally:

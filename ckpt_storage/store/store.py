@@ -63,12 +63,11 @@ class Store(Calls):
         The next range is asked for when the last one is filled. `size_bytes` is the length that the
         object must have. Raises `IntegrityError` if it is another, or the object ends early.
         """
-        failure = self.run(
-            "read",
-            path,
-            lambda backend: self._fill(backend, path, ranges, size_bytes),
-            repeat="unless-abandoned",
-        )
+
+        def fill(backend: Backend) -> list[Exception]:
+            return self._fill(backend, path, ranges, size_bytes)
+
+        failure = self.run("read", path, fill, repeat="unless-abandoned")
         if failure:
             # As in `_bordered`.
             raise failure.pop()

@@ -56,10 +56,9 @@ def abandoned_thread_count() -> int:
 
 
 def moved() -> None:
-    """Say that the call of this thread has come further: its time begins anew.
+    """Say that the call of this thread has come further, such as by a page: its time begins anew.
 
-    For calls of many requests, such as a listing of many pages: each has the time of one. Raises
-    `AbandonedError` if the call was given up, so that it does no more.
+    Raises `AbandonedError` if the call was given up, so that it does no more.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:

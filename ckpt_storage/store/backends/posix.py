@@ -205,10 +205,7 @@ class Posix:
                 raise
 
     def make_folder(self, path: str, *, root: str, made: set[str], sync: bool) -> None:
-        """Make a folder and its parents; with `sync`, sync each name that lies in `root` or is it.
-
-        What is in `made` is there already.
-        """
+        """Make a folder and parents, but `made`; `sync` each name that lies in `root` or is it."""
         if path in made:
             return
         parent = folder_of(path)
