@@ -25,8 +25,6 @@ from ckpt_storage.store.threads import moved
 from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
-_CONNECT_S = 10.0
-_READ_S = 60.0
 
 Terms: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
@@ -221,7 +219,7 @@ def _meaning(error: BaseException) -> StorageError:
 
 def waits(request_s: float) -> tuple[float, float]:
     """Return how long a client waits for a connection, and for more of an answer (seconds)."""
-    return min(_CONNECT_S, request_s), min(_READ_S, request_s)
+    return min(10.0, request_s), min(60.0, request_s)
 
 
 def total_of(content_range: object) -> int | None:
