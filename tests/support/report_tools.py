@@ -24,23 +24,17 @@ class Written:
     sizes: tuple[int, ...] | None = None
     dtype: str = "float32"
 
-    @property
-    def kind(self) -> tuple[str, Box] | tuple[None, None]:
-        """Dtype and box; none of a blob."""
-        if self.offsets is None or self.sizes is None:
-            return None, None
-        return self.dtype, Box(tuple(self.offsets), tuple(self.sizes))
-
 
 def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankManifest:
     """Return the manifest of a rank that wrote these items, one after another."""
     known = Vocabulary()
-    numbers = [known.numbers(item.fqn, *item.kind) for item in items]
-    lengths = [4 * math.prod(item.sizes) if item.sizes is not None else 5 for item in items]
-    starts, at = [], 0
-    for length in lengths:
+    numbers, lengths, starts, at = [], [], [], 0
+    for item in items:
+        box = None if item.offsets is None else Box(item.offsets, item.sizes or ())
+        numbers.append(known.numbers(item.fqn, None if box is None else item.dtype, box))
+        lengths.append(5 if box is None else 4 * math.prod(box.sizes))
         starts.append(at)
-        at += -(-length // 64) * 64 + 64
+        at += -(-lengths[-1] // 64) * 64 + 64
     blocks = sum(-(-length // BLOCK_BYTES) for length in lengths)
     file = ShardFile(
         path=f"saves/{SAVE_ID}/__{rank}_0.distcp",

@@ -56,17 +56,15 @@ def run_script(
     end = time.monotonic() + deadline_s
     outputs = [folder / f"output-{number}.txt" for number in range(len(places))]
     processes: list[ForkServerProcess] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for place, output in zip(places, outputs, strict=True):
-            job = (str(script), list(arguments), str(folder), {**environment, **place}, str(output))
+            job = str(script), [*arguments], str(folder), {**environment, **place}, str(output)
             processes.append(context.Process(target=_run, args=job, daemon=False))
+            stack.callback(_kill, processes[-1])
             processes[-1].start()
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            _kill(process)
     text = "".join(one.read_text(errors="replace") for one in outputs if one.exists())
     assert None not in codes, f"did not end within {deadline_s} s:\n{text}"
     return next((code for code in codes if code), 0), text
