@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from dcp_cases import assert_holds, planner, raw_bytes, seeded
-from front_door_cases import Counter
 from saver_cases import END_S, Hold, hold_here, quick_saver, save_spoilt
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -27,6 +26,19 @@ from ckpt_storage.background.staging import Arenas, Kind, StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 MIB = 1024 * 1024
+
+
+class Owner:
+    """An object that DCP asks for its state: a tensor that is the object's own."""
+
+    def __init__(self, seed: int) -> None:
+        self.weight = seeded(seed, 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
 
 
 class Named(torch.Tensor):
@@ -70,19 +82,19 @@ def test_each_save_stages_its_own_values_and_structure(tmp_path: Path) -> None:
 
 def test_values_are_serialised_at_the_call(tmp_path: Path) -> None:
     """What is no tensor is saved as it was, Stateful objects and arrays included."""
-    counter = Counter(9)
-    state: dict[str, Any] = {"set": {1, 2}, "numpy": np.arange(5), "counter": counter}
+    owner = Owner(90)
+    state: dict[str, Any] = {"set": {1, 2}, "numpy": np.arange(5), "owner": owner}
     with quick_saver("thread") as saver:
         hold_here(hold := Hold(tmp_path, "write", 0))
         saver.save(state, tmp_path / "run", sync_files=False)
         state["set"].clear()
         state["numpy"].fill(7)
-        counter.count = 0
+        owner.weight.zero_()
         hold.go()
-    target: dict[str, Any] = {"set": None, "numpy": None, "counter": Counter(0)}
+    target: dict[str, Any] = {"set": None, "numpy": None, "owner": Owner(0)}
     load(target, tmp_path / "run", unsafe_pickle=True)
     assert (target["set"], target["numpy"].tolist()) == ({1, 2}, [*range(5)])
-    assert target["counter"].count == 9
+    assert torch.equal(target["owner"].weight, seeded(90, 4))
 
 
 def test_the_same_elements_are_copied_once() -> None:
