@@ -383,24 +383,19 @@ def slow_server() -> Iterator[S3Server]:
         assert [record.key for record in server.requests if record.fault == "delay"]
 
 
-@pytest.mark.parametrize("save", [plainly, by_dcp])
-def test_regression_fast_llm_543_waiting_on_the_training_group_times_out(
-    ranks: RankPool, tmp_path: Path, slow_server: S3Server, save: Save
+@pytest.mark.parametrize(
+    ("save", "ends_well"), [(plainly, False), (by_dcp, False), (by_ours, True)]
+)
+def test_regression_fast_llm_543_save_outlasts_the_training_groups_timeout(
+    ranks: RankPool, tmp_path: Path, slow_server: S3Server, save: Save, *, ends_well: bool
 ) -> None:
-    """The pattern fails here: the waiting rank's collective dies while rank 0 still writes."""
+    """Storage takes more than twice the timeout of the group that trains; ours succeeds.
+
+    The pattern fails: the waiting rank's collective dies while rank 0 still writes.
+    """
     given = tmp_path, save, slow_server.storage_options
     results = ranks.run(_save_slowly, *given, world_size=2)
-    assert results != ["saved", "saved"]
+    assert (results == ["saved", "saved"]) is ends_well, results
     # The rank that waits times out; the other may only hear that it has gone.
-    assert re.search("timed out|timeout|closed|reset", "\n".join(results), re.IGNORECASE)
-
-
-def test_regression_fast_llm_543_save_outlasts_the_training_groups_timeout(
-    ranks: RankPool, tmp_path: Path, slow_server: S3Server
-) -> None:
-    """`save` on that group, with storage that takes more than twice its timeout, succeeds.
-
-    Training goes on upon the group afterwards.
-    """
-    given = tmp_path, by_ours, slow_server.storage_options
-    assert ranks.run(_save_slowly, *given, world_size=2) == ["saved", "saved"]
+    reasons = re.compile("timed out|timeout|closed|reset", re.IGNORECASE)
+    assert ends_well or reasons.search("\n".join(results))
