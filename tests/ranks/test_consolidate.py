@@ -251,27 +251,24 @@ STATE: dict[str, Any] = {f"t{number}": seeded(number, 40_000) for number in rang
 OPTIONS: dict[str, Any] = {"unsupported": "drop", "max_file_bytes": 200_000}
 
 
-def _move_together(_rank: int, folder: Path, formats: list[TargetFormat]) -> list[Any]:
-    world = dist.group.WORLD
-    told: list[Any] = []
-    for to in formats:
-        source = folder / ("state.pt" if to == "ckpt_storage" else "src")
-        told.append(convert(source, folder / f"three-{to}", process_group=world, to=to, **OPTIONS))
-    told.append(copy(folder / "src", folder / "copy", process_group=world))
-    caught(convert, folder / "src", folder / "refused", process_group=world, to="safetensors")
-    return told
-
-
-def test_ranks_move_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(3)
+def test_ranks_move_as_one_process_does(rank: int, tmp_path: Path) -> None:
     """Three ranks make the files that one makes, commit once, and all get the report."""
-    save(STATE, tmp_path / "src")
-    torch.save(STATE, tmp_path / "state.pt")
+    world, src, file = dist.group.WORLD, tmp_path / "src", tmp_path / "state.pt"
+    if rank == 0:
+        save(STATE, src)
+        torch.save(STATE, file)
+    gathered()
+    told: list[Any] = [copy(src, tmp_path / "copy", process_group=world)]
     formats: list[TargetFormat] = ["dcp", "safetensors", "torch_save", "ckpt_storage"]
-    told = ranks.run(_move_together, tmp_path, formats, world_size=3)
-    assert all(one == told[0] for one in told), told
+    for to in formats:
+        source, target = file if to == "ckpt_storage" else src, tmp_path / f"three-{to}"
+        told.append(convert(source, target, process_group=world, to=to, **OPTIONS))
+        if rank == 0:
+            convert(source, tmp_path / f"one-{to}", to=to, **OPTIONS)
+    caught(convert, src, tmp_path / "refused", process_group=world, to="safetensors")
+    assert gathered(told) == [told] * 3
     assert not list((tmp_path / "refused").glob("*.safetensors"))
-    for to in formats[:-1]:
-        convert(tmp_path / "src", tmp_path / f"one-{to}", to=to, **OPTIONS)
     one, three = (tmp_path / f"{count}-torch_save" for count in ("one", "three"))
     assert one.read_bytes() == three.read_bytes()
     for to in formats[:2]:
