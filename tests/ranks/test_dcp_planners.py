@@ -398,13 +398,6 @@ class Unpacking(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
-class Renaming(dcp.DefaultSavePlanner):
-    """A planner that gives what it saves other names."""
-
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **more: Any) -> None:
-        super().set_up_planner({f"new_{key}": state_dict[key] for key in state_dict}, *args, **more)
-
-
 def test_ties_are_those_of_the_state_and_of_what_is_stored(tmp_path: Path) -> None:
     """Copies that a planner or a kind of tensor makes are no ties, though memory is used again."""
     ones = {f"w{i}": torch.ones(64, 64) for i in range(6)}
@@ -420,7 +413,12 @@ def test_ties_are_those_of_the_state_and_of_what_is_stored(tmp_path: Path) -> No
     assert [recorded(path) for path in tmp_path.iterdir()] == [{}] * 4
     by_ours(tied_model(), tmp_path / "cast", planner=cast)
     assert recorded(tmp_path / "cast") == TIE
-    by_ours(tied_model(), tmp_path / "renamed", planner=Renaming())
+    rename = planner(
+        set_up_planner=lambda set_up, state, *args, **more: set_up(
+            {f"new_{key}": state[key] for key in state}, *args, **more
+        )
+    )
+    by_ours(tied_model(), tmp_path / "renamed", planner=rename)
     assert recorded(tmp_path / "renamed") == {"new_model.head": "new_model.embed"}
 
 

@@ -65,21 +65,14 @@ def test_a_planner_that_caches_plans_saves_every_time(tmp_path: Path) -> None:
         cases.assert_loads(tmp_path / str(step), step, dcp_cases.load_stock)
 
 
-class OldPlanner(dcp.DefaultSavePlanner):
-    """A planner of the time before `storage_meta`, that renames what it saves."""
-
-    def set_up_planner(  # type: ignore[override]  # as planners were before torch 2.3
-        self,
-        state_dict: dict[str, Any],
-        is_coordinator: bool,  # noqa: FBT001  # torch's
-    ) -> None:
-        renamed = {f"renamed.{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, is_coordinator=is_coordinator)
-
-
 def test_a_planner_of_the_old_form_is_obeyed(tmp_path: Path) -> None:
     """A planner whose `set_up_planner` knows no `storage_meta` still decides what is saved."""
-    save_state({"w": seeded(1, 4)}, tmp_path, planner=OldPlanner())
+
+    def rename(set_up: Any, state: dict[str, Any], is_coordinator: bool) -> None:  # noqa: FBT001  # torch's
+        renamed = {f"renamed.{key}": value for key, value in state.items()}
+        set_up(renamed, is_coordinator=is_coordinator)
+
+    save_state({"w": seeded(1, 4)}, tmp_path, planner=dcp_cases.planner(set_up_planner=rename))
     dcp_cases.assert_holds(tmp_path, {"renamed.w": seeded(1, 4)}, [dcp_cases.load_stock])
 
 
