@@ -275,9 +275,8 @@ def test_options_reach_every_process_and_show_nowhere(ranks: RankPool, server: S
     """
     options = server.storage_options | {"secret": "very-secret"}
     shown = ranks.run(_save_in_all_modes, options, world_size=2, timeout_s=120)
-    assert (
-        shown == [tuple(f"CheckpointStorage{kind}('{ROOT}')" for kind in ("Writer", "Reader"))] * 2
-    )
+    reader = f"CheckpointStorageReader('{ROOT}/by-process')"
+    assert shown == [(f"CheckpointStorageWriter('{ROOT}')", reader)] * 2
     assert server.open_upload_count == 0
     infos = list_checkpoints(ROOT, storage_options=options)
     assert {info.name for info in infos} == {f"by-{mode}" for mode in MODES}
