@@ -235,12 +235,11 @@ class Fields:
             what = f"{where} has the format {found!r}; {format_of(kind)!r} belongs there."
             raise FormatError(what, path=where, next_step=_WRONG_FILE)
         if int(match[2]) > _MAJOR:
-            raise FormatError(
+            told = (
                 f"{where} has the format {found!r}; the highest version that this release of "
-                f"ckpt_storage reads is {_MAJOR}.",
-                path=where,
-                next_step="Install a newer ckpt_storage.",
+                f"ckpt_storage reads is {_MAJOR}."
             )
+            raise FormatError(told, path=where, next_step="Install a newer ckpt_storage.")
         return cls(body, where)
 
     def __contains__(self, key: str) -> bool:
@@ -273,10 +272,6 @@ class Fields:
     def strings(self, key: str) -> list[str]:
         """Return a list of strings."""
         return self.value(key, list, ok=lambda v: all(isinstance(s, str) for s in v))
-
-    def lists_of_counts(self, key: str) -> list[list[int]]:
-        """Return a list of lists of integers from 0 on."""
-        return self.value(key, list, ok=lambda v: all(map(are_counts, v)))
 
     def object(self, key: str) -> Fields:
         """Return access to an object."""

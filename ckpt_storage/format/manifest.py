@@ -22,6 +22,7 @@ from .documents import (
     Fields,
     FileRef,
     LazyList,
+    are_counts,
     format_of,
     no_constant,
     pack_column,
@@ -242,7 +243,8 @@ def _layout_key(tensor: TensorRecord) -> object:
 
 def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
     """Return the tensors of a manifest, by name. Raises `FormatError`."""
-    dtypes, sizes = dtypes_of(get), list(map(tuple, get.lists_of_counts("shapes")))
+    shapes = get.value("shapes", list, ok=lambda shapes: all(map(are_counts, shapes)))
+    dtypes, sizes = dtypes_of(get), list(map(tuple, shapes))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
     table = get.object("tensors")
     fqns = table.names("fqns")

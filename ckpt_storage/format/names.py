@@ -111,10 +111,9 @@ def checked_path(path: str, *, where: str) -> str:
     has an empty part, `.`, `..`, a backslash, a NUL or half of a surrogate pair, or has a scheme.
     """
     if _UNSAFE.search(path) or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        what = f"{where} names the file {path!r}, which does not stay below the checkpoint."
         raise UnsafeContentError(
-            f"{where} names the file {path!r}, which does not stay below the checkpoint.",
-            path=where,
-            next_step="Do not load this checkpoint; find out who wrote it.",
+            what, path=where, next_step="Do not load this checkpoint; find out who wrote it."
         )
     return path
 

@@ -248,12 +248,11 @@ def dtypes_of(get: Fields) -> list[str]:
     dtypes = get.strings("dtypes")
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
-        raise FormatError(
+        what = (
             f"{get.where} holds tensors of dtype {unknown[0]!r:.80}, which this release does not "
-            "know.",
-            path=get.where,
-            next_step="Install a newer ckpt_storage.",
+            "know."
         )
+        raise FormatError(what, path=get.where, next_step="Install a newer ckpt_storage.")
     if len(set(dtypes)) != len(dtypes):
         get.fail("names a dtype twice")
     return dtypes

@@ -226,10 +226,9 @@ def parse_tensor_item(
     for an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
     """
     if not head.startswith(_LOCAL_MAGIC[: len(head)]):
+        what = f"The item of {path or 'a shard file'} does not begin as one of torch.save does."
         raise FormatError(
-            f"The item of {path or 'a shard file'} does not begin as one of torch.save does.",
-            path=path,
-            next_step="Check that its offset comes from the metadata beside it.",
+            what, path=path, next_step="Check that its offset comes from the metadata beside it."
         )
     try:
         found = _parse_item(head, path)
@@ -243,12 +242,11 @@ def parse_tensor_item(
     else:
         if found.payload_offset + found.payload_bytes <= item_bytes:
             return found
-    raise FormatError(
+    what = (
         f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
-        "before the tensor that it announces.",
-        path=path,
-        next_step=DAMAGED,
+        "before the tensor that it announces."
     )
+    raise FormatError(what, path=path, next_step=DAMAGED)
 
 
 def _parse_item(head: bytes, path: str | None) -> ItemHeader:
@@ -285,12 +283,11 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
         content = head[start:end]
         # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
         if crc and crc != zlib.crc32(content):
-            raise IntegrityError(
+            what = (
                 f"The record {name.decode(errors='replace')!r} of an item of "
-                f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start.",
-                path=path,
-                next_step=DAMAGED,
+                f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start."
             )
+            raise IntegrityError(what, path=path, next_step=DAMAGED)
         if name == b"data.pkl":
             plain = _plain_tensor(interpret(content, _ALLOWED))
         elif name == b"byteorder" and content != b"little":

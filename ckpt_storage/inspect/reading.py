@@ -135,9 +135,8 @@ class Handle:
     def session(self, what: str) -> Iterator[Store]:
         """Give the store for one operation, which is over once nothing has moved."""
         if self._is_closed:
-            raise InvalidInputError(
-                f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
-            )
+            told = f"{self.url} was closed."
+            raise InvalidInputError(told, next_step="Open it again with open_checkpoint.")
         what = f"{what} {self.url}"
         deadline = stalling_deadline("load", self._timeout_s, what)
         with deadline.governs(what):
@@ -335,9 +334,8 @@ def elements_of(words: Words, dtype: str) -> NDArray[Any]:
     """Return words as elements of torch's type `dtype`, in the same memory, or raise."""
     name = numpy_name(dtype)
     if name is None:
-        raise CheckpointError(
-            f"numpy has no type for {dtype}.", next_step="Read the tensor with .torch()."
-        )
+        what = f"numpy has no type for {dtype}."
+        raise CheckpointError(what, next_step="Read the tensor with .torch().")
     if DTYPES[dtype].numpy is not None:
         return words.view(name)
     import ml_dtypes  # noqa: PLC0415  # only where it is needed

@@ -128,12 +128,11 @@ class StockSource(ForeignSource):
         if parsed is None or parsed.dtype != self.tensors[place.fqn].dtype:
             return place  # torch itself has to read the whole item
         if parsed.shape != place.sizes:
-            raise FormatError(
+            what = (
                 f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
-                f"{STOCK_METADATA} says {list(place.sizes)}.",
-                path=place.path,
-                next_step=_RESTORE,
+                f"{STOCK_METADATA} says {list(place.sizes)}."
             )
+            raise FormatError(what, path=place.path, next_step=_RESTORE)
         return replace(
             place,
             start=place.start + parsed.payload_offset,
@@ -177,10 +176,9 @@ def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box],
 
 def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
     if tensor.dtype not in DTYPES:
+        what = f"{fqn} has dtype {tensor.dtype}, which this release does not read."
         raise FormatError(
-            f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
-            path=STOCK_METADATA,
-            next_step="Load it with torch's FileSystemReader.",
+            what, path=STOCK_METADATA, next_step="Load it with torch's FileSystemReader."
         )
     boxes, flaw = _tiles(tensor.boxes, tensor.shape)
     if flaw is not None:
@@ -294,10 +292,9 @@ def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
     tiles, flaw = _tiles(boxes, shape)
     if flaw is not None:
+        what = f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}."
         raise IntegrityError(
-            f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}.",
-            fqn=fqn,
-            next_step="Files are missing, or those of another save are among them.",
+            what, fqn=fqn, next_step="Files are missing, or those of another save are among them."
         )
     return TensorRecord(dtype=dtype, shape=shape, boxes=tiles)
 

@@ -18,7 +18,6 @@ from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
-from ckpt_storage.format.names import slot_path
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
@@ -345,8 +344,7 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
 
     Raises as `read_document`, and `FormatError` if it is missing because newer slots were lost.
     """
-    if record.manifest is None or record.save_id is None:  # pragma: no cover  # never decoded so
-        raise FormatError(f"{slot_path(record.slot)} names no manifest.")
+    assert record.manifest and record.save_id  # noqa: S101, PT018  # no other is a head
     try:
         return _read(store, record.manifest, record.save_id, Manifest)
     except IntegrityError:
