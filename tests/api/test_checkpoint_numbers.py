@@ -210,7 +210,9 @@ def test_statistics_are_numpys(array: Any, cuts: list[int]) -> None:
     kept = array[np.isfinite(wide)]
     assert (found.min, found.max) == (kept.min(), kept.max())
     assert found.mean == pytest.approx(finite.mean(), rel=1e-12, abs=1e-12)
-    assert found.std == pytest.approx(finite.std(), rel=1e-9, abs=1e-9)
+    # Where the spread is small beside the values, their own rounding shows.
+    rounding = 1e-9 + 4e-15 * np.abs(finite).max()
+    assert found.std == pytest.approx(finite.std(), rel=1e-9, abs=rounding)
     assert sum(found.histogram.counts) == len(finite)
     assert len(found.histogram.edges) == len(found.histogram.counts) + 1 == 9
     counts, _ = np.histogram(finite, np.array(found.histogram.edges))
