@@ -28,7 +28,6 @@ from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, cop
 from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.folder import remove_exports
-from ckpt_storage.format.exports import HOLDER_PATH
 from ckpt_storage.manager.prune import Mirror, Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
@@ -42,7 +41,6 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 Call = Callable[[Path, Path], object]
 
 STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
-OURS = {"shards", "exported"}
 OTHER = {f"t{number}": seeded(number + 9, 300) for number in range(3)}
 
 
@@ -53,15 +51,12 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(kind: str, state: dict[str, torch.Tensor], folder: Path) -> Path:
-    """Make a checkpoint; of ours in several files with "shards", and with an export "exported"."""
-    if kind not in OURS:
+    """Make a checkpoint; of ours in several files with "shards"."""
+    if kind == "shards":
+        torch.save(state, folder.with_suffix(".pt"))
+        convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
+    else:
         make(kind, state, folder)
-        return folder
-    torch.save(state, folder.with_suffix(".pt"))
-    convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
-    if kind == "exported":
-        consolidate(folder)
-        (folder / "hf" / "config.json").write_text("{}")
     return folder
 
 
@@ -82,7 +77,6 @@ CASES: dict[str, tuple[str, Call]] = {
     "copy safetensors": ("safetensors", copy),
     "copy ckpt_storage": ("shards", copy),
     "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
-    "copy ckpt_storage with its export": ("exported", copy),
 }
 
 
@@ -119,27 +113,46 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
         faulty.play()
         found = values_of(root)
         assert found is None or same(old, found) or same(found, whole), at
-        if found is not None and kind == "exported":
-            problems = verify(root).problems
-            assert all("still being written" in one.message for one in problems), at
-        if not same(found, whole) or kind in OURS:
+        if not same(found, whole) or kind == "shards":
             # A copy that counts already puts what stock readers need.
             call(source, root)
             # What a save under another id left, only a prune takes away.
             assert case == "convert to ckpt_storage" or not list(root.rglob("*.tmp-*")), at
             assert verify(root).ok, at
         assert same(values_of(root), whole), at
-        if kind == "exported":
-            # A copy has the same bytes, but for who holds the folder.
-            theirs = files_below(source / "hf")
-            theirs.pop(HOLDER_PATH)
-            assert files_below(root / "hf").items() >= theirs.items(), at
-        elif kind not in {"ckpt_storage", "shards"} and case.startswith("copy"):
+        if kind not in {"ckpt_storage", "shards"} and case.startswith("copy"):
             # What is left of a cut at the very end are the notes alone.
             left = set(files_below(root)) ^ names
             assert all(path.startswith(".ckpt-storage") for path in left), at
         faulty.close()
         shutil.rmtree(root)
+
+
+def test_an_export_whose_copy_was_cut_goes_over_with_the_next(
+    tmp_path: Path, faulty: Faulty
+) -> None:
+    """Cut anywhere it is no export of the copy, or the whole one, and the next call ends it."""
+    source, root = made("shards", STATE, tmp_path / "src"), tmp_path / "dst" / "cut"
+    consolidate(source)
+    (source / "hf" / "config.json").write_text("{}")
+    faulty.target = f"{root.as_uri()}/hf"
+    copy(source, root)
+    calls = faulty.script.calls
+    assert consolidate_cases.INDEX in {call.path for call in calls}
+    assert len(calls) > 15
+    # A copy has the same bytes, but for who holds the folder.
+    files = files_below(source / "hf").items()
+    whole = {path: data for path, data in files if not path.endswith("job.json")}
+    for at, rule in each_fault(calls, ["crash_before"]):
+        shutil.rmtree(root / "hf")
+        faulty.play(rule)
+        assert copy(source, root).failed_exports, at
+        faulty.play()
+        found = verify(root)
+        assert found.ok or "still being written" in found.problems[0].message, at
+        assert copy(source, root).exports == ("hf",), at
+        assert files_below(root / "hf").items() >= whole.items(), at
+        assert verify(root).ok, at
 
 
 def test_half_written_files_are_sent_again(tmp_path: Path, faulty: Faulty) -> None:
