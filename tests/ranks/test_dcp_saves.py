@@ -321,8 +321,10 @@ def test_a_rank_saves_for_itself_only_if_it_is_told_so(rank: int, tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state_of(rank), checkpoint_id=name, storage_writer=writer, no_dist=True)
-        dcp_cases.load_stock(target := zeros_like(state_of(rank)), tmp_path / name)
-    assert same(target, state_of(rank))
+        for reader in (None, CheckpointStorageReader(tmp_path / name)):
+            given: Any = {"checkpoint_id": tmp_path / name, "storage_reader": reader}
+            dcp.load(target := zeros_like(state_of(rank)), no_dist=True, **given)
+            assert same(target, state_of(rank))
     meta = writer.storage_meta()
     assert meta is not None
     assert str(meta.checkpoint_id) == str(tmp_path)

@@ -27,17 +27,29 @@ import ckpt_storage
 from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError
 from ckpt_storage.loads.loadplanner import _Cuts
 from ckpt_storage.saves.planning import PLANS, Structure, structure_of
+from ckpt_storage.testing.ranks import RankPool
 
 save_state = partial(ckpt_storage.save, sync_files=False)
 
 
-@on_ranks(1, 3)
-def test_torchs_reader_loads_what_save_wrote(tmp_path: Path) -> None:
-    """Any number of ranks saves; torch loads it, alone or together, and so does `load`."""
-    assert len(set(gathered(cases.save(tmp_path, 7)))) == 1
-    by_torch = lambda state, at: dcp.load(state, checkpoint_id=at)  # noqa: E731  # in a row of doors
-    for load in (ckpt_storage.load, dcp_cases.load_stock, by_torch):
-        cases.assert_loads(tmp_path, 7, load)
+def _save(_rank: int, path: Path) -> str | None:
+    return cases.save(path, 7)
+
+
+def _load_both_ways(_rank: int, path: Path) -> None:
+    cases.assert_loads(path, 7)
+    cases.assert_loads(path, 7, lambda state, at: dcp.load(state, checkpoint_id=at))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchs_reader_loads_what_save_wrote(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """Any number of ranks saves; torch loads it on one rank and on two, and so does `load`."""
+    assert len(set(ranks.run(_save, tmp_path, world_size=world_size))) == 1
+    cases.assert_loads(tmp_path, 7)
+    cases.assert_loads(tmp_path, 7, dcp_cases.load_stock)
+    ranks.run(_load_both_ways, tmp_path, world_size=2)
 
 
 def test_one_process_without_a_group_saves_and_loads(
