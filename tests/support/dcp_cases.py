@@ -17,11 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter
+from ckpt_storage.format.boxes import Box
 
 # What torch.testing has not: kinds without arithmetic are compared as bytes.
 _BYTES = torch.uint8
@@ -76,6 +82,37 @@ def same(left: object, right: object) -> bool:
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and bool(left == right)
+
+
+class Tiled(torch.Tensor):
+    """A tensor of which one rank holds chunks, by torch's protocol for such."""
+
+    boxes: Sequence[Box] = ()
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        kind = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, kind, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # torch's
+        return [ChunkStorageMetadata(torch.Size(a), torch.Size(b)) for a, b in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        (box,) = [box for box in self.boxes if box.offsets == tuple(index.offset or ())]
+        return self.as_subclass(torch.Tensor)[tuple(map(slice, box.offsets, box.stops))]
+
+
+def tiled(whole: torch.Tensor, boxes: Sequence[Box]) -> Tiled:
+    """Return a tensor in chunks."""
+    made = whole.as_subclass(Tiled)
+    made.boxes = boxes
+    return made
 
 
 HIDES_REASONS = torch.__version__ < "2.10"

@@ -1,29 +1,30 @@
-"""What the coordinator makes of reports, held against counting every element (I8)."""
+"""Covers of tensors by chunks, held against counting: each element is there once (I8)."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import pickle
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from report_tools import Written, reports_of
 
 from ckpt_storage.commit.assembly import assemble
 from ckpt_storage.commit.report import Planned
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format.boxes import interval_boxes
+from ckpt_storage.format.boxes import Box, find_flaw, find_grid, interval_boxes
 from ckpt_storage.format.manifest import Manifest
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def planned(**shapes: tuple[int, ...]) -> Planned:
-    """Return a plan of tensors."""
     return Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
 
 
@@ -35,7 +36,6 @@ def assembled(ranks: Sequence[Sequence[Written]], plan: Planned) -> Manifest:
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """Draw consecutive intervals that make up `size`."""
     inner = draw(st.sets(st.integers(1, max(1, size - 1)), max_size=4)) if size > 1 else set()
     ends = [0, *sorted(inner), size]
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
@@ -123,14 +123,6 @@ def test_a_cover_is_taken_if_and_only_if_it_is_exact(
     assert len(record.boxes) == len(expected)
 
 
-def test_tensors_that_are_cut_alike_share_one_grid() -> None:
-    """However many tensors and ranks there are, a layout is kept once."""
-    ranks = [[Written(f"t{n}", (8 * rank, 0), (8, 4)) for n in range(50)] for rank in range(64)]
-    manifest = assembled(ranks, planned(**{f"t{n}": (512, 4) for n in range(50)}))
-    assert len({id(tensor.boxes) for tensor in manifest.tensors.values()}) == 1
-    assert len(manifest.to_body()["layouts"]) == 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
@@ -188,3 +180,100 @@ def test_empty_tensors_cut_at_their_ends_are_taken() -> None:
     manifest = assembled([[Written("e", *chunk)] for chunk in chunks], planned(e=(4, 0)))
     found = Manifest.from_body(manifest.to_body(), where="here").tensors["e"]
     assert list(map(tuple, found.boxes)) == chunks
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    """Draw a box, possibly empty, within `shape`; along half of the dimensions it is whole."""
+    spans = [
+        (0, size)
+        if draw(st.booleans())
+        else sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+        for size in shape
+    ]
+    return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+
+
+def mask(shape: Sequence[int], box: Box) -> NDArray[np.bool_]:
+    held = np.zeros(shape, dtype=bool)
+    held[
+        tuple(
+            slice(max(start, 0), max(start + size, 0))
+            for start, size in zip(box.offsets, box.sizes, strict=True)
+        )
+    ] = True
+    return held
+
+
+def cut_up(shape: tuple[int, ...], cut_count: int, seed: int) -> tuple[tuple[int, ...], list[Box]]:
+    """Return the boxes that a shape falls into if a piece is cut in two again and again."""
+    draw = random.Random(seed)  # for tests
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(cut_count):
+        at = draw.randrange(len(boxes))
+        offsets, sizes = boxes[at]
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
+        if dims:
+            dim = draw.choice(dims)
+            cut = draw.randrange(1, sizes[dim])
+            there = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+            boxes[at] = Box(offsets, (*sizes[:dim], cut, *sizes[dim + 1 :]))
+            boxes.append(Box(there, (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])))
+    return shape, boxes
+
+
+MANY_CUTS = st.builds(
+    cut_up,
+    st.lists(st.integers(2, 6), min_size=2, max_size=4).map(tuple),
+    st.integers(9, 300),
+    st.integers(0),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tiling=tilings() | MANY_CUTS,
+    change=st.sampled_from(["none", "drop", "double", "replace", "add"]),
+    data=st.data(),
+)
+def test_a_flaw_is_found_if_and_only_if_counting_finds_one(
+    tiling: tuple[tuple[int, ...], list[Chunk]], change: str, data: st.DataObject
+) -> None:
+    """Whatever form the chunks have, however many there are, and whatever became of one."""
+    shape, boxes = tiling[0], [Box(*chunk) for chunk in tiling[1]]
+    data.draw(st.randoms(use_true_random=True)).shuffle(boxes)
+    if change == "drop":
+        boxes.pop()
+    elif change == "double":
+        boxes.append(boxes[0])
+    elif change == "replace":
+        boxes[0] = boxes[-1]
+    elif change == "add":
+        boxes.append(data.draw(boxes_in(shape)))
+    empty = Box((0,) * len(shape), (0,) * len(shape))
+    found = find_flaw(shape, [*boxes, empty] if shape else boxes)
+    held = np.sum([mask(shape, box) for box in boxes], axis=0) + np.zeros(shape, dtype=np.int64)
+    assert (found is None) == bool((held == 1).all())
+    if found is not None:
+        assert found.at is not None
+        assert held[found.at] == len(found.holders) != 1
+    if find_grid(shape, boxes) is not None:
+        # Of equal ones one counts.
+        assert (np.sum([mask(shape, box) for box in {*boxes}], axis=0) == 1).all()
+
+
+def test_chunks_that_all_lie_side_by_side_are_refused_at_once() -> None:
+    """Too many that begin at one place and overlap nowhere are not held each against each."""
+    cut = [Box((n, at), (1, 1)) for n in range(2) for at in range(20_000)]
+    assert find_flaw((2, 20_000), cut) is None
+    nested = [Box((0, 0), (n + 1, 1)) for n in range(20_000)]
+    found = find_flaw((20_000, 2), nested)
+    assert found is not None
+
+
+def test_more_steps_than_may_be_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be checked in time is not taken for sound."""
+    monkeypatch.setattr("ckpt_storage.format.boxes._MOST_STEPS", 10)
+    assert find_flaw((4,), [Box((at,), (1,)) for at in range(4)]) is None
+    found = find_flaw((20,), [Box((at,), (1,)) for at in range(20)])
+    assert str(found) == "they are cut in more ways than can be checked"

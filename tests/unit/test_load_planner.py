@@ -13,55 +13,37 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_tools import Written, reports_of
+from on_ranks import on_ranks
 from test_assemble import cuts, tilings
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import ckpt_storage
-from ckpt_storage.commit.assembly import assemble
-from ckpt_storage.commit.report import Planned
-from ckpt_storage.dcp.border import FoldedPlan
-from ckpt_storage.format.boxes import Box, Grid
+from ckpt_storage.format.boxes import Box, Grid, find_grid
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner
-from ckpt_storage.testing.ranks import RankPool
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 W = ("w", (4,), [((0,), (4,))])
 
 
-class Shard(torch.Tensor):
-    """A tensor of which this rank holds some chunks, as torch's protocol for such has it."""
-
-    held: Sequence[Chunk] = ()
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # torch's
-        return [ChunkStorageMetadata(torch.Size(a), torch.Size(b)) for a, b in self.held]
-
-
-def shard(shape: tuple[int, ...], held: Sequence[Chunk]) -> Shard:
-    """Return a target of `shape` that holds these chunks."""
-    target = torch.zeros(shape).as_subclass(Shard)
-    target.held = held
-    return target
+def shard(shape: tuple[int, ...], held: Sequence[Chunk]) -> torch.Tensor:
+    return dcp_cases.tiled(torch.zeros(shape), [Box(*one) for one in held])
 
 
 def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bool) -> Metadata:
     """Return metadata with these tensors and a blob, as lists of ours or of torch's."""
-    ranks = [[Written(fqn, *chunk) for fqn, _, chunks in tensors for chunk in chunks]]
-    shapes = {fqn: shape for fqn, shape, _ in tensors}
-    plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
     state: dict[str, Any] = {"step": BytesStorageMetadata()}
-    for fqn, record in assemble(reports_of(ranks), plan).tensors.items():
+    for fqn, shape, held in tensors:
+        boxes = [Box(*one) for one in held]
+        record = TensorRecord(dtype="float32", shape=shape, boxes=find_grid(shape, boxes) or boxes)
         chunks = ChunkList(record)
         state[fqn] = TensorStorageMetadata(
             properties=TensorProperties(dtype=torch.float32),
@@ -72,22 +54,11 @@ def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bo
 
 
 def spelt(plan: LoadPlan) -> list[str]:
-    """Return items in an order of their own, without hints."""
     return sorted(
-        repr(
-            (
-                item.type,
-                item.dest_index.fqn,
-                item.dest_index.offset,
-                item.dest_offsets,
-                item.storage_index.fqn,
-                item.storage_index.offset,
-                item.storage_offsets,
-                item.lengths,
-            )
-        )
+        repr((item.type, *places, item.dest_offsets, item.storage_offsets, item.lengths))
         for item in plan.items
         if 0 not in item.lengths or item.type.name == "BYTE_IO"
+        for places in [[(i.fqn, i.offset) for i in (item.dest_index, item.storage_index)]]
     )
 
 
@@ -148,109 +119,65 @@ def drop(create: Callable[..., list[LoadPlan]], plans: list[LoadPlan]) -> list[L
     return create(plans)
 
 
-def load_in_many_ways(rank: int, path: str) -> list[tuple[str, str, int | None]]:
-    """Load with planners on both ranks; then with one, and with a target that has no memory."""
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(4.0), "own.0": torch.ones(3), "own.1": torch.ones(3)}
+    ckpt_storage.save(state, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@on_ranks()
+def test_ranks_load_by_their_planners(rank: int, model: Path) -> None:
+    """The coordinator's decides for all; a planner of one rank alone, or a failure, all hear of."""
     dropping = dcp_cases.planner(DefaultLoadPlanner, create_global_plan=drop)
     doors: list[Any] = [ckpt_storage.load, dcp_cases.load]
     for load in doors:
         target = {"w": torch.zeros(4), f"own.{rank}": torch.zeros(3)}
-        load(target, path, planner=DefaultLoadPlanner() if rank else dropping)
+        load(target, model, planner=DefaultLoadPlanner() if rank else dropping)
         assert torch.equal(target["w"], torch.arange(4.0))
         assert target[f"own.{rank}"].tolist() == [1.0 - rank] * 3
-    told = []
-    freed = torch.zeros(4)
-    if rank == 1:
-        freed.untyped_storage().resize_(0)
-    for value, planner in ((torch.zeros(4), DefaultLoadPlanner() if rank else None), (freed, None)):
-        with pytest.raises(ckpt_storage.CheckpointError) as caught:
-            ckpt_storage.load({"w": value}, path, planner=planner)
-        told.append((type(caught.value).__name__, str(caught.value), caught.value.rank))
-    return told
-
-
-def test_ranks_load_by_their_planners(ranks: RankPool, tmp_path: Path) -> None:
-    """The coordinator's decides for all; a planner of one rank alone, or a failure, all hear of."""
-    state = {"w": torch.arange(4.0), "own.0": torch.ones(3), "own.1": torch.ones(3)}
-    ckpt_storage.save(state, tmp_path / "model")
-    told = ranks.run(load_in_many_ways, str(tmp_path / "model"), world_size=2)
-    for (unlike, text, _), _ in told:
-        assert unlike == "RankMismatchError"
-        assert "the default one" in text
-    failed = [(kind, rank) for _, (kind, _, rank) in told]
-    assert failed == [("RankFailedError", 1), ("InvalidInputError", 1)]
+    planner = DefaultLoadPlanner() if rank else None
+    with pytest.raises(ckpt_storage.RankMismatchError, match="the default one"):
+        ckpt_storage.load({"w": torch.zeros(4)}, model, planner=planner)
+    # One has no memory.
+    value = dcp_cases.freed(4) if rank else torch.zeros(4)
+    own = ckpt_storage.InvalidInputError if rank else ckpt_storage.RankFailedError
+    with pytest.raises(own) as caught:
+        ckpt_storage.load({"w": value}, model)
+    assert caught.value.rank == 1
 
 
 def chunk(*pairs: tuple[int, int]) -> ChunkStorageMetadata:
-    """Return a chunk from (offset, size) of each dimension."""
     return ChunkStorageMetadata(torch.Size(a for a, _ in pairs), torch.Size(b for _, b in pairs))
 
 
-EXPECTED = [
-    chunk((a, s), (b, t))
-    for (a, s), (b, t) in itertools.product([(0, 4), (4, 4), (8, 2)], [(0, 3), (3, 2)])
-]
 GRID = Grid((range(0, 12, 4), (0, 3)), (10, 5))
-LISTED = [Box(tuple(c.offsets), tuple(c.sizes)) for c in EXPECTED]
 
 
-@pytest.fixture(params=["grid", "list"])
-def chunks(request: pytest.FixtureRequest) -> ChunkList:
-    """The same six chunks, as cells of a grid and as a list of boxes."""
-    boxes = GRID if request.param == "grid" else LISTED
-    return ChunkList(TensorRecord(dtype="float32", shape=(10, 5), boxes=boxes))
-
-
-def test_it_reads_as_the_list_it_stands_for(chunks: ChunkList) -> None:
-    """Length, order, positions from either end, slices, truth and search."""
+@pytest.mark.parametrize("boxes", [GRID, list(GRID)], ids=["grid", "list"])
+def test_chunks_read_as_the_list_that_they_stand_for(boxes: Sequence[Box]) -> None:
+    """In all that lists do, equal to lists in both directions, and after a pickle, as DCP makes."""
+    chunks: Any = ChunkList(TensorRecord(dtype="float32", shape=(10, 5), boxes=boxes))
+    cells = itertools.product([(0, 4), (4, 4), (8, 2)], [(0, 3), (3, 2)])
+    expected = list(itertools.starmap(chunk, cells))
     assert len(chunks) == 6
-    assert chunks
-    assert list(chunks) == EXPECTED
-    assert [chunks[at] for at in range(-6, 6)] == EXPECTED * 2
-    assert chunks[1:5:2] == EXPECTED[1:5:2]
-    assert chunks.index(EXPECTED[3]) == 3
-    assert EXPECTED[5] in chunks
-    assert list(reversed(chunks)) == EXPECTED[::-1]
+    assert [chunks[at] for at in range(-6, 6)] == expected * 2
+    assert (chunks[1:5:2], list(reversed(chunks))) == (expected[1:5:2], expected[::-1])
+    assert chunks.index(expected[3]) == 3
+    assert expected[5] in chunks
     with pytest.raises(IndexError):
         chunks[6]
-
-
-def test_it_is_equal_to_lists_and_others_of_its_kind(chunks: ChunkList) -> None:
-    """In both directions, inside torch's dataclasses too, and after a pickle, as DCP makes it."""
-    assert chunks == EXPECTED == pickle.loads(pickle.dumps(chunks))
-    assert chunks != EXPECTED[:5]
-    properties = TensorProperties(dtype=torch.float32)
-    assert TensorStorageMetadata(properties, torch.Size([10, 5]), EXPECTED) == (
-        TensorStorageMetadata(properties, torch.Size([10, 5]), chunks)  # type: ignore[arg-type]
-    )
+    assert chunks == expected == pickle.loads(pickle.dumps(chunks))
+    assert chunks != expected[:5]
+    kind, size = TensorProperties(dtype=torch.float32), torch.Size([10, 5])
+    plain = TensorStorageMetadata(kind, size, expected)
+    assert plain == TensorStorageMetadata(kind, size, chunks)
 
 
 def test_a_regular_sharding_travels_in_few_bytes() -> None:
     """A million chunks are not written out."""
-    cuts = (range(0, 1 << 23, 8),)
-    boxes = Grid(cuts, (1 << 23,))
+    boxes = Grid((range(0, 1 << 23, 8),), (1 << 23,))
     many = ChunkList(TensorRecord(dtype="float32", shape=(1 << 23,), boxes=boxes))
     assert len(many) == 1 << 20
     assert len(pickle.dumps(many)) < 1000
     assert many[-1] == chunk(((1 << 23) - 8, 8))
-
-
-def _item(fqn: str) -> ReadItem:
-    index, zeros = MetadataIndex(fqn, [0]), torch.Size([0])
-    return ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, torch.Size([4]))
-
-
-def _travelled(plan: LoadPlan) -> Any:
-    return pickle.loads(pickle.dumps(plan))
-
-
-def test_a_plan_that_is_passed_on_comes_back_unread() -> None:
-    """A coordinator that only passes it on unpickles no item; nothing is lost on the way."""
-    sent = FoldedPlan([_item("a"), _item("b")], "hello", {"of": "planner"})
-    arrived = _travelled(sent)
-    assert "items" not in vars(arrived)
-    back = sent.unless_changed(_travelled(arrived))
-    assert back.items is sent.items
-    assert (back.storage_data, back.planner_data) == ("hello", {"of": "planner"})
-    assert arrived.items == sent.items
-    with pytest.raises(AttributeError):
-        _ = arrived.other
