@@ -37,13 +37,11 @@ MIB = 1 << 20
 
 @pytest.fixture(params=["s3_root", "moto_root", "gcs_root", "azure_root"])
 def root(request: pytest.FixtureRequest) -> Running:
-    """A new root on each kind of object storage."""
     running: Running = request.getfixturevalue(request.param)
     return running
 
 
 def files_at(url: str, options: dict[str, Any]) -> dict[str, bytes]:
-    """Return the objects below a URL, by fsspec alone."""
     protocol, _, path = url.partition("://")
     fs = fsspec.filesystem(protocol, **options, skip_instance_cache=True, use_listings_cache=False)
     found = fs.find(path)
@@ -68,7 +66,6 @@ def test_every_storage_to_itself_and_a_disk(ranks: RankPool, root: Running, tmp_
 
 
 def big_model() -> dict[str, torch.Tensor]:
-    """Return two tensors of 24 MiB and some small ones."""
     count = 12 * MIB
     return {
         "a": torch.arange(count, dtype=torch.int16).reshape(-1, 1024),
@@ -149,7 +146,6 @@ def place(request: pytest.FixtureRequest) -> Running:
 
 
 def store_of(place: Running) -> Store:
-    """Return the store at a place."""
     return open_store(Location.of(place.url, place.storage_options), timeouts=Timeouts(request=30))
 
 

@@ -24,7 +24,6 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 
 
 def outcomes(found: Diagnosis) -> dict[str, str]:
-    """Return what was found out, by probe."""
     return {probe.name: probe.outcome for probe in found.probes}
 
 
@@ -50,7 +49,6 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
 
 
 def seen(server: S3Server, large_bytes: int = MIB, **options: Any) -> Diagnosis:
-    """Look at a bucket."""
     given = {"storage_options": server.storage_options, "retry": ONCE, **options}
     return diagnose("s3://bkt/run", large_bytes=large_bytes, **given)
 
@@ -164,7 +162,6 @@ def console(page: bytes) -> AbstractContextManager[str]:
 
 
 def options_of(storage: str, place: str) -> tuple[str, dict[str, Any]]:
-    """Return a root and the options that take its requests to `place`."""
     address = f"http://{place}"
     if storage == "s3":
         inner = {"endpoint_url": address, "region_name": "us-east-1"}

@@ -1,4 +1,4 @@
-"""What users write, as the pages show: backends, a policy, an export format; credentials."""
+"""What users write, as the pages show: backends, an export format; credentials."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class TestSqlite(SuiteAt):
 
     @pytest.fixture
     def database(self, tmp_path: Path) -> Running:
-        """A database that is not there yet."""
         return Running(url=f"sqlite://{tmp_path}/runs.db/step-1")
 
 
@@ -59,7 +58,6 @@ class TestObstore(SuiteAt):
     many, at = 30, "moto_root"
 
     def opened(self, location: Location, settings: Settings) -> Backend:
-        """Return the example, which no scheme is registered for."""
         return ObstoreBackend(location, settings)
 
     def test_large_objects_go_through_obstore(self, store: Store, backend: Backend) -> None:
@@ -73,22 +71,6 @@ class TestObstore(SuiteAt):
         with pytest.raises(ckpt_storage.StorageError, match="NoSuchKey") as caught:
             store.read("saves/a/y", [(0, memoryview(target))])
         assert caught.value.kind == "not-found"
-
-
-class KeepOdd(ckpt_storage.RetentionPolicy):
-    """Keeps what has an odd step."""
-
-    def kept(self, candidates: Sequence[ckpt_storage.Candidate]) -> Mapping[str, str]:
-        """Return the odd ones."""
-        return {one.name: "it is odd" for one in candidates if one.step % 2}
-
-
-def test_a_policy_of_ones_own_decides(tmp_path: Path) -> None:
-    """`prune` deletes what it does not keep, but for the newest."""
-    for step in (1, 2, 3, 4):
-        ckpt_storage.save({"step": step}, tmp_path / f"step-{step:08d}")
-    report = ckpt_storage.prune(tmp_path, KeepOdd(), dry_run=False)
-    assert report.deleted == ("step-00000002",)
 
 
 def test_an_export_format_of_ones_own(tmp_path: Path) -> None:
@@ -123,6 +105,9 @@ PLAIN = {
 S3_KEY = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret-of-moto"}
 
 
+Way = tuple[Mapping[str, str], Mapping[str, str]]
+
+
 def example(
     url: str, options: Mapping[str, str], environment: Mapping[str, str], home: Path
 ) -> tuple[int, str]:
@@ -147,45 +132,39 @@ def test_the_example_on_s3(moto_server: Running, moto_root: Running, tmp_path: P
         f"[profile training]\nregion = us-east-1\nendpoint_url = {moto_server.url}\n"
         "aws_access_key_id = test\naws_secret_access_key = test-secret-of-moto\n"
     )
-    ways: list[tuple[dict[str, str], dict[str, str]]] = [
-        (
-            {"key": "env:MY_KEY", "secret": "env:MY_SECRET", "endpoint_url": moto_server.url},
-            {"MY_KEY": "test", "MY_SECRET": "test-secret-of-moto"},
-        ),
+    place = {"endpoint_url": moto_server.url}
+    mine = {"MY_KEY": "test", "MY_SECRET": "test-secret-of-moto"}
+    region = {"AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}
+    ways: list[Way] = [
+        ({"key": "env:MY_KEY", "secret": "env:MY_SECRET", **place}, mine),
         ({"profile": "training"}, {}),
         ({}, {"AWS_PROFILE": "training"}),
-        ({}, {**S3_KEY, "AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}),
+        ({}, {**S3_KEY, **region}),
     ]
-    for options, environment in ways:
-        code, output = example(moto_root.url, options, environment, tmp_path)
-        assert code == 0, output
-        assert f"saved {moto_root.url}/step-3 and loaded the same" in output
-    code, output = example(moto_root.url, {"endpoint_url": moto_server.url}, {}, tmp_path)
+    all_work(moto_root, ways, tmp_path)
+    code, output = example(moto_root.url, place, {}, tmp_path)
     assert code == 1
     assert output.startswith("credentials: none were found"), output
     code, output = example(moto_root.url, {"secret": "env:MY_SECRET"}, {}, tmp_path)
     assert (code, output) == (1, "secret: the environment has no MY_SECRET\n")
 
 
-def test_the_example_on_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path) -> None:
-    """An emulator of Google Cloud Storage, by options and by the environment."""
+def all_work(root: Running, ways: Sequence[Way], home: Path) -> None:
+    for options, environment in ways:
+        code, output = example(root.url, options, environment, home)
+        assert code == 0, output
+        assert f"saved {root.url}/step-3 and loaded the same" in output
+
+
+def test_the_example_on_google_and_azure(
+    gcs_root: Running, azure_root: Running, tmp_path: Path
+) -> None:
+    """By options, one of which may name a variable, and by the environment."""
+    address = gcs_root.storage_options["endpoint_url"]
     plain = {"token": "anon", "project": "test"}
-    for options, environment in (
-        ({**plain, "endpoint_url": gcs_server.url}, {}),
-        (plain, {"STORAGE_EMULATOR_HOST": gcs_server.url}),
-    ):
-        code, output = example(gcs_root.url, options, environment, tmp_path)
-        assert code == 0, output
-        assert f"saved {gcs_root.url}/step-3 and loaded the same" in output
-
-
-def test_the_example_on_azure(azure_root: Running, tmp_path: Path) -> None:
-    """A connection string, by an option that names a variable and by the environment."""
+    emulator = {"STORAGE_EMULATOR_HOST": address}
+    all_work(gcs_root, [({**plain, "endpoint_url": address}, {}), (plain, emulator)], tmp_path)
     connection = azure_root.storage_options["connection_string"]
-    for options, environment in (
-        ({"connection_string": "env:MY_CONNECTION"}, {"MY_CONNECTION": connection}),
-        ({}, {"AZURE_STORAGE_CONNECTION_STRING": connection}),
-    ):
-        code, output = example(azure_root.url, options, environment, tmp_path)
-        assert code == 0, output
-        assert f"saved {azure_root.url}/step-3 and loaded the same" in output
+    named = {"connection_string": "env:MY_CONNECTION"}
+    known = {"AZURE_STORAGE_CONNECTION_STRING": connection}
+    all_work(azure_root, [(named, {"MY_CONNECTION": connection}), ({}, known)], tmp_path)

@@ -66,14 +66,12 @@ FIELDS = {
 
 
 def shown(node: ET.Element) -> Any:
-    """Return what is compared of a document."""
     named = [(child.tag.rpartition("}")[2], child) for child in node]
     inner = sorted((name, shown(child)) for name, child in named if name in FIELDS)
     return inner or node.text
 
 
 def answers(url: str) -> list[Any]:
-    """Send all requests; return what is compared of their answers."""
     told: dict[str, str] = {}
     found: list[Any] = []
     for name, method, target, headers, body in REQUESTS:

@@ -21,6 +21,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem, get_loop, sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from local_stores import until
 from remote_tools import ONCE, options_of, send
 from s3fs import S3FileSystem
 
@@ -74,8 +75,8 @@ def test_file_systems_that_no_store_uses_are_dropped(registered: dict[str, type]
         assert used.get("x").data == b"data"
         store.close()
     assert len(alive) == 51
-    _until(lambda: len(ended) == 51 - 9)
-    _until(lambda: sum(one() is not None for one in alive) == 9)
+    until(lambda: len(ended) == 51 - 9)
+    until(lambda: sum(one() is not None for one in alive) == 9)
     used.close()
 
 
@@ -110,13 +111,11 @@ class _Watched(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
             self.inside.discard(threading.get_ident())
 
     def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
-        """Read once four threads do."""
         with self.used():
             self.at_once.wait(20)
             return Path(path).read_bytes()
 
     def open(self, *args: Any, **options: Any) -> Any:
-        """Open a file whose writing is use of its file system, too."""
         with self.used():
             return _WatchedFile(self, super().open(*args, **options))
 
@@ -264,17 +263,10 @@ def test_stores_of_equal_options_share_an_instance(
     assert stores[0].stat("x").size_bytes == 1
     assert id(made) not in _Asynchronous.closed
     stores[0].close()
-    _until(lambda: id(made) in _Asynchronous.closed)
+    until(lambda: id(made) in _Asynchronous.closed)
     assert stores[0].stat("x").size_bytes == 1
     assert len(_Asynchronous.made) == 2
     stores[0].close()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 _BEGIN = """

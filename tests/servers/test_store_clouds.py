@@ -11,18 +11,14 @@ import servers
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
-from remote_tools import ONCE, POLICY, send
+from remote_tools import ONCE, POLICY
 from servers import Running
 from sshfs import SSHFileSystem
 from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.backend import Settings
-from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import FaultBackend, Rule
 
 
 class TestMoto(SuiteAt):
@@ -49,53 +45,13 @@ class TestGcs(SuiteAt):
 
     at = "gcs_root"
 
-
-def azure(root: Running) -> AzureBackend:
-    """Return a backend at Azurite."""
-    return AzureBackend(Location.of(root.url, root.storage_options), Settings())
-
-
-@pytest.mark.parametrize("operation", ["put_part", "complete_upload", "put"])
-def test_an_answer_that_azure_lost_is_made_good_or_taken_back(
-    azure_root: Running, operation: str
-) -> None:
-    """All may be done twice; where nobody can tell whether completing worked, nothing stays."""
-    parts = [b"small"] if operation == "put" else [b"a" * 65536, b"b" * 65536, b"tail"]
-
-    def faulty(policy: RetryPolicy, *rules: Rule) -> Store:
-        return Store(FaultBackend(azure(azure_root), rules), url=azure_root.url, policy=policy)
-
-    store = faulty(POLICY, Rule(action="lost_answer", operation=operation, hit_count=2))
-    upload = store.upload("saves/a/x")
-    upload.complete(send(upload, parts))
-    assert store.get("saves/a/x").data == b"".join(parts)
-    store.delete(["saves/a/x"])
-    store.close()
-    lost = Rule(action="lost_answer", operation=operation, path="saves/a/x", hit_count=None)
-    store = faulty(ONCE, lost, Rule(action="error", operation="stat"))
-    store.put("saves/a/other", b"stays")
-    upload = store.upload("saves/a/x")
-    with pytest.raises(StorageError) as caught:
-        upload.complete(send(upload, parts))
-    upload.abort()
-    assert caught.value.kind == "connection"
-    assert [entry.path for entry in store.list("")] == ["saves/a/other"]
-    store.close()
+    # The server ignores the condition of a deletion; `test_store_gcs_faults` has it.
+    def test_a_version_is_deleted_only_while_it_is_there(self, store: Store) -> None:
+        """Nothing is to be learned of it here."""
 
 
-def test_a_version_on_azure_is_deleted_only_while_it_is_there(azure_root: Running) -> None:
-    """What took its place meanwhile stays."""
-    backend = azure(azure_root)
-    backend.put("x", [memoryview(b"ours")])
-    version = backend.stat("x").version
-    backend.put("x", [memoryview(b"another's")])
-    with pytest.raises(Exception, match="ConditionNotMet"):
-        backend.delete_version("x", version or "")
-    assert backend.get("x", max_bytes=None).data == b"another's"
-    backend.delete_version("x", backend.stat("x").version or "")
-    assert list(backend.list("", recursive=True)) == []
-
-
+# webdav4 leaves the stream of an answer that is not read to its end to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestWebdav(SuiteAt):
     """A synchronous client, which sends a file when it is closed."""
 
@@ -112,7 +68,6 @@ class TestSshfs(SuiteAt):
 
     @pytest.fixture
     def sshfs_root(self, sftp_root: Running, registered: dict[str, type]) -> Running:
-        """A folder of its own."""
         registered["sftp"] = SSHFileSystem
         return sftp_root
 
@@ -163,11 +118,9 @@ def test_what_cannot_be_removed_is_told(registered: dict[str, type]) -> None:
         cachable = False
 
         def rm_file(self, path: str) -> None:
-            """Lose the connection."""
             raise ConnectionResetError(path)
 
         def info(self, path: str, **options: Any) -> Any:
-            """Answer nothing."""
             raise ConnectionResetError(path, options)
 
     registered["broken"] = Broken

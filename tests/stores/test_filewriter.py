@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import threading
-import time
 import uuid
 from array import array
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_stores import Remote, until
 
 from ckpt_storage.errors import PhaseTimeoutError, StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves.shardfile import ShardFileWriter
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Backend, Buffers
-from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
@@ -33,25 +32,11 @@ PART_BYTES = 4096
 OPTIONS = TransferOptions(part_bytes=PART_BYTES, block_bytes=BLOCK_BYTES, thread_count=1)
 
 
-class Remote(MemoryBackend):
-    """Memory behind a network that notes the sizes of parts."""
-
-    capabilities = dataclasses.replace(MemoryBackend.capabilities, is_remote=True)
-
-    def __init__(self) -> None:
-        super().__init__(Location.of(f"memory://{uuid.uuid4().hex}"))
-        self.sizes: dict[int, int] = {}
-
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Keep a part."""
-        self.sizes[number] = sum(view.nbytes for view in data)
-        return super().put_part(path, token, number, offset, data, last=last)
+def remote() -> Remote:
+    return Remote(Location.of(f"memory://{uuid.uuid4().hex}"))
 
 
 def writer(backend: Backend, options: TransferOptions = OPTIONS) -> ShardFileWriter:
-    """Return a writer of the file "x"."""
     sent = ObjectWriter(
         Store(backend, url="far://"),
         "x",
@@ -82,7 +67,7 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     items: list[tuple[int, int, int, bool]], tail: int
 ) -> None:
     """Whatever the lengths, and whether a small payload is given as such or as views."""
-    store = Remote()
+    store = remote()
     file = writer(store)
     content, frames, payloads = b"", [], []
     for n, (before, head, length, as_small) in enumerate(items):
@@ -108,13 +93,12 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     assert file.block_crcs == array("I", map(crc32c, blocks))
 
     assert store.get("x", max_bytes=None).data == content
-    assert all(size == PART_BYTES for _, size in sorted(store.sizes.items())[:-1])
     assert BUDGET.held_bytes == 0
 
 
 def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     """A part on its way to a server counts twice; the one being filled counts too."""
-    store = FaultBackend(Remote(), [Rule(action="hang", operation="put_part", hit_count=None)])
+    store = FaultBackend(remote(), [Rule(action="hang", operation="put_part", hit_count=None)])
     limit = 6 * PART_BYTES
     options = TransferOptions(
         part_bytes=PART_BYTES, thread_count=8, memory_limit_bytes=limit, block_bytes=BLOCK_BYTES
@@ -142,7 +126,7 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
 def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int) -> None:
     """The storage's own error reaches the caller; what was queued is not sent any more."""
     refusal = Rule(action="error", operation="put_part", skip_count=2, kind="permission")
-    store = FaultBackend(Remote(), [dataclasses.replace(refusal, retryable=False)])
+    store = FaultBackend(remote(), [dataclasses.replace(refusal, retryable=False)])
     options = TransferOptions(
         part_bytes=PART_BYTES, thread_count=thread_count, block_bytes=BLOCK_BYTES
     )
@@ -156,65 +140,25 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]
 
 
-def soon() -> Deadline:
-    """Return a deadline that is far enough for a test, counted from now."""
-    return Deadline("write", 30)
+SOON = Deadline("write", 600)
 
 
-def wait_for(count: int, budget: Budget) -> None:
-    """Wait until that many claims wait."""
-    end = time.monotonic() + 20
-    while waiting(budget) != count:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def test_claims_are_served_in_their_order() -> None:
+    """What came later and would fit waits behind a large one; beyond the limit one goes alone.
 
-
-def begun(action: Callable[[], object]) -> threading.Thread:
-    """Start a thread."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    return thread
-
-
-def waiting(budget: Budget) -> int:
-    """Return how many claims wait."""
-    return len(budget._queue)  # noqa: SLF001  # what no caller needs to know
-
-
-def test_a_large_claim_is_not_overtaken() -> None:
-    """What came later and would fit waits behind it."""
+    It waits until nothing else is held, or until its deadline, and then claims nothing.
+    """
     budget = Budget()
-    order: list[str] = []
-    budget.acquire(60, limit_bytes=100, deadline=soon())
-
-    def claim(name: str, byte_count: int) -> None:
-        budget.acquire(byte_count, limit_bytes=100, deadline=soon())
-        order.append(name)
-
-    large = begun(lambda: claim("large", 90))
-    wait_for(1, budget)
-    small = begun(lambda: claim("small", 10))
-    wait_for(2, budget)
-    assert order == []
-    budget.release(60)
-    large.join(20)
-    small.join(20)
-    assert sorted(order) == ["large", "small"]
-    assert budget.held_bytes == 100
-
-
-def test_what_is_larger_than_the_limit_is_let_through_alone() -> None:
-    """It waits until nothing else is held, or until its deadline, and then claims nothing."""
-    budget = Budget()
-    budget.acquire(1, limit_bytes=10, deadline=soon())
+    budget.acquire(60, limit_bytes=100, deadline=SOON)
     with pytest.raises(PhaseTimeoutError, match="memory"):
-        budget.acquire(50, limit_bytes=10, deadline=Deadline("write", 0.05))
-    assert (waiting(budget), budget.held_bytes) == (0, 1)
-    thread = begun(lambda: budget.acquire(50, limit_bytes=10, deadline=soon()))
-    wait_for(1, budget)
-    budget.release(1)
-    thread.join(20)
-    assert budget.held_bytes == 50
+        budget.acquire(150, limit_bytes=100, deadline=Deadline("write", 0.05))
+    for count, size in enumerate((90, 10, 150), 1):
+        claim = partial(budget.acquire, size, limit_bytes=100, deadline=SOON)
+        threading.Thread(target=claim, daemon=True).start()
+        until(lambda: len(budget._queue) == count)  # noqa: B023, SLF001  # what no caller needs to know
+    for released, held in ((0, 60), (60, 100), (10, 90), (90, 150)):
+        budget.release(released)
+        until(lambda: budget.held_bytes == held)  # noqa: B023  # called at once
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
@@ -227,7 +171,7 @@ def test_a_forked_child_holds_nothing() -> None:
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    BUDGET.acquire(7, limit_bytes=1 << 40, deadline=soon())
+    BUDGET.acquire(7, limit_bytes=1 << 40, deadline=SOON)
     try:
         with BUDGET._changed:  # noqa: SLF001  # as a thread in the middle of a claim has it
             process = context.Process(target=child, args=(theirs,))

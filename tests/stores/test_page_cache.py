@@ -49,26 +49,22 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def by_saver(path: Path, **more: Any) -> None:
-    """Save by a saver."""
     with ckpt_storage.AsyncSaver(mode="thread") as saver:
         saver.save(STATE, path, **more).result()
 
 
 def by_manager(path: Path, **more: Any) -> None:
-    """Save by a manager, and in its background."""
     with ckpt_storage.CheckpointManager(path, mode="thread") as manager:
         manager.save(1, STATE, **more)
         manager.save_async(2, STATE, **more).result()
 
 
 def by_dcp(path: Path, **more: Any) -> None:
-    """Save by torch."""
     writer = ckpt_storage.CheckpointStorageWriter(path, **more)
     torch.distributed.checkpoint.save(STATE, storage_writer=writer)
 
 
 def by_command(source: Path, target: Path, *, page_cache: str) -> None:
-    """Copy by the command."""
     with pytest.raises(SystemExit) as ended:
         app.main(["cp", str(source), str(target), "--page-cache", page_cache])
     assert not ended.value.code

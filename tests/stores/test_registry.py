@@ -41,14 +41,12 @@ SLACK_S = 5.0
 
 @pytest.fixture
 def scheme(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A scheme that is registered for the test alone."""
     monkeypatch.setattr(location, "REGISTERED", known := dict(location.REGISTERED))
     monkeypatch.setattr(registry, "REGISTERED", known)
     return f"x{uuid.uuid4().hex}"
 
 
 def in_memory(location: Location, settings: Settings) -> Backend:
-    """Return a backend in memory for any location."""
     return MemoryBackend(
         dataclasses.replace(location, protocol="memory", target=f"memory://{location.path}"),
         settings,

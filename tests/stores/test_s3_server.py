@@ -34,7 +34,6 @@ def told(
     body: bytes = b"x",
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Return status and S3 code of an answer."""
     status, _, content = ask(server.endpoint_url, method, f"/{BUCKET}/{target}", body, headers)
     found = re.search(rb"<Code>(\w+)</Code>", content)
     return status, found[1].decode() if found else ""
@@ -171,14 +170,12 @@ OBEY_NO_RULE = {"capabilities", "close", "copy_source", "endpoint", "explain"}
 
 @pytest.fixture
 def memory() -> MemoryBackend:
-    """A backend with one object."""
     made = MemoryBackend(Location.of(f"memory://{uuid.uuid4().hex}"))
     made.put("x", [memoryview(b"data")])
     return made
 
 
 def opened(backend: FaultBackend) -> Store:
-    """Return a store that repeats nothing."""
     return Store(backend, url="memory://x", policy=RetryPolicy(attempt_count=1))
 
 

@@ -29,7 +29,6 @@ ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    """A path at which nothing is yet."""
     return str(tmp_path / "run" / ODD_ROOT)
 
 
@@ -40,20 +39,17 @@ class TestLocalBackend(SuiteAt):
 
     @pytest.fixture
     def folder(self, root: str) -> Running:
-        """A folder that is not there yet."""
         return Running(url=root)
 
 
 @pytest.fixture
 def store(root: str) -> Store:
-    """A prepared store."""
     store = local_store(root)
     store.make_folders(["saves/a", "commits"])
     return store
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names that are in a folder, temporary ones too."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -204,7 +200,6 @@ class TestMemory(SuiteAt):
 
     @pytest.fixture
     def memory_root(self) -> Running:
-        """A root that no other test uses."""
         return Running(url=f"memory://{uuid.uuid4().hex}/run")
 
 
@@ -223,7 +218,6 @@ def test_users_of_fsspec_see_the_same_files() -> None:
 
 @pytest.fixture
 def fd(tmp_path: Path) -> Iterator[int]:
-    """A new file, open for writing."""
     opened = Posix().open_new(str(tmp_path / "x"))
     yield opened
     os.close(opened)

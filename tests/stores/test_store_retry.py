@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import multiprocessing
 import pickle
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from local_stores import error_of
+from local_stores import WAIT_S, Remote, error_of, until
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
@@ -23,10 +22,9 @@ from ckpt_storage.store.backend import (
     Backend,
     Buffers,
     ObjectInfo,
-    OpenUpload,
     Range,
 )
-from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.backends import memory
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
@@ -37,8 +35,6 @@ from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 SHORT_S = 0.2
 AMPLE_S = 1.0
 """Where another operation must end in the time in which one that hangs is given up."""
-
-WAIT_S = 30.0
 
 REPEATED: dict[str, tuple[str, Callable[[Store], object]]] = {
     "make_folders": ("make_folders", lambda store: store.make_folders(["saves"])),
@@ -56,59 +52,18 @@ REPEATED: dict[str, tuple[str, Callable[[Store], object]]] = {
 }
 
 
-class Remote(MemoryBackend):
-    """Memory that behaves as a storage behind a network, and shows its open uploads."""
-
-    capabilities = dataclasses.replace(
-        MemoryBackend.capabilities, is_remote=True, lists_uploads=True
-    )
-
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self.open: dict[str, str] = {}
-
-    def begin_upload(self, path: str, **how: Any) -> str:
-        """Begin, and remember the path."""
-        token = super().begin_upload(path, **how)
-        self.open[token] = path
-        return token
-
-    def complete_upload(self, path: str, token: str, *parts: Any, **how: Any) -> None:
-        """Complete, and forget the path."""
-        super().complete_upload(path, token, *parts, **how)
-        del self.open[token]
-
-    def abort_upload(self, path: str, token: str) -> None:
-        """Abort, and forget the path."""
-        super().abort_upload(path, token)
-        self.open.pop(token, None)
-
-    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield what is open below a folder, or at this very path."""
-        for token, path in list(self.open.items()):
-            if not prefix or path == prefix or path.startswith(f"{prefix}/"):
-                yield OpenUpload(path=path, token=token)
-
-
-class Publishing(Remote):
-    """Takes the last part only together with the completion."""
-
-    capabilities = dataclasses.replace(Remote.capabilities, last_part_publishes=True)
-
-
 class Bench:
     """A backend with one object, faults around it, and a clock that only sleeping moves."""
 
-    def __init__(self, kind: type[Remote] = Remote) -> None:
+    def __init__(self) -> None:
         self.location = Location.of(f"memory://{uuid.uuid4().hex}/run")
-        self.inner = kind(self.location)
+        self.inner = Remote(self.location)
         self.plain = Store(self.inner, url="plain://root")
         self.plain.put("x", b"data")
         self.slept: list[float] = []
         self.opened: list[tuple[Store, FaultBackend]] = []
 
     def clock(self) -> float:
-        """Return the time in seconds."""
         return 1000.0 + sum(self.slept)
 
     def store(
@@ -135,7 +90,6 @@ class Bench:
 
     @property
     def calls(self) -> list[str]:
-        """Return the operations that reached the faults."""
         return [call.operation for call in self.faults.script.calls]
 
     def close(self) -> None:
@@ -143,22 +97,12 @@ class Bench:
         for store, faults in self.opened:
             faults.script.release()
             store.close()
-        wait_until(lambda: abandoned_thread_count() == 0)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for what another thread will soon make true; fail if it does not."""
-    turn = threading.Event()
-    end_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < end_s
-        turn.wait(0.001)
+        until(lambda: abandoned_thread_count() == 0)
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    """A fresh bench, closed at the end."""
-    wait_until(lambda: abandoned_thread_count() == 0)  # those of other files' tests
+    until(lambda: abandoned_thread_count() == 0)  # those of other files' tests
     bench = Bench()
     yield bench
     bench.close()
@@ -170,7 +114,6 @@ def fault(operation: str, **how: object) -> Rule:
 
 
 def begun(store: Store) -> Upload:
-    """Return an upload that others could join."""
     return store.upload("saves/u", copies=True)
 
 
@@ -213,7 +156,6 @@ def test_delays_grow_with_full_jitter_and_end_with_the_deadline(bench: Bench) ->
 
 
 def put_if(store: Store, operation: str, version: str | None) -> None:
-    """Create an object, or replace one of that version."""
     if operation == "put_absent":
         store.create("commits/1", b"one")
     else:
@@ -315,7 +257,7 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     assert left.daemon
     bench.faults.script.release()
     left.join(WAIT_S)
-    wait_until(lambda: abandoned_thread_count() == 0)
+    until(lambda: abandoned_thread_count() == 0)
     assert done == []
 
 
@@ -381,7 +323,7 @@ def test_calls_of_one_thread_have_each_their_time(bench: Bench) -> None:
     with pytest.raises(AbandonedError, match="read of test://root/x did not end"):
         hanging.in_one_thread("opening", partial(calls, hanging))
     bench.faults.script.release()
-    wait_until(lambda: abandoned_thread_count() == 0)
+    until(lambda: abandoned_thread_count() == 0)
 
 
 def test_calls_that_were_left_behind_fail_no_later_ones(bench: Bench) -> None:
@@ -421,69 +363,9 @@ def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("kind", [Remote, Publishing])
-@pytest.mark.parametrize("action", ["error", "lost_answer"])
-@pytest.mark.parametrize(
-    "operation", ["begin_upload", "put_part", "flush_parts", "complete_upload", "abort_upload"]
-)
-def test_uploads_are_carried_on(operation: str, action: Action, kind: type[Remote]) -> None:
-    """Every step is repeated; if only the answer was lost, it is settled.
-
-    Nothing stays open, also where nobody got to know that an upload was begun.
-    """
-    bench = Bench(kind)
-    store = bench.store(fault(operation, action=action, hit_count=2))
-    upload = store.upload("saves/u")
-    member = store.join("saves/u", upload.token())
-    member.write_part(0, 0, [memoryview(b"ab")], last=False)
-    upload.write_part(1, 2, [memoryview(b"cd")], last=True)
-    upload.complete(4, receipts=member.receipts())
-    other = store.upload("saves/v")
-    other.token()
-    other.abort()
-    assert bench.plain.get("saves/u").data == b"abcd"
-    assert bench.inner.open == {}
-    bench.close()
-
-
-@pytest.mark.parametrize("action", ["error", "lost_answer"])
-def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> None:
-    """It is kept until the completion, which is repeated and settled like any other."""
-    store = bench.store(fault("put", action=action))
-    upload = begun(store)
-    buffer = bytearray(b"ab")
-    upload.write_part(0, 0, [memoryview(buffer)], last=True)
-    buffer[:] = b"??"
-    assert bench.calls == []
-    upload.complete(2)
-    assert bench.plain.get("saves/u").data == b"ab"
-    assert set(bench.calls) <= {"put", "stat"}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_an_abort_takes_back_a_completion_that_may_have_worked(
-    bench: Bench, *, is_ours: bool, fails: bool
-) -> None:
-    """The object goes only if it bears our mark; also where the upload cannot be discarded."""
-    answers = [fault("complete_upload", action="lost_answer", hit_count=None)]
-    unseen = [fault("stat", hit_count=1, kind="permission", retryable=False)]
-    refused = [fault("abort_upload", kind="permission", retryable=False)] if fails else []
-    store = bench.store(*answers, *unseen, *refused, policy=RetryPolicy(attempt_count=1))
-    upload = begun(store)
-    upload.token()
-    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
-    error_of(lambda: upload.complete(4))
-    if not is_ours:
-        bench.plain.put("saves/u", b"else")
-    with contextlib.suppress(StorageError):
-        upload.abort()
-    left = [entry.path for entry in bench.plain.list("saves")]
-    assert left == ([] if is_ours else ["saves/u"])
-
-
 def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
     """A part that was given up may be sent later, from memory that has changed by then."""
+    before = set(memory._OPEN)  # noqa: SLF001  # as below
     store = bench.store(fault("put_part", action="hang"), request_timeout_s=SHORT_S)
     upload = begun(store)
     buffer = bytearray(b"ab")
@@ -498,9 +380,9 @@ def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
     upload.abort()
     buffer[:] = b"??"
     bench.faults.script.release()
-    wait_until(lambda: abandoned_thread_count() == 0)
+    until(lambda: abandoned_thread_count() == 0)
     assert bench.plain.list("saves") == []
-    assert bench.inner.open == {}
+    assert set(memory._OPEN) <= before  # noqa: SLF001  # what nobody can ask for
 
 
 def _read_in_child(store: Store, out: multiprocessing.Queue[object]) -> None:
@@ -525,20 +407,20 @@ def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
 class Careless(Remote):
     """Takes a create for a write, as a server does that ignores the condition."""
 
-    def put(self, path: str, data: Buffers, **how: object) -> None:
-        """Overwrite what is there."""
-        super().put(path, data, **{**how, "if_absent": False})  # type: ignore[arg-type]
+    is_untrue = False
+    """It overwrites, and then says that something was there."""
+
+    def put(self, path: str, data: Buffers, **how: Any) -> None:
+        there = [info.path for info in self.list("", recursive=True)]
+        super().put(path, data, **{**how, "if_absent": False})
+        if self.is_untrue and path in there and how.get("if_absent"):
+            raise FileExistsError(path)
 
 
 class Untrue(Careless):
-    """Overwrites, and then says that something was there."""
+    """As a server does that ignores the condition but for its answer."""
 
-    def put(self, path: str, data: Buffers, **how: object) -> None:
-        """Overwrite what is there and refuse."""
-        there = [info.path for info in self.list("", recursive=True)]
-        super().put(path, data, **how)
-        if path in there and how.get("if_absent"):
-            raise FileExistsError(path)
+    is_untrue = True
 
 
 LOST = [

@@ -33,17 +33,14 @@ POLICY = RetryPolicy(attempt_count=3, first_delay_s=0.01, max_delay_s=0.02)
 
 
 def part(number: int) -> bytes:
-    """Return the bytes of one part."""
     return bytes([number + 1]) * PART_BYTES
 
 
 def view(data: bytes) -> list[memoryview]:
-    """Return buffers for `write_part`."""
     return [memoryview(data)]
 
 
 def local(tmp_path: Path, posix: Posix | None = None) -> Store:
-    """Return a store with the folder for weight files."""
     local_store(tmp_path / "run").make_folders(["hf"])
     return local_store(tmp_path / "run", posix=posix)
 

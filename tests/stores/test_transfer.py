@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,13 @@ from ckpt_storage import (
 from ckpt_storage.commit import slotlog
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import IntegrityError, RankMismatchError
-from ckpt_storage.options import MIB, RetryPolicy, TransferOptions, default_memory_limit_bytes
+from ckpt_storage.options import (
+    DEFAULT_PART_BYTES,
+    MIB,
+    RetryPolicy,
+    TransferOptions,
+    default_memory_limit_bytes,
+)
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.backend import Backend, Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
@@ -43,41 +50,19 @@ from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import part_bytes_for
 
 
-class SlowBackend(LocalBackend):
-    """A local store whose read of the file "slow" waits for an event before it fills anything."""
-
-    def __init__(self, root: str, release: threading.Event) -> None:
-        super().__init__(root)
-        self.release = release
-        self.began = threading.Event()
-
-    def read(self, path: str, ranges: Iterable[Range]) -> int:
-        """Read; "slow" late, "bad" not at all."""
-        if path == "bad":
-            self.began.wait(10)
-            raise StorageError("no", kind="permission", path=path)
-        if path == "slow":
-            self.began.set()
-            self.release.wait(10)
-        return super().read(path, ranges)
-
-
 def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> None:
     """`run` raises when reads that were under way have ended, and hands out nothing."""
     (tmp_path / "slow").write_bytes(b"x" * 1000)
-    release = threading.Event()
-    store = Store(SlowBackend(str(tmp_path), release), url="slow://")
+    late = Rule(action="delay", operation="read", path="slow", delay_s=0.5)
+    faults = FaultBackend(LocalBackend(str(tmp_path)), [late])
     done: list[str] = []
-    target = bytearray(1000)
-    into, note = memoryview(target), done.append
     reads = [
-        RangeRead(path="bad", start=0, stop=1),
-        RangeRead(path="slow", start=0, stop=1000, into=into, done=lambda _: note("slow")),
+        RangeRead(path="absent", start=0, stop=1),
+        RangeRead(path="slow", start=0, stop=1000, done=lambda _: done.append("slow")),
     ]
-    threading.Timer(0.3, release.set).start()
-    with pytest.raises(StorageError, match="no"):
-        RangeReader(store, TransferOptions(thread_count=2)).run(reads)
-    assert release.is_set()
+    with pytest.raises(StorageError, match="absent"):
+        read(faults, TransferOptions(thread_count=2), reads)
+    assert {call.path for call in faults.script.calls} == {"absent", "slow"}
     assert done == []
     assert READ_BUDGET.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("read from")]
@@ -149,6 +134,8 @@ def test_ranks_of_a_node_share_what_is_the_default(
     """A gibibyte in all, no more than one alone has, and enough for some parts."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     assert default_memory_limit_bytes() // MIB == mib
+    # Of an export one part is read while another is written.
+    assert default_memory_limit_bytes() >= 4 * DEFAULT_PART_BYTES
 
     def options(memory_limit_bytes: int | None) -> TransferOptions:
         return TransferOptions.for_storage(
@@ -209,41 +196,6 @@ KIB = 1024
 PART_BYTES = 64 * KIB
 
 
-class CountingBackend(LocalBackend):
-    """A folder that says it is remote, and counts how many reads are under way at a time.
-
-    Each read waits until as many as `together` have been under way.
-    """
-
-    capabilities = dataclasses.replace(LocalBackend.capabilities, is_remote=True)
-
-    def __init__(self, root: str, together: int) -> None:
-        super().__init__(root)
-        self.together = together
-        self.most = 0
-        self.buffers: set[int] = set()
-        self._now = 0
-        self._changed = threading.Condition()
-
-    def read(self, path: str, ranges: Iterable[Range]) -> int:
-        """Read, once enough others do."""
-        with self._changed:
-            self._now += 1
-            self.most = max(self.most, self._now)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self.together, timeout=5)
-        try:
-            return super().read(path, self._noted(ranges))
-        finally:
-            with self._changed:
-                self._now -= 1
-
-    def _noted(self, ranges: Iterable[Range]) -> Iterator[Range]:
-        for start, view in ranges:
-            self.buffers.add(id(view.obj))
-            yield start, view
-
-
 def content(count: int) -> bytes:
     """Return as many parts of bytes that tell them apart."""
     return b"".join(bytes([number]) * PART_BYTES for number in range(count))
@@ -270,7 +222,6 @@ def options_for(parts: int, threads: int = 16) -> TransferOptions:
 
 
 def read(store: Backend, options: TransferOptions, reads: list[RangeRead]) -> None:
-    """Do the reads."""
     RangeReader(Store(store, url="test://"), options).run(reads)
 
 
@@ -278,18 +229,18 @@ def read(store: Backend, options: TransferOptions, reads: list[RangeRead]) -> No
 def test_reads_of_one_process_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
     """Of two transfers together as many are under way as the memory allows one, and no more."""
     (tmp_path / "f").write_bytes(content(24))
-    store = CountingBackend(str(tmp_path), parts)
+    local = LocalBackend(str(tmp_path))
+    local.capabilities = dataclasses.replace(local.capabilities, is_remote=True)
+    faults = FaultBackend(local, [Rule(action="hang", operation="read", hit_count=parts)])
     results: list[dict[int, bytes]] = [{}, {}]
-    threads = [
-        threading.Thread(target=read, args=(store, options_for(parts), reads_of(24, got)))
-        for got in results
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert store.most == parts
-    assert len(store.buffers) <= 2 * parts
+    with ThreadPoolExecutor(2) as pool:
+        for got in results:
+            pool.submit(read, faults, options_for(parts), reads_of(24, got))
+        for _ in range(parts):
+            assert faults.script.wait_hung(20)
+        time.sleep(0.1)
+        assert len(faults.script.calls) == parts
+        faults.script.release()
     for got in results:
         assert b"".join(got[number] for number in range(24)) == content(24)
 
@@ -317,7 +268,6 @@ class TwoFaced(DictBackend):
     attempt_count = 0
 
     def read(self, path: str, ranges: Iterable[Range]) -> int:
-        """Fill piece by piece."""
         self.attempt_count += 1
         for number, (start, view) in enumerate(ranges):
             if number and self.attempt_count == 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +13,27 @@ import pytest
 from ckpt_storage import RetryPolicy, StorageError
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 
 ONCE = RetryPolicy(attempt_count=1)
+WAIT_S = 30.0
+
+
+class Remote(MemoryBackend):
+    """Memory that behaves as a storage behind a network."""
+
+    capabilities = dataclasses.replace(
+        MemoryBackend.capabilities, is_remote=True, lists_uploads=True
+    )
+
+
+def until(true: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def local_store(
@@ -24,7 +43,6 @@ def local_store(
     policy: RetryPolicy = ONCE,
     **settings: Any,
 ) -> Store:
-    """Return a store on a folder; `settings` are those of its backend."""
     asked = Settings(**settings)
     backend = LocalBackend(os.fspath(root), settings=asked, posix=posix)
     return Store(
@@ -36,7 +54,6 @@ def local_store(
 
 
 def error_of(call: Callable[[], object]) -> StorageError:
-    """Return the storage error that a call raises."""
     with pytest.raises(StorageError) as caught:
         call()
     return caught.value
