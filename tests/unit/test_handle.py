@@ -34,8 +34,17 @@ def status() -> SaveStatus:
 
 
 def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> RankProgress:
-    """Return what a rank said last."""
     return RankProgress(rank=rank, phase=phase, done_bytes=done, total_bytes=total, done_files=rank)
+
+
+def test_the_first_end_counts(status: SaveStatus) -> None:
+    """What ended stays as it ended, whatever is told later."""
+    status.succeed(INFO)
+    status.fail(StorageError("late"))
+    status.mark_staged()
+    assert status.state is SaveState.COMMITTED
+    assert (status.result(), status.exception(), status.save_id) == (INFO, None, "s1")
+    assert not status.cancel()
 
 
 @pytest.mark.parametrize(
@@ -53,25 +62,8 @@ def test_error_decides_the_final_state(
 ) -> None:
     """Each kind of failure has a state of its own; one after the commit leaves it committed."""
     status.fail(error)
-    assert status.state is state
-    assert status.state.is_final
-    assert status.done()
-    assert status.exception() is error
-    with pytest.raises(type(error)) as caught:
-        status.result()
-    assert caught.value is error
+    assert (status.state, status.exception(), status.done()) == (state, error, True)
     assert not status.cancel()
-
-
-def test_first_end_counts(status: SaveStatus) -> None:
-    """What ended stays as it ended, whatever is told later."""
-    status.succeed(INFO)
-    status.fail(StorageError("late"))
-    status.mark_staged()
-    assert status.state is SaveState.COMMITTED
-    assert status.result() is INFO
-    assert status.exception() is None
-    assert status.save_id == "s1"
 
 
 def test_states_follow_phases_once_the_state_is_staged(status: SaveStatus) -> None:

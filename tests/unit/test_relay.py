@@ -29,7 +29,6 @@ LIMIT_BYTES = 128 * MIB
 
 @pytest.fixture
 def server() -> Iterator[S3Server]:
-    """A server with a checkpoint of 48 MiB."""
     with S3Server() as running:
         running.create_bucket("bkt")
         state = {"model": {f"w{i}": torch.full((6 * MIB,), i / 2).bfloat16() for i in range(4)}}
@@ -48,7 +47,6 @@ class Noted(Pacer):
         self.lowest = self.start = self.limit()
 
     def slowed_down(self) -> None:
-        """Count."""
         super().slowed_down()
         self.heard += 1
         self.lowest = min(self.lowest, self.limit())
@@ -79,7 +77,6 @@ def export(server: S3Server) -> None:
 
 
 def copy(server: S3Server, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Copy every byte through this process."""
     ckpt_storage.copy(
         "s3://bkt/run",
         f"s3://bkt/{uuid.uuid4().hex}",

@@ -34,7 +34,6 @@ from ckpt_storage.manager.retention import (
 def info(
     step: int | None, *, loss: float | None = None, format_: str = "ckpt_storage"
 ) -> CheckpointInfo:
-    """Return a committed checkpoint; its save began in the year of its step."""
     return CheckpointInfo(
         url=f"memory://r/step-{step}",
         name=f"step-{step}",
@@ -70,7 +69,6 @@ def plan_of(
 
 
 def steps(plan: PruneReport) -> list[int | None]:
-    """Return the steps that a plan keeps."""
     return [decision.step for decision in plan.kept]
 
 
@@ -232,7 +230,6 @@ class KeepOdd(RetentionPolicy):
     """A user's own rule, with nothing but the one method."""
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
-        """Keep odd steps."""
         return {one.name: "it is odd" for one in candidates if one.step % 2}
 
 

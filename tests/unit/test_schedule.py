@@ -203,7 +203,6 @@ def taken() -> Iterator[list[int]]:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S, check=False
     )

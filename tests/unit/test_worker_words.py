@@ -64,19 +64,16 @@ class Scripted(Worker):
 
 
 def operation_of(rank: int = 1) -> Operation:
-    """Return an operation of two ranks that have met."""
     operation = Operation(RankGroup.alone(rank, 2), "the save", Timeouts(silence=SILENCE_S))
     operation.id = "1"
     return operation
 
 
 def called(worker: Worker, operation: Operation, progress: Any = None) -> Any:
-    """Return what a call comes to."""
     return worker._call(Call(), operation, progress)  # noqa: SLF001  # the unit
 
 
 def staged_job() -> Any:
-    """Return a save that is staged."""
     arena = types.SimpleNamespace(size_bytes=1, file=None)
     staging = types.SimpleNamespace(staged=None, arena=arena)
     options = types.SimpleNamespace(progress=None)
@@ -84,26 +81,7 @@ def staged_job() -> Any:
 
 
 def beat(phase: Phase, done_bytes: int) -> RankProgress:
-    """Return a beat of four bytes in all."""
     return RankProgress(rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=1)
-
-
-def test_phases_and_bytes_of_a_worker_are_those_of_its_rank() -> None:
-    """A phase begins where the worker begins it; each byte and file counts, and shows, once."""
-    operation, shown = operation_of(), list[tuple[int, int]]()
-
-    def does(pipe: Connection) -> None:
-        for word in ("write", beat("write", 1), beat("write", 1), beat("write", 4), Answer(7)):
-            pipe.send(word)
-
-    def show(event: Any) -> None:
-        shown.append((event.done_bytes, event.total_bytes))
-
-    assert called(Scripted(does), operation, show) == 7
-    own = operation.heartbeats.own()
-    assert (own.phase, own.done_bytes, own.total_bytes, own.done_files) == ("write", 4, 4, 1)
-    assert operation.deadline.phase == "write"
-    assert shown == [(1, 4), (4, 4)]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
