@@ -325,7 +325,7 @@ class TorchFile(_Conversion):
             # writer places them. Without it torch looks each one up.
             _append(archive, "byteorder", [b"little"])
             for number, (data, fqn) in enumerate(stored):
-                held = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
+                held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
                 _append(archive, f"data/{number}", read(fqn) if fqn else [held.data])
                 site.deadline.check(f"Writing {name}")
             _append(archive, "version", [b"3\n"])
@@ -415,7 +415,7 @@ def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str
         warnings.simplefilter("ignore")
         for fqn in {chosen.ties.get(fqn, fqn): None for fqn in sizes}:
             count, at = sizes[fqn], starts[fqn]
-            whole[fqn] = torch.empty(0, dtype=torch.uint8)
+            whole[fqn] = torch.empty(0, dtype=torch.uint8, device="cpu")
             if count:
                 whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count, offset=at)
     tensors = {

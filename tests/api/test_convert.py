@@ -232,12 +232,16 @@ def test_tied_tensors_share_their_memory_again(tmp_path: Path) -> None:
 
 
 def test_a_torch_file_is_a_sound_zip_however_it_is_loaded(tmp_path: Path) -> None:
-    """Checksums of all records hold, tensors are aligned, and each way to load gives the values."""
+    """Checksums of all records hold, tensors are aligned, and each way to load gives the values.
+
+    Whatever torch's default device is.
+    """
     state: dict[str, Any] = {**flat_state(), "big": seeded(9, 1000, 100)}
     state["nested"] = nested_state()
     file = tmp_path / "a.pt"
     save(state, tmp_path / "src")
-    convert(tmp_path / "src", file, to="torch_save")
+    with torch.device("meta"):
+        convert(tmp_path / "src", file, to="torch_save")
     with zipfile.ZipFile(file) as archive:
         assert archive.testzip() is None
         assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}
