@@ -1,4 +1,4 @@
-"""fsspec file systems: built in the first call, one set for all stores of a bucket and options.
+"""fsspec file systems: built in the first call, one set for all stores of equal options.
 
 An asynchronous one has one instance, on the event loop of this module. A synchronous one has one
 for each call under way and each open upload. A child of fork touches nothing that it inherited.
@@ -45,6 +45,9 @@ _CALLS_AT_ONCE = 4
 
 _OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
 _IDLE_COUNT = 8
+_ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
+"""Schemes whose file system does not depend on the bucket."""
+
 _ANSWERS = (
     CheckpointError,
     FileExistsError,
@@ -188,6 +191,11 @@ class ClientBackend(Backend):
         # The path as the file system spells it.
         self._root = str(self._family._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
         place = location.target.partition("://")[2].partition("/")[0]
+        if location.protocol == "az":
+            # container@account; the file system depends on the account only.
+            place = place.partition("@")[2]
+        elif location.protocol in _ONE_FOR_ALL:
+            place = ""
         # With the class: another may be registered for the protocol meanwhile.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
 
