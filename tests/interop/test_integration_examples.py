@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration_tools import EXAMPLES, ROOT, finish, finish_all, need, torchrun
+from integration_tools import EXAMPLES, ROOT, finish, finish_all, need, sound, torchrun
 from servers import free_port
 from warm import run_script
 
@@ -16,14 +16,6 @@ import ckpt_storage
 
 LOOP = str(EXAMPLES / "accelerate_loop.py")
 CPU = {"ACCELERATE_USE_CPU": "true"}
-
-
-def sound(url: str) -> list[str]:
-    """Return the names of the committed checkpoints, all of which are sound."""
-    infos = ckpt_storage.list_checkpoints(url)
-    for info in infos:
-        assert ckpt_storage.verify(info.url).ok
-    return [info.name for info in infos]
 
 
 def trained(folder: Path, url: str) -> tuple[str, dict[tuple[int, int], str]]:

@@ -46,7 +46,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
 
 
 def adapter(**options: Any) -> Any:
-    """Return a `CheckpointStorageIO`."""
     return importlib.import_module("ckpt_storage.integrations.lightning").CheckpointStorageIO(
         **options
     )

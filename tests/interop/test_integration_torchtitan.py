@@ -86,7 +86,6 @@ def do(url: Path, *words: str) -> str:
 
 
 def titan_environment(folder: Path) -> dict[str, str]:
-    """Return what finds torchtitan, and lets it look for nothing in the network."""
     titan = os.environ.get("CKPT_STORAGE_TORCHTITAN", "")
     return {
         **os.environ,

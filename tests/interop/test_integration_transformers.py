@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, need
+from integration_tools import EXAMPLES, ROOT, need, sound
 from warm import run_script
 
 import ckpt_storage
@@ -54,8 +54,7 @@ def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int)
     assert "committed: step-00000003, step-00000006, step-00000008" in output
     assert "the Trainer's own checkpoints: none" in output
     assert "missing keys" not in output
-    for info in ckpt_storage.list_checkpoints(f"{url}/run"):
-        assert ckpt_storage.verify(info.url).ok
+    assert sound(f"{url}/run") == ["step-00000003", "step-00000006", "step-00000008"]
     rng = {f"rng.{rank}" for rank in range(ranks)}
     reader = ckpt_storage.CheckpointStorageReader(f"{url}/run/step-00000008")
     names = set(reader.read_metadata().state_dict_metadata)
@@ -72,10 +71,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert json.dumps([rank, 4, True]) in output, output
     assert "not from what comes first: step-00000006 could not be loaded" in output
-    infos = ckpt_storage.list_checkpoints(url)
-    assert [info.name for info in infos] == ["step-00000003", "step-00000006", "step-00000008"]
-    for info in infos:
-        assert ckpt_storage.verify(info.url).ok
+    assert sound(url) == ["step-00000003", "step-00000006", "step-00000008"]
 
 
 def hf() -> Any:
@@ -84,14 +80,12 @@ def hf() -> Any:
 
 
 def callback_at(url: Path | str, **options: Any) -> Any:
-    """Return a callback."""
     from ckpt_storage.integrations.transformers import CheckpointStorageCallback  # noqa: PLC0415  # as `hf`
 
     return CheckpointStorageCallback(url, **options)
 
 
 def arguments(folder: Path, **more: Any) -> Any:
-    """Return arguments of a Trainer on the CPU."""
     return hf().TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
 
 

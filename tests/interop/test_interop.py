@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, seeded, zeros_like
+from on_ranks import on_ranks
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -50,7 +51,6 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[Placement, Placement]]] = {
 
 
 def whole_state() -> dict[str, Any]:
-    """Return the state that the tests of this file save, whole."""
     kinds = {name: seeded(i, 5, 3, dtype=getattr(torch, name)) for i, name in enumerate(NAMES)}
     sharded = {name: seeded(i, *shape) for i, (name, (shape, _)) in enumerate(PLACEMENTS.items())}
     scalars = {"zero": seeded(91), "empty": seeded(92, 0, 2), "large": seeded(93, 300, 400)}
@@ -58,7 +58,6 @@ def whole_state() -> dict[str, Any]:
 
 
 def local_state(shape: tuple[int, int]) -> dict[str, Any]:
-    """Return the same state with DTensors over a mesh."""
     mesh = init_device_mesh("cpu", shape)
     state = whole_state()
     for name, (_, placements) in PLACEMENTS.items():
@@ -67,14 +66,12 @@ def local_state(shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def save_ours(_rank: int, path: Path) -> None:
-    """Save with our writer on four ranks."""
     warnings.simplefilter("ignore")
     dcp_cases.save(local_state((2, 2)), path)
 
 
 @pytest.fixture(scope="module")
 def ours(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that our writer saved on four ranks."""
     path = tmp_path_factory.mktemp("ours") / "run"
     ranks.run(save_ours, path)
     return path
@@ -87,15 +84,11 @@ def test_stock_readers_load_ours(ours: Path, make: Callable[[Path], Any]) -> Non
     dcp_cases.assert_holds(ours, whole_state(), by)
 
 
-def load_stock_sharded(_rank: int, path: Path) -> None:
-    """Load with torch's reader into DTensors on another mesh."""
-    by = [lambda state, at: dcp.load(state, storage_reader=dcp.FileSystemReader(at))]
-    dcp_cases.assert_holds(path, {"sharded": local_state((1, 3))["sharded"]}, by)
-
-
-def test_stock_readers_reshard_ours(ranks: RankPool, ours: Path) -> None:
+@on_ranks(3)
+def test_stock_readers_reshard_ours(ours: Path) -> None:
     """Torch's reader loads a checkpoint of four ranks on three."""
-    ranks.run(load_stock_sharded, ours, world_size=3)
+    by = [lambda state, at: dcp.load(state, storage_reader=dcp.FileSystemReader(at))]
+    dcp_cases.assert_holds(ours, {"sharded": local_state((1, 3))["sharded"]}, by)
 
 
 def test_dcp_to_torch_save_converts_ours(ours: Path, tmp_path: Path) -> None:
@@ -113,7 +106,6 @@ def test_torch_loads_ours_without_a_template(ours: Path) -> None:
 
 
 def save_stock(_rank: int, path: Path, kind: str) -> None:
-    """Save with a writer of torch."""
     warnings.simplefilter("ignore")
     state = local_state((1, 2))
     if kind == "fsspec":
@@ -197,7 +189,6 @@ def test_items_with_more_in_their_storage_than_the_tensor_load(tmp_path: Path) -
 
 
 def refusal(path: Path, shape: tuple[int, ...] = (4,)) -> BaseException:
-    """Return why the tensor `x` is not loaded."""
     with pytest.raises(CheckpointException) as caught:
         dcp_cases.load({"x": torch.zeros(shape)}, path)
     (error,) = failures_of(caught.value).values()
@@ -284,20 +275,11 @@ def test_one_name_with_other_dimensions_in_two_files_is_refused(tmp_path: Path) 
         ckpt_storage.open_checkpoint(tmp_path)
 
 
-def load_weights_sharded(_rank: int, path: Path) -> None:
-    """Load a Hugging Face folder into DTensors over three ranks."""
-    mesh = init_device_mesh("cpu", (3,))
-    expected: dict[str, Any] = {
-        name: distribute_tensor(value, mesh, [Shard(0)])
-        for name, value in WEIGHTS.items()
-        if value.ndim
-    }
-    dcp_cases.assert_holds(path, expected, [dcp_cases.load])
-
-
-def test_a_hugging_face_folder_is_sharded_while_loading(ranks: RankPool, indexed: Path) -> None:
+@on_ranks(3)
+def test_a_hugging_face_folder_is_sharded_while_loading(indexed: Path) -> None:
     """Three ranks load their parts of whole weights, by the index: stale files do not count."""
-    ranks.run(load_weights_sharded, indexed, world_size=3)
+    expected = {name: dcp_cases.cut(value) for name, value in WEIGHTS.items() if value.ndim}
+    dcp_cases.assert_holds(indexed, expected, [dcp_cases.load])
 
 
 def test_a_weight_file_that_the_index_names_must_be_there(indexed: Path) -> None:

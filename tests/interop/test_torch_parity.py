@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dcp_cases import same
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -37,6 +38,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
 
 import ckpt_storage
 from ckpt_storage.testing.ranks import RankPool
@@ -59,7 +61,6 @@ def writer(kind: Kind, path: Path) -> Any:
 
 
 def reader(kind: Kind, path: Path) -> Any:
-    """Return a storage reader of a kind."""
     return (
         dcp.FileSystemReader(path)
         if kind == "stock"
@@ -68,40 +69,24 @@ def reader(kind: Kind, path: Path) -> Any:
 
 
 def save(kind: Kind, state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save by `dcp.save`."""
     dcp.save(state, storage_writer=writer(kind, path), **options)
 
 
 def load(kind: Kind, state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Load by `dcp.load`, in place."""
     dcp.load(state, storage_reader=reader(kind, path), **options)
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Return a tensor whose elements are all different."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-
-
-def whole(value: Any) -> Any:
-    """Return a tensor, gathered if it is a DTensor."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_same(left: Any, right: Any) -> None:
     """Fail unless two states hold equal values, whatever their sharding."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
-            assert_same(value, right[name])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for mine, theirs in zip(left, right, strict=True):
-            assert_same(mine, theirs)
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(whole(left), whole(right))
-    else:
-        assert left == right
+    assert same(tree_map(whole, left), tree_map(whole, right))
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Net(nn.Module):
@@ -114,7 +99,6 @@ class Net(nn.Module):
         self.last = nn.Linear(6, 4)
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        """Apply the layers."""
         found: torch.Tensor = self.last(torch.relu(self.middle(torch.relu(self.first(data)))))
         return found
 
@@ -122,7 +106,6 @@ class Net(nn.Module):
 def trained(
     shard: Callable[[nn.Module], object], *, seed: int = 0, steps: int = 1
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a sharded model and its optimizer, after some steps."""
     torch.manual_seed(seed)
     model: nn.Module = Net()
     shard(model)
@@ -134,39 +117,27 @@ def trained(
     return model, optimizer
 
 
-def by_fsdp(model: nn.Module) -> None:
-    """Shard a model over all ranks."""
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+TP_PLAN = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
 
 
-def by_hsdp(model: nn.Module) -> None:
-    """Shard a model over two ranks, twice."""
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
-
-
-def by_tp(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Cut a model's layers over all ranks, or over those of `mesh`."""
-    plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
-    parallelize_module(model, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+def mesh(*shape: int) -> DeviceMesh:
+    names = ("rows", "columns")[: len(shape)]
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names or None)
 
 
 def by_fsdp_and_tp(model: nn.Module) -> None:
     """Cut a model's layers over two ranks and shard what that leaves over two."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    by_tp(model, mesh["tp"])
-    fully_shard(model, mesh=mesh["dp"])
-
-
-def by_ddp(model: nn.Module) -> None:
-    """Leave a model whole on every rank."""
+    both = mesh(2, 2)
+    parallelize_module(model, both["columns"], TP_PLAN)
+    fully_shard(model, mesh=both["rows"])
 
 
 SHARDINGS: dict[str, Callable[[nn.Module], object]] = {
-    "fsdp": by_fsdp,
-    "hsdp": by_hsdp,
-    "tp": by_tp,
+    "fsdp": lambda model: fully_shard(model, mesh=mesh()),
+    "hsdp": lambda model: fully_shard(model, mesh=mesh(2, 2)),
+    "tp": lambda model: parallelize_module(model, mesh(), TP_PLAN),
     "2d": by_fsdp_and_tp,
-    "replicated": by_ddp,
+    "replicated": lambda _: None,
 }
 
 ONE_D: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -181,14 +152,13 @@ Cut = tuple[tuple[int, ...], tuple[Placement, ...]]
 
 
 def distributed(data: torch.Tensor, cut: Cut) -> DTensor:
-    """Return a tensor cut over a mesh."""
     return distribute_tensor(data, init_device_mesh("cpu", cut[0]), cut[1])
 
 
 def reshard(
     _rank: int, kind: Kind, path: Path, sources: Sequence[Cut], targets: Sequence[Cut]
 ) -> None:
-    """Save a tensor cut in each of some ways, and load each into every other cut."""
+    """A tensor saved in any cut of a mesh loads into any other cut of a mesh."""
     for shape in ((8, 12), (5, 3)):  # the second leaves ranks with less, or with nothing
         data = numbers(*shape)
         for number, source in enumerate(sources):
@@ -200,15 +170,6 @@ def reshard(
                 assert_same(found["data"], data)
 
 
-@each_kind
-@pytest.mark.parametrize("to", ["1d", "2d"])
-@pytest.mark.parametrize("of", ["1d", "2d"])
-def test_dtensors_reshard(ranks: RankPool, tmp_path: Path, of: str, to: str, kind: Kind) -> None:
-    """A tensor saved in any cut of a mesh loads into any other cut of a mesh."""
-    cuts = {"1d": ONE_D, "2d": TWO_D}
-    ranks.run(reshard, kind, tmp_path, cuts[of], cuts[to])
-
-
 def reshard_to_fewer(_rank: int, kind: Kind, path: Path, cut: Cut) -> None:
     """Load the first tensor of `reshard`, cut otherwise."""
     found = {"data": distributed(torch.zeros(8, 12), cut)}
@@ -216,18 +177,8 @@ def reshard_to_fewer(_rank: int, kind: Kind, path: Path, cut: Cut) -> None:
     assert_same(found["data"], numbers(8, 12))
 
 
-@each_kind
-def test_a_save_of_four_ranks_loads_on_two_and_on_one(
-    ranks: RankPool, tmp_path: Path, kind: Kind
-) -> None:
-    """The world that loads may be smaller than the one that saved."""
-    ranks.run(reshard, kind, tmp_path, ONE_D[:1], [])
-    for count in (2, 1):
-        ranks.run(reshard_to_fewer, kind, tmp_path, ((count,), (Shard(1),)), world_size=count)
-
-
 def sharded_tensors(_rank: int, kind: Kind, path: Path) -> None:
-    """Save a ShardedTensor and load it into another sharding of it."""
+    """ShardedTensors load into other dimensions, orders and numbers of shards."""
 
     def spec(dim: int, order: Sequence[int]) -> ChunkShardingSpec:
         return ChunkShardingSpec(dim=dim, placements=[f"rank:{rank}/cpu" for rank in order])
@@ -245,14 +196,8 @@ def sharded_tensors(_rank: int, kind: Kind, path: Path) -> None:
             assert_same(found, saved)
 
 
-@each_kind
-def test_sharded_tensors_reshard(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """ShardedTensors load into other dimensions, orders and numbers of shards."""
-    ranks.run(sharded_tensors, kind, tmp_path)
-
-
 def model_and_optimizer(_rank: int, kind: Kind, path: Path, of: str, to: str) -> None:
-    """Save a trained model and its optimizer, and load them, by torch too, sharded otherwise."""
+    """A trained model and AdamW's state come back whole, by torch too, sharded otherwise."""
     model, optimizer = trained(SHARDINGS[of])
     states = get_state_dict(model, optimizer)
     save(kind, {"model": states[0], "optimizer": states[1]}, path)
@@ -271,35 +216,11 @@ def model_and_optimizer(_rank: int, kind: Kind, path: Path, of: str, to: str) ->
             assert_same(mine, theirs)
 
 
-@each_kind
-@pytest.mark.parametrize(
-    ("of", "to"),
-    [
-        ("fsdp", "fsdp"),
-        ("fsdp", "tp"),
-        ("tp", "fsdp"),
-        ("tp", "tp"),
-        ("hsdp", "hsdp"),
-        ("hsdp", "fsdp"),
-        ("2d", "2d"),
-        ("2d", "fsdp"),
-        ("fsdp", "2d"),
-        ("replicated", "fsdp"),
-        ("fsdp", "replicated"),
-    ],
-)
-def test_models_and_optimizers(
-    ranks: RankPool, tmp_path: Path, of: str, to: str, kind: Kind
-) -> None:
-    """FSDP, HSDP, TP and both together: a trained model and AdamW's state come back whole."""
-    ranks.run(model_and_optimizer, kind, tmp_path, of, to)
-
-
 def fine_tuned(_rank: int, kind: Kind, path: Path) -> None:
-    """Load a part of a model, and save and load only what is trained of it."""
-    pretrained, _ = trained(by_fsdp)
+    """A backbone loads without its head, and a head is saved without its frozen backbone."""
+    pretrained, _ = trained(SHARDINGS["fsdp"])
     save(kind, {"model": get_model_state_dict(pretrained)}, path / "pretrained")
-    model, _ = trained(by_fsdp, seed=1)
+    model, _ = trained(SHARDINGS["fsdp"], seed=1)
     part = {
         name: value
         for name, value in get_model_state_dict(model).items()
@@ -322,12 +243,6 @@ def fine_tuned(_rank: int, kind: Kind, path: Path) -> None:
     assert_same(again, head)
 
 
-@each_kind
-def test_parts_of_models(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """A backbone loads without its head, and a head is saved without its frozen backbone."""
-    ranks.run(fine_tuned, kind, tmp_path)
-
-
 class Counter:
     """A stateful object: a loader or a schedule that counts."""
 
@@ -336,16 +251,14 @@ class Counter:
         self.rng = torch.full((3,), float(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved."""
         return {"count": self.count, "rng": self.rng}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded."""
         self.count, self.rng = state["count"], state["rng"]
 
 
 def stateful(rank: int, kind: Kind, path: Path) -> None:
-    """Save stateful objects beside plain values, whose names come in another order on each rank."""
+    """Objects with `state_dict` are asked for it, and given it again, in any order of names."""
     names = ["counter", "schedule", "words"]
     values: dict[str, Any] = {
         "counter": Counter(7),
@@ -360,14 +273,8 @@ def stateful(rank: int, kind: Kind, path: Path) -> None:
     assert_same(counter.rng, torch.full((3,), 7.0))
 
 
-@each_kind
-def test_stateful_objects(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """Objects with `state_dict` are asked for it, and given it again, in any order of names."""
-    ranks.run(stateful, kind, tmp_path, world_size=2)
-
-
 def in_the_background(_rank: int, kind: Kind, path: Path, how: str) -> None:
-    """Save twice in the background, the state changed in between, and load both."""
+    """`dcp.async_save` in a thread or a process saves what the state was at the call."""
     rows, columns = (((2,), (Shard(dimension),)) for dimension in range(2))
     state = {"data": distributed(numbers(8, 4), rows), "step": 1}
     for turn in range(2):
@@ -384,15 +291,8 @@ def in_the_background(_rank: int, kind: Kind, path: Path, how: str) -> None:
         state["data"].to_local().add_(1)  # type: ignore[attr-defined]  # a DTensor
 
 
-@each_kind
-@pytest.mark.parametrize("how", ["thread", "process"])
-def test_background_saves(ranks: RankPool, tmp_path: Path, how: str, kind: Kind) -> None:
-    """`dcp.async_save` in a thread or a process saves what the state was at the call."""
-    ranks.run(in_the_background, kind, tmp_path, how, world_size=2)
-
-
 def hf_round_trip(_rank: int, kind: Kind, path: Path) -> None:
-    """Save safetensors by torch's writer, and load them into another sharding."""
+    """What torch's Hugging Face writer leaves of a sharded state loads into any sharding."""
     state = {"a": distributed(numbers(8, 4), ONE_D[0]), "b": distributed(numbers(6, 2), ONE_D[2])}
     files = {"a": 1, "b": 2}
     hf = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
@@ -406,10 +306,41 @@ def hf_round_trip(_rank: int, kind: Kind, path: Path) -> None:
     assert_same(found, state)
 
 
+CUTS = {"1d": ONE_D, "2d": TWO_D}
+PAIRS = (
+    "fsdp-fsdp fsdp-tp tp-fsdp tp-tp hsdp-hsdp hsdp-fsdp 2d-2d 2d-fsdp fsdp-2d replicated-fsdp "
+    "fsdp-replicated"
+)
+FACTS: dict[str, tuple[Callable[..., None], int, tuple[Any, ...]]] = {
+    **{f"dtensors {a} {b}": (reshard, 4, (CUTS[a], CUTS[b])) for a in CUTS for b in CUTS},
+    "sharded tensors": (sharded_tensors, 4, ()),
+    **{f"model {pair}": (model_and_optimizer, 4, tuple(pair.split("-"))) for pair in PAIRS.split()},
+    "parts of models": (fine_tuned, 4, ()),
+    "stateful objects": (stateful, 2, ()),
+    "background thread": (in_the_background, 2, ("thread",)),
+    "background process": (in_the_background, 2, ("process",)),
+    "safetensors": (hf_round_trip, 4, ()),
+}
+
+
 @each_kind
-def test_safetensors_of_ranks(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """What torch's Hugging Face writer leaves of a sharded state loads into any sharding."""
-    ranks.run(hf_round_trip, kind, tmp_path)
+@pytest.mark.parametrize("fact", FACTS)
+def test_what_holds_with_torchs_classes(
+    ranks: RankPool, tmp_path: Path, fact: str, kind: Kind
+) -> None:
+    """Each job says what; values come back whole, in any cut of a mesh or of a model."""
+    job, world_size, given = FACTS[fact]
+    ranks.run(job, kind, tmp_path, *given, world_size=world_size)
+
+
+@each_kind
+def test_a_save_of_four_ranks_loads_on_two_and_on_one(
+    ranks: RankPool, tmp_path: Path, kind: Kind
+) -> None:
+    """The world that loads may be smaller than the one that saved."""
+    ranks.run(reshard, kind, tmp_path, ONE_D[:1], [])
+    for count in (2, 1):
+        ranks.run(reshard_to_fewer, kind, tmp_path, ((count,), (Shard(1),)), world_size=count)
 
 
 @each_kind

@@ -29,7 +29,6 @@ def vllm_files(folder: Path) -> set[str]:
 
 
 def by_index(folder: Path) -> dict[str, torch.Tensor]:
-    """Read each tensor from the file that the index names."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {}
     for name, file in index["weight_map"].items():

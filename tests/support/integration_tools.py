@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from servers import free_port
 
+import ckpt_storage
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STOP_S = 40.0
@@ -25,7 +27,6 @@ STOP_S = 40.0
 
 
 def need(package: str) -> None:
-    """Skip or fail unless `package` can be imported."""
     if importlib.util.find_spec(package) is None:
         missing(f"{package} is not installed: pip install -e '.[test]'")
 
@@ -37,8 +38,14 @@ def missing(reason: str) -> None:
     pytest.skip(reason, allow_module_level=True)
 
 
+def sound(url: str) -> list[str]:
+    """Return the names of the committed checkpoints, all of which are sound."""
+    infos = ckpt_storage.list_checkpoints(url)
+    assert all(ckpt_storage.verify(info.url).ok for info in infos)
+    return [info.name for info in infos]
+
+
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
-    """Return the command of a job on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return [*command, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), *arguments]
 

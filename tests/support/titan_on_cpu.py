@@ -84,7 +84,6 @@ def use_dense_attention() -> None:
 
 
 def write_assets(folder: Path) -> None:
-    """Write a tokenizer of single characters, and a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415  # beside torchtitan
 
     words = {chr(number): number for number in range(256)} | {"<unk>": 256}
