@@ -62,6 +62,7 @@ def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
             opened.stats("step")
     assert set(opened) == expected
     assert len(opened) == len(expected)
+    assert "model.rows" in opened
     assert "model.row" not in opened
     assert opened.get("model.row") is None
     with pytest.raises(KeyError, match=r"did you mean 'model\.rows'"):

@@ -143,8 +143,11 @@ def test_diff_says_equal_or_what_differs(last: Path, tmp_path: Path) -> None:
     assert "model.w" in call("diff", first, second).stdout
 
 
-def test_cp_copies_and_a_second_time_finds_it(last: Path, tmp_path: Path, server: S3Server) -> None:
-    """Between storages of two kinds, each with options of its own."""
+def test_cp_copies_and_a_second_time_finds_it(
+    last: Path, tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between storages of two kinds, each with options of its own; no secret is shown or logged."""
+    caplog.set_level("DEBUG", "ckpt_storage")
     options = s3_options(server, "destination-storage")
     body = answer("cp", last, "s3://bkt/copy", *options)
     assert body["sent_bytes"] == body["total_bytes"] > 0
@@ -157,6 +160,9 @@ def test_cp_copies_and_a_second_time_finds_it(last: Path, tmp_path: Path, server
     assert call("cp", last, tmp_path / "back").exit_code == 0
     for result in (back, call("cp", last, "s3://bkt/copy", *options)):
         assert SECRET not in result.output
+    body = answer("cp", "s3://bkt/copy", "s3://bucket/copy", *s3_options(server))
+    assert (body["copied_bytes"], body["sent_bytes"]) == (0, body["total_bytes"])
+    assert SECRET not in caplog.text
     # A damaged export is named, and the exit code is 1; the checkpoint itself is copied.
     assert call("consolidate", tmp_path / "back").exit_code == 0
     flip(tmp_path / "back" / "hf" / "model.safetensors", -1)

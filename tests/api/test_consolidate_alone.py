@@ -18,7 +18,7 @@ from fault_tools import Opener
 import ckpt_storage
 import ckpt_storage.export.output
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointExistsError, InvalidInputError
+from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location
@@ -62,7 +62,7 @@ def test_the_storage_copies_unless_it_refuses(
 def test_a_storage_that_wants_parts_in_order_gets_them_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of each file arrive one after another, by one process."""
+    """Parts of each file arrive one after another; a failure in any is raised at once."""
     ends: dict[str, list[int]] = {}
     able: dict[str, Any] = dict.fromkeys(
         ("parallel_parts", "tokens_travel", "lists_uploads"), False
@@ -89,6 +89,14 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(
     assert min(map(len, ends.values())) > 2
     assert sum(map(sum, ends.values())) == report.total_bytes
     check(files_in(tmp_path / "out"), STATE)
+    (shard,) = (tmp_path / "run").glob("saves/*/*.distcp")
+    flip(shard, shard.stat().st_size // 2)
+    ends.clear()
+    with pytest.raises(IntegrityError) as caught:
+        consolidate(tmp_path / "run", tmp_path / "out", exclude="w0", **given)
+    assert (caught.value.fqn, caught.value.rank) == ("w2", 0)
+    # A thread that went on would be named in a note.
+    assert not getattr(caught.value, "__notes__", [])
 
 
 def test_too_little_memory_is_refused(server: S3Server, tmp_path: Path) -> None:

@@ -91,8 +91,12 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
         with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
             copy(source, target)
         assert cases.files_below(target) == before
+    last = {path: data for path, data in cases.files_below(target).items() if path != ".metadata"}
     report = copy(source, target, overwrite=True)
     assert report.save_id != old_id
+    # The one before is kept, as after any save.
+    kept = {path: data for path, data in last.items() if old_id not in path}
+    assert kept.items() <= cases.files_below(target).items()
     # The late deleter ends its work.
     delete_attempt(store, old_id)
     assert holds(target)

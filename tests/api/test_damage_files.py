@@ -82,7 +82,11 @@ def test_what_was_saved_is_intact(checkpoint: cases.Checkpoint, tmp_path: Path) 
     # All but the commit record, which is what led to them.
     assert report.file_count == len(checkpoint.files) - 1
     more = seeded(1, cases.BLOCK_BYTES + 1, dtype=torch.uint8)
-    odd: list[dict[str, Any]] = [{"empty": torch.empty(0)}, {"blob": ""}, {"more": more}]
+    odd: list[dict[str, Any]] = [
+        {"empty": torch.empty(0)},
+        {"blob": ""},
+        {"more": more, "z": torch.empty(3, 0)},
+    ]
     for number, state in enumerate(odd):
         dcp_cases.save(state, tmp_path / str(number))
         assert is_intact(cases.Checkpoint(tmp_path / str(number)), state)
@@ -207,6 +211,18 @@ def test_exchanged_payloads_are_found(
     assert sorted(found) == sorted(expected)
     error = damage(checkpoint.root, cases.large_state())
     assert (error.path, error.rank, error.fqn, error.offset) in expected
+
+
+def test_exchanged_rank_manifests_are_found(checkpoint: cases.Checkpoint) -> None:
+    """Both are told, with their ranks, and a load stops at one."""
+    data, names = [path.read_bytes() for path in checkpoint.ranks], [*checkpoint.ranks]
+    for path, other in zip(names, reversed(data), strict=True):
+        path.write_bytes(other)
+    told = [(checkpoint.name(path), rank) for rank, path in enumerate(names)]
+    for deep in (True, False):
+        problems = verify(checkpoint.root, deep=deep).problems
+        assert [(problem.file, problem.rank) for problem in problems] == told
+    assert damage(checkpoint.root, cases.large_state()).path in dict(told)
 
 
 def test_exchanged_commit_records_are_found(tmp_path: Path) -> None:

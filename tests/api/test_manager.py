@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import dcp_cases
 import manager_cases as cases
 import pytest
 import torch
@@ -94,6 +95,11 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
     assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
     assert not (tmp_path / "step-00000002/hf").exists()
     assert cases.seen_in(tmp_path) == {step: step for step in (3, 4, 7, 8)}
+    for step in (3, 4, 7, 8):
+        dcp_cases.load_stock(state := cases.blank(), tmp_path / f"step-{step:08d}")
+        assert cases.step_in(state) == step
+    with pytest.raises(errors.CheckpointGoneError):
+        ckpt_storage.load(cases.blank(), tmp_path / "step-00000001")
 
 
 def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
@@ -142,6 +148,21 @@ def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
         assert kept["step-00000001"] == "another tool wrote it (dcp)"
         assert kept["mine"] == kept["stock"] == kept["logs"] == "it does not belong to this run"
     assert cases.names_in(tmp_path) == ["logs", "mine", "step-00000001", "step-00000006", "stock"]
+
+
+def test_restore_falls_back_past_several_and_names_them_in_order(tmp_path: Path) -> None:
+    """Damaged in a shard, in the manifest, in the slot; what was found so is no `latest`."""
+    cases.saved(tmp_path, 1, 2, 3, 4, 5)
+    cases.damage(tmp_path / "step-00000005")
+    (manifest,) = (tmp_path / "step-00000004").glob("saves/*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    slot = tmp_path / "step-00000003/commits/00000001.json"
+    slot.write_bytes(slot.read_bytes().replace(b'"slot":1', b'"slot":7'))
+    with cases.manager_of(tmp_path) as manager:
+        found = cases.restore(manager)
+        assert found.step == cases.latest_step(manager) == 2
+    assert [one.name for one in found.skipped] == [f"step-0000000{step}" for step in (5, 4, 3)]
+    assert all(one.reason for one in found.skipped)
 
 
 def test_restore_reads_all_of_it_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dcp_cases import same, seeded
 from remote_tools import ops, options_of
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
 from ckpt_storage import CheckpointGoneError, CheckpointStorageWriter, RetryPolicy, verify
@@ -245,6 +246,16 @@ def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(server: S3Se
     assert min(limits) <= max(limits) // 2
     assert ops(server)["part"] == 11 + 3
     assert is_sound(server)
+
+
+def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:
+    """The save fails with the storage's own error, and neither a file nor an upload is left."""
+    counted_save(server, {"t": torch.ones(3)}, "before")
+    before = server.dump("bkt")
+    server.faults([FaultRule(op="put", key="begun", action="status", status=403, times=0)])
+    with pytest.raises(CheckpointException, match=r"begun\.json"):
+        counted_save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
+    assert (server.dump("bkt"), server.open_upload_count) == (before, 0)
 
 
 def test_documents_of_the_commit_and_what_follows_go_side_by_side(
