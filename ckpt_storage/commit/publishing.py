@@ -77,7 +77,7 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
     try:
         tail = _tail(store) if stock is None else stock
     except StorageError as error:
-        log.info("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
+        log.warning("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
         return
     named = split_footer(tail)[1]
     ours = f"save {head.save_id} of {head.created_at} in {slot_path(head.slot)}"

@@ -170,7 +170,7 @@ class Meeting:
         self._tell(came, verdict)
         if verdict.error is not None:
             self._stay(came)
-        return replace(verdict, siblings=_of_host(came, own))
+        return replace(verdict, siblings=_by_host(came)[_host(own)])
 
     def _collect(
         self, token: str, came: dict[int, Answer], siblings: Siblings
@@ -236,14 +236,13 @@ class Meeting:
         return Verdict(number=number, operation_id=token)
 
     def _tell(self, came: Mapping[int, Answer], verdict: Verdict) -> None:
-        packed: dict[object, bytes] = {}
+        packed = {
+            host: pickle.dumps(replace(verdict, siblings=found))
+            for host, found in _by_host(came).items()
+        }
         for rank, answer in came.items():
-            if rank == self._group.rank:
-                continue
-            host = answer.process and answer.process.host
-            if host not in packed:
-                packed[host] = pickle.dumps(replace(verdict, siblings=_of_host(came, answer)))
-            self._operation.put(answer.verdict_key, packed[host])
+            if rank != self._group.rank:
+                self._operation.put(answer.verdict_key, packed[_host(answer)])
 
     def _stay(self, came: Mapping[int, Answer]) -> None:
         """Wait a moment until all that came have read the error: this rank may host the store."""
@@ -291,11 +290,18 @@ def _answer_key(token: str, rank: int) -> str:
     return f"here/{token}/{rank}"
 
 
-def _of_host(came: Mapping[int, Answer], answer: Answer) -> Mapping[int, RankProcess]:
-    """Return the processes of the ranks on the host of who answered."""
-    own = answer.process
-    found = {rank: one.process for rank, one in came.items() if one.process is not None}
-    return {rank: one for rank, one in found.items() if own and one.host == own.host}
+def _host(answer: Answer) -> object:
+    return None if answer.process is None else answer.process.host
+
+
+def _by_host(came: Mapping[int, Answer]) -> dict[object, dict[int, RankProcess]]:
+    """Return the processes of the ranks that answered, by host; of none where it is unknown."""
+    found: dict[object, dict[int, RankProcess]] = {}
+    for rank, answer in came.items():
+        processes = found.setdefault(_host(answer), {})
+        if answer.process is not None:
+            processes[rank] = answer.process
+    return found
 
 
 def _order(

@@ -37,6 +37,7 @@ def state_on(device: str) -> dict[str, Any]:
     moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in state.items()}
     # `to` keeps strides, but only of what is dense.
     moved["strided"] = torch.arange(900_000).to(device, torch.bfloat16)[::3]
+    moved["lazy"] = torch.view_as_complex(torch.ones(700_000, 2).cumsum(0)).to(device).conj()
     return {**moved, "host": torch.arange(10), "step": 7}
 
 

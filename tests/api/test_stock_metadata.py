@@ -195,6 +195,19 @@ def test_a_stock_save_of_the_same_second_is_a_newer_one(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_a_metadata_that_cannot_be_looked_at_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nobody can tell whether a stock save is newer, ours is read, with a warning."""
+    ckpt_storage.save(OLD, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    (tmp_path / ".metadata").symlink_to(".metadata")
+    assert "w" in ckpt_storage.open_checkpoint(tmp_path)
+    assert [one.levelname for one in caplog.records if "not looked at" in one.message] == [
+        "WARNING"
+    ]
+
+
 def refuse(folder: Path) -> None:
     """Let no `.metadata` be put there: no file replaces a folder."""
     (folder / ".metadata").unlink()
