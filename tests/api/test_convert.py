@@ -27,7 +27,7 @@ from torch.utils import serialization
 from ckpt_storage import errors, verify
 from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
 from ckpt_storage.format.names import DTYPES
-from ckpt_storage.options import MIB
+from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.s3_server import S3Server
@@ -426,6 +426,18 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     assert peak < 1.5 * limit
     assert same(torch.load(back), {"x": numbers})
     assert verify(tmp_path / "large").ok
+
+
+@pytest.mark.parametrize("to", FORMATS[1:])
+def test_bytes_that_move_are_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: TargetFormat
+) -> None:
+    """A process alone has no other limit than that of standing still, not even while it plans."""
+    moved: list[int] = []
+    monkeypatch.setattr(Stalling, "advanced", lambda _, count=0, **_files: moved.append(count))
+    save({"w": seeded(1, 5000)}, tmp_path / "src")
+    convert(tmp_path / "src", path_of(tmp_path, to, "dst"), to=to, timeout=Timeouts(plan=1e-9))
+    assert sum(moved) >= 20_000
 
 
 def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:

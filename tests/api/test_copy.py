@@ -234,7 +234,7 @@ def test_a_place_that_may_not_be_listed_is_found_all_the_same() -> None:
 def test_within_a_bucket_the_storage_copies(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No byte of a large file travels, in one part or many; checksums told give damage away."""
+    """No byte travels, in one part or many, but to another bucket; checksums tell of damage."""
     monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
@@ -245,6 +245,8 @@ def test_within_a_bucket_the_storage_copies(
     assert (asked.count("part_copy"), asked.count("complete")) == (3, 1)
     assert report.copied_bytes == report.total_bytes > 20 * MIB
     assert report.sent_bytes == report.read_bytes == 0
+    report = copy("s3://bkt/run", "s3://bucket/run", storage_options=options)
+    assert (report.copied_bytes, report.sent_bytes) == (0, report.total_bytes)
     stored = server.dump("bkt")
     old, new = (
         {key.removeprefix(root): data for key, data in stored.items() if key.startswith(root)}
