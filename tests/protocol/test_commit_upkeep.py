@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,8 @@ def test_superseded_commits_are_freed(store: tools.DictStore, keep_previous: int
     assert {path.split("/")[1] for path in files if path.startswith("saves/")} == kept
     again, changes = store.failing(), store.disk.changes
     assert tools.cleaned(again, keep_previous=keep_previous) == []
-    assert (store.disk.changes, len(again.asked()) < 14) == (changes, True)
+    assert store.disk.changes == changes
+    assert keep_previous > 1 or len(again.asked()) <= 7
     assert all(tools.is_whole(store.disk.files, save_id) for save_id in kept)
 
 
@@ -160,6 +162,12 @@ def test_attempts_that_never_committed_are_fenced_and_freed(store: tools.DictSto
         tools.committed(store, old)
     assert tools.committed(store, young).save_id == young.save_id
     assert tools.cleaned(store, min_age_s=tools.DAY_S) == []
+
+
+def test_age_is_told_by_the_storages_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a disk is that of the files on it, not this machine's, which may be off."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert local_store(str(tmp_path)).server_time(".probe") > tools.DAY_S
 
 
 class Clockless(tools.DictBackend):

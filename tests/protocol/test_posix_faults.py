@@ -298,10 +298,11 @@ def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:
     disk.power_cut("data and names")
     assert (root / "saves/1/ranks/0").read_bytes() == NEW
     assert (root / "commits").is_dir()
-    disk.mkdir(str(root / "saves/2"))
-    local_store(str(root), posix=disk).make_folders(["saves/2"])
+    for folder in ("others", "others/2"):
+        disk.mkdir(str(root / folder))
+    local_store(str(root), posix=disk).make_folders(["others/2"])
     disk.power_cut("data and names")
-    assert (root / "saves/2").is_dir()
+    assert (root / "others/2").is_dir()
 
 
 def test_a_delete_is_durable_when_it_returns(tmp_path: Path) -> None:

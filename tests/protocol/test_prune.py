@@ -248,7 +248,9 @@ def test_a_copy_that_is_damaged_does_not_stand_for_the_original(tmp_path: Path) 
         assert cases.restore(manager, check="deep").step == cases.latest_step(manager) == 5
 
 
-def test_a_newer_format_is_no_reason_to_take_an_older_checkpoint(tmp_path: Path) -> None:
+def test_a_newer_format_is_no_reason_to_take_an_older_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """`latest` and `restore` follow one rule: damage is passed over, but too new is an error."""
     cases.saved(tmp_path, 1, 2)
     slot = tmp_path / name_of(2) / "commits/00000001.json"
@@ -258,6 +260,10 @@ def test_a_newer_format_is_no_reason_to_take_an_older_checkpoint(tmp_path: Path)
         for look in (manager.latest, lambda: manager.restore(cases.blank())):
             with pytest.raises(FormatError, match="commit/99"):
                 look()
+    slot.write_bytes(b"{")
+    with cases.manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
+        assert cases.latest_step(manager) == 1
+    assert f"{name_of(2)} is passed over" in caplog.text
 
 
 @pytest.mark.parametrize("target", [".", "commits", "commits/00000001.json"])

@@ -36,8 +36,9 @@ OTHERS = {
     "step-12/.metadata": b"stock",
     "step-00000002-old/model.safetensors": b"weights of others",
     "step-00000001/notes.txt": b"keep me",
+    "step-00000003/hf/config.json": b"mine",
 }
-"""What other tools put there; the last beside a checkpoint of ours."""
+"""What others put there; the last two beside a checkpoint of ours and in an export of it."""
 
 EXPORT = {
     "hf/.ckpt-storage/names.json": Names(fingerprint="a" * 64).encode(),
