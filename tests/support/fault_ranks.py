@@ -34,7 +34,7 @@ WEIGHT_COUNT = 800_000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a process and who started it talk: by files of a folder, empty until they are whole."""
+    """How a process and who started it talk: by files of a folder, which are whole."""
 
     folder: Path
     rank: int
@@ -42,15 +42,17 @@ class Line:
     def tell(self, what: str, **details: Any) -> None:
         """Say that this process is there; only the first time counts."""
         told = {"at_s": time.monotonic(), "pid": os.getpid(), "rank": self.rank, **details}
-        with contextlib.suppress(FileExistsError), self._file(what).open("x") as file:
-            file.write(json.dumps(told))
+        draft = self.folder / f"{self.rank} {what} {time.monotonic_ns()}"
+        draft.write_text(json.dumps(told))
+        with contextlib.suppress(FileExistsError):
+            self._file(what).hardlink_to(draft)
 
     def told(self, what: str) -> dict[str, Any] | None:
         """Return what was told; None if it was not yet."""
-        file = self._file(what)
-        text = file.read_text() if file.exists() else ""
-        found: dict[str, Any] | None = json.loads(text) if text else None
-        return found
+        with contextlib.suppress(FileNotFoundError):
+            found: dict[str, Any] = json.loads(self._file(what).read_text())
+            return found
+        return None
 
     def ask(self, what: str) -> None:
         """Tell where this process is, and stay there until there is an answer; maybe fail."""
