@@ -102,6 +102,14 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         ckpt_storage.load(cases.blank(), tmp_path / "step-00000001")
 
 
+def die_beside(checkpoint: Path, save_id: str) -> Path:
+    dead = checkpoint / "saves" / save_id
+    dead.mkdir()
+    (dead / "__0_0.distcp").write_bytes(b"half")
+    os.utime(dead / "__0_0.distcp", (0, 0))
+    return dead
+
+
 def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
     """Without policies nothing goes; with `pruning="manual"` only `prune` deletes, no dry run."""
     with cases.manager_of(tmp_path) as manager:
@@ -113,15 +121,17 @@ def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
         assert [one.step for one in cases.pruned(manager, dry_run=True).planned] == [1, 2]
         assert len(cases.names_in(tmp_path)) == 3
         assert manager.last_prune is None
-        dead = tmp_path / "step-00000003/saves/20200101T000000Z-0123456789abcdef"
-        dead.mkdir()
-        (dead / "__0_0.distcp").write_bytes(b"half")
-        os.utime(dead / "__0_0.distcp", (0, 0))
+        dead = die_beside(tmp_path / "step-00000003", "20200101T000000Z-0123456789abcdef")
         report = cases.pruned(manager)
         assert report.freed == (dead.name,), "of a save that died beside one that is kept"
         assert report.deleted == ("step-00000001", "step-00000002")
         assert report is manager.last_prune
     assert cases.names_in(tmp_path) == ["step-00000003"]
+    dead = die_beside(tmp_path / "step-00000003", "20200101T000000Z-0123456789abcde0")
+    with cases.manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        cases.save(manager, 4)
+    assert not dead.exists(), "in the background, too"
+    assert cases.names_in(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
