@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import mmap
 import pickle
 import struct
@@ -297,7 +296,7 @@ class TorchFile(_Conversion):
         main = io.BytesIO()
         pickler, (tensors, fqns) = _Pickler(main), _untouched(self.chosen)
         pickler.dump(_nested({**self._objects(), **tensors}, self.source.planner_data or {}))
-        stored = [(data, fqns.get(data.data_ptr())) for _, data in pickler.stored.values()]
+        stored = [(data, fqns.get(key)) for key, (_, data) in pickler.stored.items()]
         streamed = [elements_of(fqn, self.chosen.tensors[fqn]) for _, fqn in stored if fqn]
         read = _reading(site, self.source, streamed)
         store.make_folders([])
@@ -405,24 +404,27 @@ def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryv
 
 
 def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-    """Return tensors in memory that is never touched, and by address whose that is; ties share."""
+    """Return tensors in memory that is never touched, and whose each storage is; ties share.
+
+    All lie at one address: what is reserved is as long as the largest.
+    """
     sizes = {fqn: elements_of(fqn, one).size_bytes for fqn, one in chosen.tensors.items()}
-    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    pool = mmap.mmap(-1, sum(sizes.values()) + 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    length = max(sizes.values(), default=0) + 1
+    pool = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     whole: dict[str, torch.Tensor] = {}
     with warnings.catch_warnings():
         # That nothing can be written there is why it takes no memory.
         warnings.simplefilter("ignore")
         for fqn in {chosen.ties.get(fqn, fqn): None for fqn in sizes}:
-            count, at = sizes[fqn], starts[fqn]
             whole[fqn] = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count:
-                whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count, offset=at)
+            if count := sizes[fqn]:
+                whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count)
     tensors = {
         fqn: whole[chosen.ties.get(fqn, fqn)].view(getattr(torch, one.dtype)).reshape(one.shape)
         for fqn, one in chosen.tensors.items()
     }
-    return tensors, {one.data_ptr(): fqn for fqn, one in whole.items() if sizes[fqn]}
+    storages = {one.untyped_storage()._cdata: fqn for fqn, one in whole.items() if sizes[fqn]}  # noqa: SLF001  # as torch.save
+    return tensors, storages
 
 
 class _Pickler(pickle.Pickler):
