@@ -84,6 +84,7 @@ def views() -> dict[str, torch.Tensor]:
         "conjugate": conjugate,
         "conjugate columns": conjugate[:, ::3],
         "negative": conjugate.imag,
+        "negative scalar": conjugate.imag[0, 0],  # contiguous as it is
         "channels last": seeded(6, 2, 3, 8, 8).to(memory_format=torch.channels_last),
         "no dense order": base.as_strided((5, 5), (7, 3)),
         "offset": base.reshape(-1)[1:],
