@@ -105,6 +105,7 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
     assert same(whole, values_of(source))
     assert not same(old, whole)
     for at, rule in each_fault(faulty.script.calls, ACTIONS, retryable=False):
+        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process: the same calls, and probes
         if before.exists():
             shutil.copytree(before, root)
         faulty.play(rule)
@@ -312,7 +313,8 @@ def one_turn(run: Path) -> None:
         Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
     )
     mirror = Mirror(fast, slow, KeepLatest(2))
-    mirror.fill(Deadline("commit", 60))
+    with contextlib.suppress(CheckpointError):  # a manager prunes all the same
+        mirror.fill(Deadline("commit", 60))
     Pruner(fast, KeepLatest(1), others=mirror.waiting).prune(Deadline("commit", 60))
 
 
