@@ -174,7 +174,7 @@ def explain(
     chain = list(_chain(error))
     answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
-    text = _described(error, answer, is_known=known is not None)
+    text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
     shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
@@ -262,7 +262,13 @@ def _is_of_system(error: BaseException) -> bool:
     return type(error).__module__ == "builtins" and getattr(error, "errno", None) is not None
 
 
-def _described(error: BaseException, answer: HttpFailure | None, *, is_known: bool) -> str:
+def _described(
+    error: BaseException,
+    answer: HttpFailure | None,
+    scrub: Callable[[str], str],
+    *,
+    is_known: bool,
+) -> str:
     """Return type, code, status and text of an exception, on one line."""
     if answer is not None:
         status = "" if answer.status is None else f"status {answer.status}"
@@ -278,7 +284,8 @@ def _described(error: BaseException, answer: HttpFailure | None, *, is_known: bo
             # An unexpected type is a mistake of a program; say where, as no traceback will.
             head += f" in {PurePath(frames[-1].filename).name}:{frames[-1].lineno}"
     text = ". ".join(filter(None, [text, *getattr(error, "__notes__", ())]))
-    line = " ".join(text.split())[:_MESSAGE_LIMIT_CHARS].rstrip(". ")
+    # A credential that the cut divides would not be known.
+    line = scrub(" ".join(text.split()))[:_MESSAGE_LIMIT_CHARS].rstrip(". ")
     return f"{head}: {line}" if line and line != head else head
 
 

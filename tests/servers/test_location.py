@@ -377,10 +377,10 @@ TOLD: list[Exception] = [
 @pytest.mark.parametrize("error", [*map(RuntimeError, SPELT), *TOLD])
 def test_no_credential_of_a_foreign_message_stays(error: Exception) -> None:
     """Values of options, signatures, headers, tokens and passwords in URLs are hidden."""
-    options, parts = ({"secret": SECRET}, [SECRET]) if error in TOLD else ({}, SECRET.split("/"))
+    options = {"secret": SECRET} if error in TOLD else {}
     failure = explain(error, "read", "s3://bkt/run/x", scrub=scrubber(options))
     shown = f"{failure} {failure!r} {failure.__dict__} {pickle.dumps(failure)!r}"
-    hidden = [*parts, "%2FK7MDENG", "abcdefgh12345678", "hunter2"]
+    hidden = [SECRET[:8], *SECRET.split("/"), "%2FK7MDENG", "abcdefgh12345678", "hunter2"]
     assert [one for one in hidden if one in shown] == []
     assert "***" in shown
     assert failure.__context__ is None
