@@ -127,7 +127,8 @@ def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all(
 ) -> None:
     """So is an error of rank 0 where it decides for all, but not one in its own planning."""
     told = errors(failing(at, who, error, "plan"))
-    assert type(told.pop(who)) is type(error)
+    own = told.pop(who)
+    assert (type(own), own.rank) == (type(error), who)
     assert [(type(one), one.rank) for one in told] == [(kind, who)] * 2
 
 

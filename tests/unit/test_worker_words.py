@@ -84,6 +84,21 @@ def beat(phase: Phase, done_bytes: int) -> RankProgress:
     return RankProgress(rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=1)
 
 
+def test_each_byte_and_file_of_a_worker_counts_and_shows_once() -> None:
+    """What a beat tells again, or late, is no progress; the phase is that of the worker."""
+    operation, shown = operation_of(), list[tuple[int, int]]()
+
+    def does(pipe: Connection) -> None:
+        for word in ("write", *(beat("write", done) for done in (1, 1, 4)), Answer(7)):
+            pipe.send(word)
+
+    show = lambda event: shown.append((event.done_bytes, event.total_bytes))  # noqa: E731
+    assert called(Scripted(does), operation, show) == 7
+    own = operation.heartbeats.own()
+    assert (own.phase, own.done_bytes, own.total_bytes, own.done_files) == ("write", 4, 4, 1)
+    assert (operation.deadline.phase, shown) == ("write", [(1, 4), (4, 4)])
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_failure_is_told_before_the_call_has_ended(
     monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
