@@ -223,8 +223,9 @@ class _Job(Setting):
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        own = ("target_url", "to", "max_file_bytes", "include", "exclude")
-        return Setting.terms(self) | {name: digest(getattr(self, name)) for name in own}
+        own = ("to", "max_file_bytes", "include", "exclude")
+        options = {name: digest(getattr(self, name)) for name in own}
+        return {**Setting.terms(self), "the file": self.target_url, **options}
 
 
 def _conversion(site: Site, found: Found | None) -> _Conversion:

@@ -267,6 +267,11 @@ def test_ranks_move_as_one_process_does(rank: int, tmp_path: Path) -> None:
         if rank == 0:
             convert(source, tmp_path / f"one-{to}", to=to, **OPTIONS)
     caught(convert, src, tmp_path / "refused", process_group=world, to="safetensors")
+    name = "long" * 20
+    other = tmp_path / f"{rank}-{name}.pt"
+    error = caught(convert, src, other, process_group=world, to="torch_save", **OPTIONS)
+    assert isinstance(error, errors.RankMismatchError)
+    assert all(f"{one}-{name}.pt" in str(error) for one in range(3))
     assert gathered(told) == [told] * 3
     assert not list((tmp_path / "refused").glob("*.safetensors"))
     one, three = (tmp_path / f"{count}-torch_save" for count in ("one", "three"))
