@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, InvalidInputError
-from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.boxes import Box, interval_boxes
 from ckpt_storage.loads import sharing
 from ckpt_storage.loads.items import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.loads.sharing import Key, plan_shares
@@ -157,6 +157,13 @@ def test_every_selection_gets_what_slicing_gives(
     read([one for one, _ in wanted], files, costs, part_bytes=part_bytes, **how)
     for one, expected in wanted:
         assert torch.equal(one.tensor, expected.to(one.tensor.dtype))
+
+
+def test_a_window_is_copied_out_by_few_copies() -> None:
+    """At most two boxes more for each dimension, however many rows lie between its ends."""
+    shape = (50, 40, 30)
+    boxes = interval_boxes(shape, 1, math.prod(shape) - 1)
+    assert [found.volume for found in boxes] == [29, 39 * 30, 48 * 1200, 39 * 30, 29]
 
 
 def test_a_selection_that_leaves_its_chunk_is_refused() -> None:
