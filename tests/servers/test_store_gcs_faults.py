@@ -148,8 +148,8 @@ class Handler(BaseHTTPRequestHandler):
         """Return the fault of a request, and what the bucket does of it and answers."""
         bucket, key = self.bucket, query.get("upload_id", "")
         if self.command == "DELETE" and key:
-            bucket.sessions.pop(key)
-            return "", (499, None, {})
+            gone = bucket.sessions.pop(key, None)
+            return "", (499, None, {}) if gone else refusal(404, "notFound")
         if self.command == "DELETE":
             return "", bucket.delete(path.rpartition("/o/")[2], query["ifGenerationMatch"])
         if self.command == "GET":
@@ -245,6 +245,17 @@ def test_a_session_that_is_gone_without_its_object_is_an_error(
     state.put("run/saves/a/x", PARTS[0] + b"end", {})
     with pytest.raises(StorageError, match="Save again"):
         upload.complete(total_bytes)
+
+
+def test_an_abort_cancels_the_session(running: Served) -> None:
+    """Nobody lists sessions, so nothing else would ever end it; twice is once."""
+    state, options = running
+    upload = opened(options).upload("saves/a/x")
+    send(upload, PARTS)
+    assert len(state.sessions) == 1
+    upload.abort()
+    upload.abort()
+    assert (state.sessions, state.objects) == ({}, {})
 
 
 def test_a_version_is_deleted_only_while_it_is_there(running: Served) -> None:

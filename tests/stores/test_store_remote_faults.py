@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -200,6 +201,19 @@ def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
         upload.complete(send(upload, PARTS))
         assert any(request.fault for request in server.requests)
     assert len(server.dump("bkt")) == 2
+
+
+def test_a_missing_bucket_is_not_an_empty_folder(server: S3Server) -> None:
+    """Nothing is made of it, and who reads or lists it is not told that nothing is there."""
+    store = plain(server, "s3://nowhere/run")
+    calls: list[Callable[[], object]] = [
+        *(lambda: store.list(""), lambda: store.get("x"), lambda: store.put("x", b"data")),
+        # It could not be read back either.
+        lambda: store.create("commits/1", b"data"),
+    ]
+    errors = [error_of(call) for call in calls]
+    assert [error.kind for error in errors] == [*["other"] * 3, "unknown"]
+    assert all("never creates one" in str(error) for error in errors)
 
 
 def test_no_error_log_or_pickle_shows_a_credential(

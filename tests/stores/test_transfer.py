@@ -54,7 +54,9 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
     """`run` raises when reads that were under way have ended, and hands out nothing."""
     (tmp_path / "slow").write_bytes(b"x" * 1000)
     late = Rule(action="delay", operation="read", path="slow", delay_s=0.5)
-    faults = FaultBackend(LocalBackend(str(tmp_path)), [late])
+    # Both are under way before one fails.
+    soon = Rule(action="delay", operation="read", path="absent", delay_s=0.1)
+    faults = FaultBackend(LocalBackend(str(tmp_path)), [late, soon])
     done: list[str] = []
     reads = [
         RangeRead(path="absent", start=0, stop=1),

@@ -54,7 +54,8 @@ class SuiteAt(StoreSuite):
 
     @pytest.mark.parametrize("action", ["error", "lost_answer"])
     @pytest.mark.parametrize(
-        "operation", ["begin_upload", "put_part", "flush_parts", "complete_upload", "put"]
+        "operation",
+        ["begin_upload", "put_part", "flush_parts", "complete_upload", "put", "abort_upload"],
     )
     def test_what_fails_in_passing_is_made_good(
         self, store: Store, faulty: Any, size: int, operation: str, action: Action
@@ -75,6 +76,10 @@ class SuiteAt(StoreSuite):
             upload.write_part(1, size, [memoryview(b"tail")], last=True)
             upload.complete(size + 4, receipts=member.receipts())
             assert store.get("saves/a/y").data == pattern(size) + b"tail"
+        given_up = failing.upload("saves/a/z")
+        given_up.write_part(0, 0, [memoryview(pattern(size))], last=False)
+        given_up.abort()
+        assert len(store.list("")) == 1 + known.tokens_travel
         assert store.abort_uploads("") == 0
 
     @pytest.mark.parametrize("operation", ["complete_upload", "put"])
