@@ -64,9 +64,14 @@ def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) ->
 
     A file of that layout holds one part of a tensor at the most: part n of each goes with others.
     """
-    parts = [[elements_of(fqn, one, box) for box in boxes_of(one)] for fqn, one in tensors.items()]
-    columns = (filter(None, column) for column in itertools.zip_longest(*parts))
-    groups = [group for column in columns for group in split_by_size(column, max_file_bytes)]
+    columns: dict[int, list[Elements]] = {}
+    for fqn, one in tensors.items():
+        for number, box in enumerate(boxes_of(one)):
+            columns.setdefault(number, []).append(elements_of(fqn, one, box))
+    # A tensor's parts come in order, so the columns do.
+    groups = [
+        group for column in columns.values() for group in split_by_size(column, max_file_bytes)
+    ]
     files: list[OutFile] = []
     for number, group in enumerate(groups, 1):
         # Torch writes it as text too; its version is a number there, and its reader wants none.
