@@ -284,8 +284,9 @@ def _described(
             # An unexpected type is a mistake of a program; say where, as no traceback will.
             head += f" in {PurePath(frames[-1].filename).name}:{frames[-1].lineno}"
     text = ". ".join(filter(None, [text, *getattr(error, "__notes__", ())]))
-    # A credential that the cut divides would not be known.
-    line = scrub(" ".join(text.split()))[:_MESSAGE_LIMIT_CHARS].rstrip(". ")
+    # A credential that the cut divides would not be known; to scrub a whole page takes minutes.
+    text = scrub(" ".join(text.split())[: 20 * _MESSAGE_LIMIT_CHARS])
+    line = text[:_MESSAGE_LIMIT_CHARS].rstrip(". ")
     return f"{head}: {line}" if line and line != head else head
 
 

@@ -387,6 +387,18 @@ def test_no_credential_of_a_foreign_message_stays(error: Exception) -> None:
     assert failure.__cause__ is None
 
 
+def test_of_a_page_no_more_is_scrubbed_than_is_shown() -> None:
+    """Looking for credentials takes time that grows with the square of a text."""
+    lengths: list[int] = []
+
+    def scrub(text: str) -> str:
+        lengths.append(len(text))
+        return text
+
+    explain(RuntimeError("x" * 1_000_000), "read", "s3://bkt/run/x", scrub=scrub)
+    assert max(lengths) <= 20_000
+
+
 def test_the_place_and_the_endpoint_are_told_where_they_matter() -> None:
     """Of a program's mistake the file and line, of the way to a server its address; no secret."""
     with pytest.raises(ZeroDivisionError) as caught:
