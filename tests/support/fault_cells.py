@@ -109,9 +109,9 @@ _CONSOLIDATE = {
         {"plan"}, _LASTS, "get", r"saves/.*/manifest\.json$", member_step="broadcast 1"
     ),
     "read": _out(_GO_ON | _FAILS, "get", _SHARD, "victim"),
-    # The weight file that a rank writes alone is small.
-    "write": _out(_GO_ON | _FAILS, "put", _NAME, "victim"),
-    "waiting": _out(_WAITS, "put", _NAME, "other"),
+    # A weight file that a rank writes alone is one request, or one part.
+    "write": _out(_GO_ON | _FAILS, "put|part", _NAME, "victim"),
+    "waiting": _out(_WAITS, "put|part", _NAME, "other"),
     # Two ranks write a file, and the coordinator completes it. All its parts are withheld, those of
     # the victim and those of the other rank.
     "write shared": Hold(
