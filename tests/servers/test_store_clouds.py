@@ -45,12 +45,12 @@ class TestGcs(SuiteAt):
 
     at = "gcs_root"
 
-    # The server ignores the condition of a deletion; `test_store_gcs_faults` has it.
     def test_a_version_is_deleted_only_while_it_is_there(self, store: Store) -> None:
-        """Nothing is to be learned of it here."""
+        """Not to be learned here; `test_store_gcs_faults` has it."""
+        pytest.skip(f"the server at {store.url} ignores the condition of a deletion")
 
 
-# webdav4 leaves the stream of an answer that is not read to its end to the collector.
+# The collector finds sockets open here; who leaves them is not known.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestWebdav(SuiteAt):
     """A synchronous client, which sends a file when it is closed."""
