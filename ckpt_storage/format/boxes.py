@@ -390,12 +390,14 @@ class WindowCopy(NamedTuple):
     dest_offsets: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1024)
 def selected_copies(
-    chunk_sizes: tuple[int, ...], ranges: Sequence[range], start_element: int, stop_element: int
-) -> list[WindowCopy]:
+    chunk_sizes: tuple[int, ...], ranges: Selection, start_element: int, stop_element: int
+) -> tuple[WindowCopy, ...]:
     """Return what to copy from elements [start, stop) of a payload into the array of a selection.
 
-    At most max(1, 2 ndim - 1) copies. Raises `ValueError` for a window that leaves the chunk.
+    At most max(1, 2 ndim - 1) copies. Remembered, as `run_of` is. Raises `ValueError` for a window
+    that leaves the chunk.
     """
     strides = _strides(chunk_sizes)
     copies = []
@@ -413,7 +415,7 @@ def selected_copies(
                 dest_offsets=tuple(part.start for part in where),
             )
         )
-    return copies
+    return tuple(copies)
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:

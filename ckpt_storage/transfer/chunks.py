@@ -344,9 +344,11 @@ def put(read: ChunkRead, start: int, part: memoryview) -> None:
 
     `part` begins at byte `start` of the payload; both its ends lie between elements.
     """
-    memory, where, sizes, size = read.memory, read.where, read.chunk_sizes, read.item_bytes
+    where, sizes, size = read.where, read.chunk_sizes, read.item_bytes
     run = range(read.place.size_bytes) if where is None else run_of(sizes, where, size)
-    if memory is not None and run is not None:
+    # Asking for the memory costs as much as a small copy.
+    memory = None if run is None else read.memory
+    if run is not None and memory is not None:
         low, high = max(start, run.start), min(start + len(part), run.stop)
         if low < high:
             memory[low - run.start : high - run.start] = part[low - start : high - start]
