@@ -203,8 +203,9 @@ def take_slot(
 ) -> tuple[SlotRecord, bool]:
     """Create a slot; return whatever record holds it afterwards, and whether that is ours (I5).
 
-    Raises `PhaseTimeoutError` if there was no time even to try, `StorageError` if it is proved
-    that nothing was created, and `CommitUnknownError` otherwise.
+    Raises `PhaseTimeoutError` if there was no time even to try, and `StorageError` if it is proved
+    that nothing was created. Otherwise `CommitUnknownError` for a commit; for other records, which
+    may be taken again, `StorageError` of kind "unknown".
     """
     record = SlotRecord(
         type=kind, slot=slot, head=head, write_id=names.new_write_id(), **stamp(), **said
@@ -235,14 +236,16 @@ def take_slot(
             failure.add_note(f"Reading slot {slot} failed: {error}")
     if holder is not None:
         return holder, holder.write_id == record.write_id
-    who, next_step = f"a {kind} record", "When the storage answers again, repeat the call."
-    if record.save_id:
-        who, next_step = f"save {record.save_id}", how_to_settle(store.url)
+    who = f"a {kind} record" if record.save_id is None else f"save {record.save_id}"
+    what = f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}"
+    if record.save_id is None:
+        step = "When the storage answers again, repeat the call."
+        raise StorageError(what, kind="unknown", path=path, next_step=step) from failure
     raise CommitUnknownError(
-        f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}",
-        save_id=record.save_id or "",
+        what,
+        save_id=record.save_id,
         slot=slot,
         path=path,
         phase="commit",
-        next_step=next_step,
+        next_step=how_to_settle(store.url),
     ) from failure
