@@ -82,6 +82,19 @@ def _small_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """Keep the threads of this process on one core: they hand over to one another all the time."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    known = os.sched_getaffinity(0)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(known)[number % len(known)]})
+    yield
+    os.sched_setaffinity(0, known)
+
+
 def _session_server(
     name: str, start: Callable[[Path], AbstractContextManager[Running]]
 ) -> Callable[[pytest.TempPathFactory], Iterator[Running]]:

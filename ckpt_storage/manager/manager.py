@@ -33,7 +33,8 @@ from ckpt_storage.saves.session import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .prune import Mirror, Pruner, delete_step
+from .mirror import Mirror
+from .prune import Pruner, delete_step
 from .resume import Check, Restored, Resumer
 from .retention import (
     DEFAULT_TEMPLATE,

@@ -124,7 +124,8 @@ class RetentionPolicy(ABC):
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
         """Return the names that the rule keeps, each with the reason.
 
-        `candidates` are all sound committed checkpoints of the run, the lowest step first.
+        `candidates` are all sound committed checkpoints of the run, the lowest step first; in
+        another call a damaged one is among them, as if it were sound.
         """
 
     def __or__(self, other: RetentionPolicy) -> KeepAny:

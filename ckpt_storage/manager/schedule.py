@@ -117,14 +117,14 @@ class Job(Watch):
         is_over = False
         while not is_over:
             wished = self._wish_count
-            self._grant(work)
+            self._run_once(work)
             with self._changed:
                 is_over = self._wish_count == wished or self._stopped is not None
                 self._done_count = self._wish_count if is_over else wished
                 self._thread = None if is_over else self._thread
                 self._changed.notify_all()
 
-    def _grant(self, work: _Work) -> None:
+    def _run_once(self, work: _Work) -> None:
         self.error = None
         try:
             work(Deadline("commit", self._timeout_s, watch=self))

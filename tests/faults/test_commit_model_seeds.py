@@ -8,6 +8,8 @@ from commit_tools import BOTH, IN_TURN, take_in_turn
 
 from ckpt_storage.store.backend import Capabilities
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 
 @BOTH
 @pytest.mark.parametrize("order", IN_TURN)

@@ -40,6 +40,8 @@ from ckpt_storage.testing.faults import Action
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import CrashWhen, FaultRule, S3Server, crash_rules
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 QUICK = RetryPolicy(attempt_count=3, first_delay_s=0.0, max_delay_s=0.0)
 KINDS = ("fresh", "overwrite")
 

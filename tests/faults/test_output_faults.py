@@ -28,7 +28,8 @@ from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, cop
 from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.folder import remove_exports
-from ckpt_storage.manager.prune import Mirror, Pruner
+from ckpt_storage.manager.mirror import Mirror
+from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.options import MIB
@@ -37,6 +38,8 @@ from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 Call = Callable[[Path, Path], object]
 
@@ -294,6 +297,12 @@ def test_an_export_to_s3_survives_every_fault_at_every_request(
         assert version_in(files) == 2, at
         assert len([path for path in files if path.startswith("model-")]) == 2, at
         assert server.open_upload_count == 0, at
+
+
+@pytest.fixture
+def tmp_path(memory_path: Path) -> Path:
+    """A folder in memory: no disk need sync what calls are cut."""
+    return memory_path
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from ckpt_storage.store import probe
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 KEEP = KeepLatest(2) | KeepBest("loss", "min")
 KEPT = {4, 5, 6}
 GONE = {1, 2, 3}

@@ -26,6 +26,8 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 SLOT_1 = "commits/00000001.json"
 
 

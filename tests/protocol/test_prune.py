@@ -29,6 +29,8 @@ from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Backend, ObjectInfo
 from ckpt_storage.testing.faults import Rule
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:

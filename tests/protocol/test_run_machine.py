@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from fault_tools import Faulty
 from hypothesis import Phase, settings
@@ -22,12 +23,15 @@ from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager
-from ckpt_storage.manager.prune import Mirror, Pruner
+from ckpt_storage.manager.mirror import Mirror
+from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root, newest_of
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
