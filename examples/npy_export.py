@@ -57,6 +57,7 @@ class NpyExport(PlainFolder[list[str]]):
 
     def content(self) -> object:
         """Return what stands for the bytes of the files; a re-run trusts files of equal content."""
+        # A source of another tool has no save id.
         return ["npy/1", self.save_id or self.found.state]
 
     def report(self, made: Made, seconds: float) -> list[str]:

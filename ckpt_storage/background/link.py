@@ -40,7 +40,7 @@ from ckpt_storage.store.threads import abandoned_thread_count, halted
 
 from .handle import SaveStatus
 from .staging import Arenas, StagingJob
-from .worker import Answer, Call, Job, worker_main
+from .worker import Job, Reply, Step, worker_main
 
 log = logging.getLogger("ckpt_storage")
 
@@ -87,7 +87,7 @@ class GoneError(Exception):
     """The worker is gone; the message says how."""
 
 
-class Worker:
+class WorkerLink:
     """One worker process of a rank, and our end of its pipe; it runs one save at a time."""
 
     def __init__(self, rank: int, silence_s: float) -> None:
@@ -139,8 +139,8 @@ class Worker:
     def steps(self, operation: Operation, session: SaveSession, job: SaveJob) -> Steps:
         """Have the worker carry out `rank_save`; it may be closed then."""
         # Kept in no variable: an error, and with it this frame, may live longer than the copy.
-        assert job.staging is not None  # noqa: S101  # or it were refused
-        calls: list[Job | Call] = [
+        assert job.staging is not None  # noqa: S101  # else it would have been refused
+        calls: list[Job | Step] = [
             Job(
                 url=os.fspath(job.url),
                 options=job.packed,
@@ -160,25 +160,25 @@ class Worker:
             try:
                 return self._call(calls.pop(), operation, progress, file)
             except GoneError as gone:
-                return self._without(gone, operation, session)
+                return self._outcome_without_worker(gone, operation, session)
 
         operation.lost = lost
         try:
             while True:
                 # Words of all ranks are many: neither what came nor what goes is kept here.
-                calls.append(Call(word=(yield step())))
+                calls.append(Step(word=(yield step())))
                 file = None
         finally:
             operation.lost = lambda: None
             if not self._pipe.closed:
                 try:
-                    if not self._call(Call(is_over=True), operation, progress):
+                    if not self._call(Step(is_over=True), operation, progress):
                         # A thread of it may still read the state that is given up now.
                         self.close()
                 except GoneError as gone:
                     log.warning("%s", self._death(gone, operation))
 
-    def _without(
+    def _outcome_without_worker(
         self, gone: GoneError, operation: Operation, session: SaveSession
     ) -> CheckpointInfo:
         """Return what became of a save whose worker is gone in the commit. Raises why it failed."""
@@ -196,7 +196,7 @@ class Worker:
         return found
 
     def _call(
-        self, call: Job | Call, operation: Operation, progress: Progress, file: int | None = None
+        self, call: Job | Step, operation: Operation, progress: Progress, file: int | None = None
     ) -> Any:  # noqa: ANN401  # as the call's own
         """Return or raise what a call comes to. Raises `GoneError` if the worker is lost."""
         try:
@@ -219,7 +219,7 @@ class Worker:
             raise answer.found
         return answer.found
 
-    def _answer(self, operation: Operation, progress: Progress) -> Answer:
+    def _answer(self, operation: Operation, progress: Progress) -> Reply:
         """Take in what it tells until it answers; tell it if the operation fails elsewhere."""
         heard_s, told_s = time.monotonic(), math.inf
         show: Callable[[int], None] | None = None
@@ -242,7 +242,7 @@ class Worker:
                         raise GoneError("did not give up the save and was ended")
                     continue
                 heard_s, self.has_spoken = now_s, True
-                if isinstance(message, Answer):
+                if isinstance(message, Reply):
                     return message
                 if isinstance(message, CheckpointError):
                     # Where no rank can be told, each learns it from its next step.
@@ -369,11 +369,11 @@ class SaveQueue:
     def __init__(self, ranks: RankGroup, silence_s: float, *, has_worker: bool) -> None:
         self.ranks = ranks
         self.has_worker = has_worker
-        self.worker: Worker | None = None
+        self.worker: WorkerLink | None = None
         self._silence_s = silence_s
         if has_worker:
             try:
-                self.worker = Worker(ranks.rank, silence_s)
+                self.worker = WorkerLink(ranks.rank, silence_s)
             except BaseException as error:
                 if not isinstance(error, CheckpointError) or isinstance(error, InvalidInputError):
                     ranks.close()
@@ -410,7 +410,7 @@ class SaveQueue:
             raise failure from error
 
     def close(self) -> None:
-        """Accept no more, and let go of all once it is idle; idempotent, never waits."""
+        """Let go of all once it is idle, as the saver puts no more; idempotent, never waits."""
         if os.getpid() != self.process_id:
             return  # a child of fork owns nothing of this
         with self._lock:
@@ -454,7 +454,7 @@ class SaveQueue:
         copy = job.staging
         if job.refusal is not None:
             raise job.refusal
-        assert copy is not None  # noqa: S101  # or it were refused
+        assert copy is not None  # noqa: S101  # else it would have been refused
         try:
             copy.wait(job.options.timeouts.stage)
         finally:
@@ -464,7 +464,7 @@ class SaveQueue:
         job.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
         if self.has_worker:
             if self.worker is None or not self.worker.is_ready():
-                self.worker = Worker(self.ranks.rank, self._silence_s)
+                self.worker = WorkerLink(self.ranks.rank, self._silence_s)
             return self.worker.steps(operation, session, job)
         memory, planner = copy.arena.memory, job.options.planner
         return rank_save(session, partial(copy.staged.part, memory, planner))

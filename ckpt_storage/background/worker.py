@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Step:
     """What the save goes on with, or, if `is_over`, that it is to be forgotten."""
 
     word: Any = None
@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """What a call came to; an error is to be raised, `is_strange` if of no kind of ours."""
 
     found: Any
@@ -119,7 +119,7 @@ class _Worker:
             # Its last beat; one that came after the answer would be taken for the next call's.
             self._pipe.send(self._watch.own())
             self._is_busy = False
-            self._pipe.send(Answer(found, is_strange))
+            self._pipe.send(Reply(found, is_strange))
 
     def _begin(self, job: Job, memory: NDArray[np.uint8]) -> object:
         staged: StagedPlan = pickle.loads(job.staged)  # noqa: S301  # our trainer's
@@ -139,7 +139,7 @@ class _Worker:
         self._steps = rank_save(session, part, pickle.dumps)
         return next(self._steps)
 
-    def _go_on(self, call: Call) -> object:
+    def _go_on(self, call: Step) -> object:
         """Return the next word; at the end, whether no thread is left that may read the state."""
         steps = self._steps
         if steps is not None and not call.is_over:
@@ -166,13 +166,13 @@ class _Worker:
         # Nobody is left to save for; threads that hang in a storage must not keep us.
         os._exit(0)
 
-    def _hear(self, message: Job | Call | CheckpointError) -> None:
+    def _hear(self, message: Job | Step | CheckpointError) -> None:
         if isinstance(message, Job):
             self._what = f"the save to {place_of(message.url)}"
             self._watch = _Watch(self._rank, self._send)
             memory = map_shared(reduction.recv_handle(self._pipe), message.arena_bytes)
             self._calls.put(partial(self._begin, message, memory))
-        elif isinstance(message, Call):
+        elif isinstance(message, Step):
             self._calls.put(partial(self._go_on, message))
         else:
             self._watch.error = self._watch.error or message

@@ -31,7 +31,7 @@ _STOP_S = 0.25
 """How long an operation that ends waits for its watch."""
 
 _NEWS_S = 0.02
-"""How soon a new phase is told: a save begins several at once, and each word costs three looks."""
+"""How soon a new phase is told: a save begins several at once, and each costs three requests."""
 
 _TIDY_KEYS = 32
 """How many keys of earlier operations are removed between two looks."""

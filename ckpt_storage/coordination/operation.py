@@ -78,8 +78,9 @@ class Operation:
     `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
     `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
     same on all ranks, once all is over; None where ranks had not met or cannot reach one another.
-    `is_void`: what the save wrote on all ranks is to be deleted; false again once it ended without
-    a word of one. `lost` tells why this rank need not wait for others: it cannot go on itself.
+    `is_void`: what the save wrote on all ranks is to be deleted; reset if a rank was not heard of
+    at the end, as it may still write. `lost` tells why this rank need not wait for others: it
+    cannot go on itself.
     """
 
     def __init__(self, group: RankGroup, what: str, timeouts: Timeouts) -> None:

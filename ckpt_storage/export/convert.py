@@ -362,9 +362,8 @@ class _ToFolder(_Conversion, PlainFolder[ConvertReport]):
     def lay_out(self) -> Files:
         if self.setting.to == "dcp":
             return self.shards_of()
-        if self.setting.to == "safetensors":
-            return layout.lay_out_whole(self.chosen.tensors, self.setting.max_file_bytes)
-        return layout.lay_out_sharded(self.chosen.tensors, self.setting.max_file_bytes)
+        ways = {"safetensors": layout.lay_out_whole, "dcp_safetensors": layout.lay_out_sharded}
+        return ways[self.setting.to](self.chosen.tensors, self.setting.max_file_bytes)
 
     def document(self) -> bytes:
         if self.setting.to == "safetensors":

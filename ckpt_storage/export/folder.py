@@ -122,7 +122,7 @@ class Folder(Task[R]):
 
 
 class PlainFolder(Folder[R]):
-    """A folder of files of another format, of which a part looks like no whole.
+    """A folder of files of another format, of which readers must not take a part for the whole.
 
     What makes the files a checkpoint goes last. While a folder of safetensors is being filled, a
     blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.

@@ -81,7 +81,7 @@ def select(
     if exclude is not None:
         chosen = chosen - matching(exclude, values, "exclude")
     lacking: dict[str, str] = {}
-    if "safetensors" in to:
+    if to in {"safetensors", "dcp_safetensors"}:
         lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
             reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None

@@ -34,7 +34,7 @@ from ckpt_storage.transfer.workers import Workers
 log = logging.getLogger("ckpt_storage")
 
 _MOST_MEMBERS = 1_000_000
-"""Above this many pairs of a unit and a rank that wants it nobody shares.
+"""Nobody shares above so many pairs of a unit and a rank that wants it.
 
 The coordinator plans them alone while all others wait: about a second for so many."""
 
@@ -319,7 +319,7 @@ Links = Callable[
     [RangeReader, Callable[[ShareOrder], _Split | None] | None],
     AbstractContextManager[tuple[Sequence[ChunkRead], SharedReads] | None],
 ]
-"""The ways between ranks that share reads: `joined` on one of them."""
+"""Opens the shared reads of one rank: `joined`, bound to its operation."""
 
 
 @contextmanager

@@ -104,7 +104,8 @@ def save(  # the public surface, all keyword-only
             `CommitConflictError` (not committed), `CommitUnknownError` (it cannot be told). The
             checkpoint that was there before stays readable. The checkpoint is committed (`info`)
             with `NotPublishedError`: torch's own readers do not find it, and no consolidation was
-            begun; and with `ConsolidationError`: only its consolidation failed.
+            begun; with `ConsolidationError`: only its consolidation failed; and with a
+            `RankFailedError` that has `info`: the coordinator died behind its commit.
 
     """
     given = locals()
@@ -152,7 +153,8 @@ def run_save(
 ) -> CheckpointInfo:
     """Run a save of this rank's `part`, and its consolidation, as one operation of all `ranks`.
 
-    The part is taken before the ranks meet, and begun after it. What a void save wrote is deleted.
+    The part is taken before the ranks meet, and begun after it. What a save that failed before
+    its commit wrote is deleted.
     In the background exits are errors.
     """
     what = f"the save to {place_of(url)}"

@@ -69,7 +69,7 @@ class Store(Calls):
 
         failure = self.run("read", path, fill, repeat="unless-abandoned")
         if failure:
-            # As in `_bordered`.
+            # As in `Calls._bordered`: a traceback must not hold the buffers.
             raise failure.pop()
 
     def _fill(

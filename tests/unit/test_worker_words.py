@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckpt_storage.background import link
-from ckpt_storage.background.link import Worker
-from ckpt_storage.background.worker import Answer, Call
+from ckpt_storage.background.link import WorkerLink
+from ckpt_storage.background.worker import Reply, Step
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.liveness import RankProgress
@@ -33,7 +33,7 @@ SILENCE_S = 1.0
 END_S = 10.0
 
 
-class Scripted(Worker):
+class Scripted(WorkerLink):
     """A worker that does what a test says, in a thread; its process is said to live."""
 
     def __init__(self, does: Callable[[Connection], object], last_word: str = "") -> None:
@@ -69,8 +69,8 @@ def operation_of(rank: int = 1) -> Operation:
     return operation
 
 
-def called(worker: Worker, operation: Operation, progress: Any = None) -> Any:
-    return worker._call(Call(), operation, progress)  # noqa: SLF001  # the unit
+def called(worker: WorkerLink, operation: Operation, progress: Any = None) -> Any:
+    return worker._call(Step(), operation, progress)  # noqa: SLF001  # the unit
 
 
 def staged_job() -> Any:
@@ -89,7 +89,7 @@ def test_each_byte_and_file_of_a_worker_counts_and_shows_once() -> None:
     operation, shown = operation_of(), list[tuple[int, int]]()
 
     def does(pipe: Connection) -> None:
-        for word in ("write", *(beat("write", done) for done in (1, 1, 4)), Answer(7)):
+        for word in ("write", *(beat("write", done) for done in (1, 1, 4)), Reply(7)):
             pipe.send(word)
 
     show = lambda event: shown.append((event.done_bytes, event.total_bytes))  # noqa: E731
@@ -115,7 +115,7 @@ def test_a_failure_is_told_before_the_call_has_ended(
         pipe.send(CheckpointError("the disk is full"))
         if not is_lost:
             assert "disk is full" in str(pipe.recv())  # its own deadlines are over, too
-        pipe.send(Answer(CheckpointError("given up")))
+        pipe.send(Reply(CheckpointError("given up")))
 
     monkeypatch.setattr(operation, "_tell", tell)
     worker = Scripted(does)
@@ -206,10 +206,10 @@ def test_words_that_the_trainer_passes_on_are_not_kept() -> None:
     operation, kept = operation_of(0), list[bool]()
 
     def does(pipe: Connection) -> None:
-        pipe.send(Answer(Plans()))
+        pipe.send(Reply(Plans()))
         pipe.recv()
         kept.append(answered() is not None)
-        pipe.send(Answer(Plans()))
+        pipe.send(Reply(Plans()))
 
     steps = Scripted(does).steps(operation, types.SimpleNamespace(), staged_job())  # type: ignore[arg-type]
     answered = weakref.ref(next(steps))
