@@ -13,7 +13,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,9 +90,12 @@ def one_core() -> Iterator[None]:
         return
     known = os.sched_getaffinity(0)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.sched_setaffinity(0, {sorted(known)[number % len(known)]})
-    yield
-    os.sched_setaffinity(0, known)
+    for cores in ({sorted(known)[number % len(known)]}, known):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
+        if cores is not known:
+            yield
 
 
 def _session_server(

@@ -40,7 +40,7 @@ from ckpt_storage.store.threads import abandoned_thread_count, halted
 
 from .handle import SaveStatus
 from .staging import Arenas, StagingJob
-from .worker import Job, Reply, Step, worker_main
+from .worker import GoOn, Job, Reply, worker_main
 
 log = logging.getLogger("ckpt_storage")
 
@@ -140,7 +140,7 @@ class WorkerLink:
         """Have the worker carry out `rank_save`; it may be closed then."""
         # Kept in no variable: an error, and with it this frame, may live longer than the copy.
         assert job.staging is not None  # noqa: S101  # else it would have been refused
-        calls: list[Job | Step] = [
+        calls: list[Job | GoOn] = [
             Job(
                 url=os.fspath(job.url),
                 options=job.packed,
@@ -166,13 +166,13 @@ class WorkerLink:
         try:
             while True:
                 # Words of all ranks are many: neither what came nor what goes is kept here.
-                calls.append(Step(word=(yield step())))
+                calls.append(GoOn(word=(yield step())))
                 file = None
         finally:
             operation.lost = lambda: None
             if not self._pipe.closed:
                 try:
-                    if not self._call(Step(is_over=True), operation, progress):
+                    if not self._call(GoOn(is_over=True), operation, progress):
                         # A thread of it may still read the state that is given up now.
                         self.close()
                 except GoneError as gone:
@@ -196,7 +196,7 @@ class WorkerLink:
         return found
 
     def _call(
-        self, call: Job | Step, operation: Operation, progress: Progress, file: int | None = None
+        self, call: Job | GoOn, operation: Operation, progress: Progress, file: int | None = None
     ) -> Any:  # noqa: ANN401  # as the call's own
         """Return or raise what a call comes to. Raises `GoneError` if the worker is lost."""
         try:

@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GoOn:
     """What the save goes on with, or, if `is_over`, that it is to be forgotten."""
 
     word: Any = None
@@ -139,7 +139,7 @@ class _Worker:
         self._steps = rank_save(session, part, pickle.dumps)
         return next(self._steps)
 
-    def _go_on(self, call: Step) -> object:
+    def _go_on(self, call: GoOn) -> object:
         """Return the next word; at the end, whether no thread is left that may read the state."""
         steps = self._steps
         if steps is not None and not call.is_over:
@@ -166,13 +166,13 @@ class _Worker:
         # Nobody is left to save for; threads that hang in a storage must not keep us.
         os._exit(0)
 
-    def _hear(self, message: Job | Step | CheckpointError) -> None:
+    def _hear(self, message: Job | GoOn | CheckpointError) -> None:
         if isinstance(message, Job):
             self._what = f"the save to {place_of(message.url)}"
             self._watch = _Watch(self._rank, self._send)
             memory = map_shared(reduction.recv_handle(self._pipe), message.arena_bytes)
             self._calls.put(partial(self._begin, message, memory))
-        elif isinstance(message, Step):
+        elif isinstance(message, GoOn):
             self._calls.put(partial(self._go_on, message))
         else:
             self._watch.error = self._watch.error or message

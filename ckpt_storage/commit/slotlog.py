@@ -240,7 +240,9 @@ def take_slot(
     what = f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}"
     if record.save_id is None:
         step = "When the storage answers again, repeat the call."
-        raise StorageError(what, kind="unknown", path=path, next_step=step) from failure
+        raise StorageError(
+            what, kind="unknown", retryable=True, path=path, next_step=step
+        ) from failure
     raise CommitUnknownError(
         what,
         save_id=record.save_id,

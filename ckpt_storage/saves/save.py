@@ -105,7 +105,7 @@ def save(  # the public surface, all keyword-only
             checkpoint that was there before stays readable. The checkpoint is committed (`info`)
             with `NotPublishedError`: torch's own readers do not find it, and no consolidation was
             begun; with `ConsolidationError`: only its consolidation failed; and with a
-            `RankFailedError` that has `info`: the coordinator died behind its commit.
+            `RankFailedError` that has `info`: the coordinator was lost after its commit.
 
     """
     given = locals()
@@ -153,9 +153,9 @@ def run_save(
 ) -> CheckpointInfo:
     """Run a save of this rank's `part`, and its consolidation, as one operation of all `ranks`.
 
-    The part is taken before the ranks meet, and begun after it. What a save that failed before
-    its commit wrote is deleted.
-    In the background exits are errors.
+    The part is taken before the ranks meet, and begun after it. What a save wrote that
+    failed before its commit is deleted, unless a rank may still be writing. In the background exits
+    are errors.
     """
     what = f"the save to {place_of(url)}"
     operation: Operation | None = None

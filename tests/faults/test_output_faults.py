@@ -41,6 +41,13 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
+
+@pytest.fixture
+def tmp_path(memory_path: Path) -> Path:
+    """A folder in memory: no call that is cut waits for a disk."""
+    return memory_path
+
+
 Call = Callable[[Path, Path], object]
 
 STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
@@ -297,12 +304,6 @@ def test_an_export_to_s3_survives_every_fault_at_every_request(
         assert version_in(files) == 2, at
         assert len([path for path in files if path.startswith("model-")]) == 2, at
         assert server.open_upload_count == 0, at
-
-
-@pytest.fixture
-def tmp_path(memory_path: Path) -> Path:
-    """A folder in memory: no disk need sync what calls are cut."""
-    return memory_path
 
 
 @pytest.fixture

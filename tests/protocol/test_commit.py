@@ -196,6 +196,21 @@ def test_a_torn_slot_is_unknown_not_failed(store: tools.DictStore) -> None:
         tools.committed(store, attempt)
 
 
+@pytest.mark.parametrize(
+    "act", [lambda store: tools.fenced(store, "20260101T000000Z-0123456789abcdef"), tools.deleted]
+)
+def test_a_record_that_is_no_commit_is_taken_again(
+    store: tools.DictStore, act: Callable[[Store], object]
+) -> None:
+    """Where nobody can tell whether it was created, no save is in doubt: the call is repeated."""
+    tools.committed(store, tools.attempted(store))
+    faulty = store.failing(failed("error"))
+    with pytest.raises(errors.StorageError) as caught:
+        act(faulty)
+    assert (caught.value.kind, caught.value.retryable) == ("unknown", True)
+    act(store)
+
+
 class Late(tools.DictBackend):
     """The first creation is reported as timed out, and arrives just before the second."""
 

@@ -50,8 +50,6 @@ class TestGcs(SuiteAt):
         pytest.skip(f"the server at {store.url} ignores the condition of a deletion")
 
 
-# The collector finds sockets open here; who leaves them is not known.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestWebdav(SuiteAt):
     """A synchronous client, which sends a file when it is closed."""
 

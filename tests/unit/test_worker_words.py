@@ -16,7 +16,7 @@ import pytest
 
 from ckpt_storage.background import link
 from ckpt_storage.background.link import WorkerLink
-from ckpt_storage.background.worker import Reply, Step
+from ckpt_storage.background.worker import GoOn, Reply
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.liveness import RankProgress
@@ -70,7 +70,7 @@ def operation_of(rank: int = 1) -> Operation:
 
 
 def called(worker: WorkerLink, operation: Operation, progress: Any = None) -> Any:
-    return worker._call(Step(), operation, progress)  # noqa: SLF001  # the unit
+    return worker._call(GoOn(), operation, progress)  # noqa: SLF001  # the unit
 
 
 def staged_job() -> Any:

@@ -188,13 +188,22 @@ class FsspecBackend(ClientBackend):
     def abort_upload(self, path: str, token: str) -> None:
         if not is_draft_name(token.rpartition("/")[2]):
             raise stuck(path, "has another token")
+        self._let_go(token)
+        with self._turn() as fs:
+            _remove(fs, self._full(token))
+
+    def close(self) -> None:
+        """Do as any backend; what nobody will end, since it is not known to have begun, ends."""
+        for token in list(self._writings):
+            self._let_go(token)
+        super().close()
+
+    def _let_go(self, token: str) -> None:
         writing = self._writings.pop(token, None)
-        # A call that hangs keeps its file system; the file is removed all the same.
+        # A call that hangs keeps its file system.
         if writing is not None and writing.using.acquire(blocking=False):
             self._discard(writing)
             writing.using.release()
-        with self._turn() as fs:
-            _remove(fs, self._full(token))
 
     def _discard(self, writing: _Writing) -> None:
         """Close a file that failed, if possible without sending what it buffers."""
