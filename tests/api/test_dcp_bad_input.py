@@ -141,11 +141,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (Writer, {"part_bytes": True}, "an integer"),
     (Writer, {"memory_limit_bytes": 0}, "Raise memory_limit_bytes"),
     (Writer, {"part_bytes": 10}, "at least one block"),
-    (
-        Writer,
-        {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19},
-        "lower part_bytes",
-    ),
+    (Writer, {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19}, "lower part_bytes"),
     (Reader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
     (Reader, {"shared_reads": "yes"}, "'auto' or 'never'"),
 ]

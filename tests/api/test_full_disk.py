@@ -35,10 +35,7 @@ def test_a_save_for_which_there_is_no_space_leaves_no_values(
 ) -> None:
     """Whichever document finds no space, complete shards go too, and the next save succeeds."""
     full = Rule(action="error", operation="pwritev", path=name, errno=errno.ENOSPC, hit_count=None)
-    with (
-        faulty_disk([full]),
-        pytest.raises(ckpt_storage.StorageError, match="space") as caught,
-    ):
+    with faulty_disk([full]), pytest.raises(ckpt_storage.StorageError, match="space") as caught:
         SAVES[way](tmp_path)
     assert caught.value.kind == "no-space"
     assert list(tmp_path.rglob("*.distcp")) == []

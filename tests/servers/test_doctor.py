@@ -179,13 +179,7 @@ def options_of(storage: str, place: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("storage", "page"),
-    [
-        ("s3", "html"),
-        ("s3", "nothing"),
-        ("gs", "json"),
-        ("az", "nothing"),
-        ("webdav", "html"),
-    ],
+    [("s3", "html"), ("s3", "nothing"), ("gs", "json"), ("az", "nothing"), ("webdav", "html")],
 )
 def test_pages_are_not_taken_for_an_empty_root(storage: str, page: str) -> None:
     """No call that reads or writes takes a page for an answer; the error names the endpoint."""

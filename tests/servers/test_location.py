@@ -288,10 +288,10 @@ KINDS: dict[tuple[str, bool], list[BaseException]] = {
     ("range", False): [s3_error("InvalidRange", 416)],
     ("unsupported", False): [s3_error("NotImplemented", 501), OSError(errno.ENOTSUP, "x")],
     ("permission", False): [
-        *(s3_error("403", 403), PermissionError("x"), OSError(errno.EROFS, "x")),
+        *(s3_error("403", 403), PermissionError("x"), OSError(errno.EROFS, "x"))
     ],
     ("credentials", False): [
-        *(boto_errors.NoCredentialsError(), azure_error(403, "AuthenticationFailed")),
+        *(boto_errors.NoCredentialsError(), azure_error(403, "AuthenticationFailed"))
     ],
     ("credentials", True): [
         *(s3_error("ExpiredToken", 400), GOOGLE.RefreshError("expired")),

@@ -95,9 +95,7 @@ def test_a_lost_connection_is_made_anew(
     registered["sftp"] = family
     with servers.sftp(tmp_path) as server:
         store = open_store(
-            f"{server.url}/run",
-            storage_options=server.storage_options,
-            retry=POLICY,
+            f"{server.url}/run", storage_options=server.storage_options, retry=POLICY
         )
         store.make_folders([])
         store.put("x", b"before")

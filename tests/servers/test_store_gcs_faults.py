@@ -234,9 +234,7 @@ def test_the_object_is_invisible_until_complete(running: Served) -> None:
         assert state.objects.pop("run/saves/a/x")[0] == b"a" * MULTIPLE + last
 
 
-def test_a_session_that_is_gone_without_its_object_is_an_error(
-    running: Served,
-) -> None:
+def test_a_session_that_is_gone_without_its_object_is_an_error(running: Served) -> None:
     """An upload that the server dropped is no success, whatever others put there."""
     state, options = running
     upload = opened(options).upload("saves/a/x")

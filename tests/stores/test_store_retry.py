@@ -18,12 +18,7 @@ from local_stores import WAIT_S, Remote, error_of, until
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import (
-    Backend,
-    Buffers,
-    ObjectInfo,
-    Range,
-)
+from ckpt_storage.store.backend import Backend, Buffers, ObjectInfo, Range
 from ckpt_storage.store.backends import memory
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import why_no_exclusive_create

@@ -32,11 +32,7 @@ from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.workers import some_at_once as side_by_side
 
 CAS = Capabilities(
-    kind="s3",
-    exclusive_create=True,
-    atomic_replace=True,
-    if_match=True,
-    parallel_parts=True,
+    kind="s3", exclusive_create=True, atomic_replace=True, if_match=True, parallel_parts=True
 )
 BLIND = replace(CAS, kind="posix", if_match=False)
 """As on a POSIX file system: replacing is atomic, but knows no condition."""

@@ -144,12 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
     turn=st.sampled_from([None, 0, 1]),
 )
 def test_every_selection_gets_what_slicing_gives(
-    case: Case,
-    costs: ReadCosts,
-    part_bytes: int,
-    thread_count: int,
-    gaps: Gaps,
-    turn: int | None,
+    case: Case, costs: ReadCosts, part_bytes: int, thread_count: int, gaps: Gaps, turn: int | None
 ) -> None:
     """Whatever the costs, shapes, selections, parts and targets, each element arrives."""
     files, wanted = case
