@@ -153,8 +153,8 @@ def run_save(
 ) -> CheckpointInfo:
     """Run a save of this rank's `part`, and its consolidation, as one operation of all `ranks`.
 
-    The part is taken before the ranks meet, and begun after it. What a save wrote that
-    failed before its commit is deleted, unless a rank may still be writing. In the background exits
+    The part is taken before the ranks meet, and begun after it. If the save fails before its
+    commit, what it wrote is deleted, unless a rank may still be writing. In the background exits
     are errors.
     """
     what = f"the save to {place_of(url)}"

@@ -126,6 +126,8 @@ class _WatchedFile:
     def __init__(self, fs: _Watched, inner: Any) -> None:
         self._fs, self._inner = fs, inner
 
+    closed = property(lambda self: self._inner.closed)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
             with self._fs.used():
@@ -186,26 +188,30 @@ def test_calls_that_hang_keep_no_later_ones_out(watched: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-def test_a_fork_while_file_systems_idle_harms_nothing(
+def test_a_fork_harms_no_file_system_and_no_upload(
     watched: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child reads the same storage, and ends no instance of the parent."""
+    """The child reads the same storage, and ends no instance and no upload of the parent."""
     monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_COUNT", 8)
     _Watched.at_once = threading.Barrier(1)
     used, idle = open_store(watched), open_store(watched, storage_options={"token": "idle"})
     for store in (used, idle):
         store.put("x", b"data")
     idle.close()
+    upload = used.upload("y")
+    upload.write_part(0, 0, [memoryview(b"data")], last=False)
     child = os.fork()
     if not child:
         try:
             texts = [store.get("x").data for store in (used, open_store(watched), idle)]
+            used.close()
             ended = [fs.ended.is_set() for fs in _Watched.made[:2]]
             os._exit(0 if texts == [b"data"] * 3 and ended == [False] * 2 else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert [store.get("x").data for store in (used, idle)] == [b"data"] * 2
+    upload.complete(4)
+    assert [used.get("y").data, idle.get("x").data] == [b"data"] * 2
     assert len(_Watched.made) == 2
     assert not any(fs.ended.is_set() for fs in _Watched.made)
     used.close()

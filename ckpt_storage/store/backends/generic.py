@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class _Writing:
     end: int = 0
     problem: str = ""
     using: threading.Lock = field(default_factory=threading.Lock)
+    process_id: int = field(default_factory=os.getpid)
 
     def check(self, path: str, end: int, otherwise: str) -> None:
         """Refuse to go on, now and later, unless the file has exactly `end` bytes."""
@@ -193,9 +195,11 @@ class FsspecBackend(ClientBackend):
             _remove(fs, self._full(token))
 
     def close(self) -> None:
-        """Do as any backend; what nobody will end, since it is not known to have begun, ends."""
-        for token in list(self._writings):
-            self._let_go(token)
+        """Do as any backend, and close files whose upload nobody knows to have begun."""
+        for token, writing in list(self._writings.items()):
+            # A child of fork leaves alone what it inherited.
+            if writing.process_id == os.getpid():
+                self._let_go(token)
         super().close()
 
     def _let_go(self, token: str) -> None:
