@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
 from ckpt_storage.coordination.group import RankGroup, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
@@ -26,11 +26,12 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.session import Chained, SaveOptions
+from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
 from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
-from .link import SaveJob, SaveQueue, pack
+from .link import pack
+from .save_queue import PendingSave, SaveQueue
 from .staging import StagingJob
 
 Mode = Literal["process", "thread"]
@@ -132,6 +133,7 @@ class AsyncSaver:
         url: str | os.PathLike[str],
         *,
         overwrite: bool = False,
+        step: int | None = None,
         consolidate: Chained = None,
         storage_options: Mapping[str, Any] | None = None,
         planner: SavePlanner | None = None,
@@ -155,7 +157,7 @@ class AsyncSaver:
         `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
         `on_error="raise"` why an earlier save failed.
         """
-        options = SaveOptions.of(locals(), timeouts=self._timeouts)
+        options = SaveOptions.of(locals(), timeouts=self._timeouts).with_step_of(state)
         return self.begin(state, url, options, block_until_staged=block_until_staged)
 
     def begin(
@@ -174,20 +176,20 @@ class AsyncSaver:
                 "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
             )
         # What the phases of a save, and of those before it, may take together.
-        t, rank = options.timeouts, self._queue.ranks.rank
+        t, rank = options.timeouts, self._queue.ranks.global_rank
         one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         limit_s = (len(self._saves) + 1) * one_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(
-                f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
+                f"The save to {redacted_url(url)} waited {limit_s:g} s for another thread's.",
                 timeout_s=limit_s,
                 rank=rank,
                 phase="stage",
                 next_step="Call save in one thread, the same saves in the same order on all ranks.",
             )
         try:
-            status = SaveStatus(place_of(url), rank, limit_s=limit_s)
-            job = SaveJob(status=status, options=options, url=url)
+            status = SaveStatus(redacted_url(url), rank, limit_s=limit_s)
+            job = PendingSave(status=status, options=options, url=url)
             try:
                 self._make_room(status, t)
                 with as_checkpoint_errors(f"the staging for {status.url}", rank):
@@ -215,14 +217,16 @@ class AsyncSaver:
             self._saves.append(status)
             flush_at_exit(status, self._exit_timeout_s, timeouts)
 
-    def _stage(self, job: SaveJob, state: Mapping[str, Any], *, block_until_staged: bool) -> None:
+    def _stage(
+        self, job: PendingSave, state: Mapping[str, Any], *, block_until_staged: bool
+    ) -> None:
         queue = self._queue
         # The trainer's working folder counts, as it is now.
         job.url, job.options = anchored(job.url), job.options.anchored()
         planner = job.options.planner
         if queue.has_worker:
             # Before the planner knows the state, which is not to travel; so another one does.
-            job.packed = pack(job.options)
+            job.packed_options = pack(job.options)
             if planner is not None:
                 twin: SavePlanner = object.__new__(type(planner))
                 vars(twin).update(vars(planner))
@@ -232,7 +236,7 @@ class AsyncSaver:
             queue.arenas,
             planner,
             url=job.status.url,
-            rank=job.status.rank,
+            rank=queue.ranks.rank,
             world_size=queue.ranks.world_size,
         )
         if block_until_staged:
@@ -321,6 +325,7 @@ def save_async(  # all that `save` takes, and one argument more
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     overwrite: bool = False,
+    step: int | None = None,
     consolidate: Chained = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: SavePlanner | None = None,
@@ -341,7 +346,7 @@ def save_async(  # all that `save` takes, and one argument more
     flight, and they commit in the order of the calls. Arguments as for `ckpt_storage.save`. Look
     at the handle's `result`: a failure is raised there, and logged.
     """
-    options = SaveOptions.of(locals(), timeouts=Timeouts.of(timeout))
+    options = SaveOptions.of(locals(), timeouts=Timeouts.of(timeout)).with_step_of(state)
     # The class stands for the group of a process without one.
     group: object = group_of(process_group) or AsyncSaver
     with _lock:

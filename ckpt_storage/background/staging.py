@@ -30,7 +30,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
 from ckpt_storage.saves.items import LiveItems, is_as_stored
-from ckpt_storage.saves.planning import PLANS, Kept, LocalPlan, checked, kept_of
+from ckpt_storage.saves.planning import (
+    PLAN_CACHE,
+    CachedPlan,
+    LocalPlan,
+    checked,
+    find_cached_plan,
+)
 from ckpt_storage.saves.shardfile import Item
 
 log = logging.getLogger("ckpt_storage")
@@ -53,7 +59,7 @@ _SMALL_BYTES = 64 * 1024
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Torch copies elements of some kinds only as integers."""
 
-_planned: deque[Kept] = deque(maxlen=PLANS.maxlen)
+_planned: deque[CachedPlan] = deque(maxlen=PLAN_CACHE.maxlen)
 """Local plans of the last few structures: torch plans some 50 us an item."""
 
 
@@ -195,7 +201,7 @@ class StagedPlan:
     `rows` has start, size in bytes, dtype (None: a blob) and the type that makes `load` refuse it.
     """
 
-    kept: Kept
+    kept: CachedPlan
     ties: Mapping[str, str]
     rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
 
@@ -372,15 +378,15 @@ class StagingJob:
             ) from error
 
 
-def _planned_by(live: LocalPlan) -> Kept:
+def _planned_by(live: LocalPlan) -> CachedPlan:
     """Return the plan of a planner that is set up, as the last time where nothing changed."""
-    kept = kept_of(_planned, live.structure)
+    kept = find_cached_plan(_planned, live.structure)
     if kept is None:
         plan = live.plan()
         if not plan.usable:
             # With plan caching: the same as the last time, which this rank copies all the same.
             plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
-        kept = Kept(plan_id="", plan=plan, structure=live.structure)
+        kept = CachedPlan(plan_id="", plan=plan, structure=live.structure)
         if live.structure is not None:
             _planned.append(kept)
     return kept

@@ -1,4 +1,4 @@
-"""The worker process of a rank: carries out the steps of its trainer's saves, and ends with it."""
+"""The worker process of a rank: runs the steps of its trainer's saves, and ends with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -20,60 +19,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of, travelling
-from ckpt_storage.coordination.keyvalue import COORDINATOR
-from ckpt_storage.coordination.liveness import Heartbeats
+from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy, redacted_url
+from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
+from ckpt_storage.coordination.liveness import WORKER_BEAT_S, Heartbeats, worker_keys
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.saves.planning import Steps, rank_save
-from ckpt_storage.saves.session import SaveOptions, SaveSession
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.rank_save import RankSave
+from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 
+from .messages import FinishCall, Response, SaveRequest, StepCall
 from .staging import StagedPlan, map_shared
 
 BEAT_S = 0.25
-"""How often a worker that is at work tells its trainer how far it is."""
+"""How often a worker that is at work reports its progress to its trainer."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """The first call of a save; the descriptor of its arena follows."""
-
-    url: str
-    options: bytes
-    staged: bytes
-    arena_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GoOn:
-    """What the save goes on with, or, if `is_over`, that it is to be forgotten."""
-
-    word: Any = None
-    is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a call came to; an error is to be raised, `is_strange` if of no kind of ours."""
-
-    found: Any
-    is_strange: bool = False
+LAUNCHER_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+    *range(getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1) + 1),
+)
+"""What launchers send to all processes of a job; the trainer decides what it means."""
 
 
 class _Watch(Heartbeats):
-    """The `Watch` over a save, and its phases: how far it is, and why it is to be given up."""
+    """The `Watch` over a save in the worker: its phases, its progress, and why it is to end."""
 
-    def __init__(self, rank: int, tell: Callable[[object], None]) -> None:
+    def __init__(self, rank: int, send: Callable[[object], None]) -> None:
         super().__init__(rank)
         self.timeouts = Timeouts()
         self.error: CheckpointError | None = None
-        self._tell = tell
+        self._send = send
 
     def phase(self, phase: Phase) -> Deadline:
         """Begin a phase, in the trainer as well."""
-        self._tell(phase)
+        self._send(phase)
         self.begin(phase, 0)
         return Deadline(phase, getattr(self.timeouts, phase), watch=self)
 
@@ -81,14 +62,14 @@ class _Watch(Heartbeats):
         return self.error
 
     def failed(self, error: CheckpointError) -> None:
-        """Let the trainer tell all ranks of a failure before the call ends, which may hang."""
+        """Let the trainer report a failure before the call returns, which may hang."""
         if self.error is None:
             self.error = error
-            self._tell(travelling(error))
+            self._send(picklable_copy(error))
 
 
 class _Worker:
-    """The loop of one worker: one call at a time, each with an answer."""
+    """The loop of one worker: one call at a time, each with a response."""
 
     def __init__(self, rank: int, pipe: Connection) -> None:
         self._rank = rank
@@ -97,7 +78,8 @@ class _Worker:
         self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._watch = _Watch(rank, self._send)
         self._what = ""
-        self._steps: Steps | None = None
+        self._save: RankSave | None = None
+        self._beats: threading.Event | None = None
         self._is_busy = False
 
     def serve(self) -> None:
@@ -105,26 +87,26 @@ class _Worker:
         threading.Thread(target=self._listen, name="ckpt-storage listen", daemon=True).start()
         while True:
             # Held in no variable while waiting: the trainer may want the memory back.
-            self._answer(self._calls.get())
+            self._respond(self._calls.get())
 
-    def _answer(self, call: Callable[[], Any]) -> None:
-        self._is_busy, is_strange = True, False
+    def _respond(self, call: Callable[[], Any]) -> None:
+        self._is_busy, is_unexpected = True, False
         try:
-            with as_checkpoint_errors(self._what, self._rank, in_background=True):
-                found = call()
+            with as_checkpoint_errors(self._what, self._watch.rank, in_background=True):
+                value = call()
         except CheckpointError as error:
-            found = travelling(error)
-            is_strange = type(error) is CheckpointError and error.__cause__ is not None
+            value = picklable_copy(error)
+            is_unexpected = type(error) is CheckpointError and error.__cause__ is not None
         with self._sending:
-            # Its last beat; one that came after the answer would be taken for the next call's.
+            # The last beat of this call; after the response it would belong to the next one.
             self._pipe.send(self._watch.own())
             self._is_busy = False
-            self._pipe.send(Reply(found, is_strange))
+            self._pipe.send(Response(value=value, is_unexpected=is_unexpected))
 
-    def _begin(self, job: Job, memory: NDArray[np.uint8]) -> object:
-        staged: StagedPlan = pickle.loads(job.staged)  # noqa: S301  # our trainer's
+    def _begin(self, request: SaveRequest, memory: NDArray[np.uint8]) -> None:
+        staged: StagedPlan = pickle.loads(request.staged)  # noqa: S301  # our trainer's
         try:
-            options: SaveOptions = pickle.loads(job.options)  # noqa: S301  # our trainer's
+            options: SaveOptions = pickle.loads(request.options)  # noqa: S301  # our trainer's
         except BaseException as error:
             raise InvalidInputError(
                 "The planner or another argument cannot be read in the worker process: "
@@ -133,18 +115,27 @@ class _Worker:
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
         self._watch.timeouts = options.timeouts
-        rank, begin = self._rank, self._watch.phase
-        session = SaveSession(job.url, options, rank, begin, is_coordinator=rank == COORDINATOR)
-        part = partial(staged.part, memory, options.planner)
-        self._steps = rank_save(session, part, pickle.dumps)
-        return next(self._steps)
+        session = SaveSession(
+            request.url,
+            options,
+            self._rank,
+            self._watch.phase,
+            is_coordinator=self._rank == COORDINATOR,
+            global_ranks=request.global_ranks,
+        )
+        make_plan = partial(staged.part, memory, options.planner)
+        self._save = RankSave(session, make_plan, packs=True)
 
-    def _go_on(self, call: GoOn) -> object:
-        """Return the next word; at the end, whether no thread is left that may read the state."""
-        steps = self._steps
-        if steps is not None and not call.is_over:
-            return steps.send(call.word)
-        self._steps = self._watch.error = None
+    def _step(self, call: StepCall) -> object:
+        assert self._save is not None  # noqa: S101  # the request comes first
+        step = getattr(self._save, call.step)
+        return step() if call.argument is None else step(call.argument)
+
+    def _finish(self) -> bool:
+        """Forget the save; return whether no thread is left that may still read the state."""
+        self._save = self._watch.error = None
+        if self._beats is not None:
+            self._beats.set()
         return abandoned_thread_count() == 0
 
     def _send(self, message: object) -> None:
@@ -152,37 +143,71 @@ class _Worker:
             self._pipe.send(message)
 
     def _listen(self) -> None:
-        """Take what the trainer says; while nothing comes, beat."""
+        """Receive the trainer's messages; while none comes, report progress."""
         parent_pid = os.getppid()
         # Once the trainer is gone, its pipe may still be open in children that it forked.
         with contextlib.suppress(EOFError, OSError):
             while os.getppid() == parent_pid:
                 if self._pipe.poll(BEAT_S):
-                    self._hear(self._pipe.recv())
+                    self._receive(self._pipe.recv())
                     continue
                 with self._sending:
                     if self._is_busy:
                         self._pipe.send(self._watch.own())
-        # Nobody is left to save for; threads that hang in a storage must not keep us.
+        # Nobody is left to save for; threads that hang in a storage must not keep the process.
         os._exit(0)
 
-    def _hear(self, message: Job | GoOn | CheckpointError) -> None:
-        if isinstance(message, Job):
-            self._what = f"the save to {place_of(message.url)}"
-            self._watch = _Watch(self._rank, self._send)
-            memory = map_shared(reduction.recv_handle(self._pipe), message.arena_bytes)
-            self._calls.put(partial(self._begin, message, memory))
-        elif isinstance(message, GoOn):
-            self._calls.put(partial(self._go_on, message))
+    def _receive(self, message: SaveRequest | StepCall | FinishCall | CheckpointError) -> None:
+        if isinstance(message, SaveRequest):
+            self._what = f"the save to {redacted_url(message.url)}"
+            self._watch = _Watch(message.global_ranks[self._rank], self._send)
+            file = reduction.recv_handle(self._pipe)
+            self._calls.put(partial(self._map_and_begin, message, file))
+            self._beats = threading.Event()
+            beat = partial(_send_heartbeats, message, self._beats)
+            threading.Thread(target=beat, name="ckpt-storage heartbeats", daemon=True).start()
+        elif isinstance(message, StepCall):
+            self._calls.put(partial(self._step, message))
+        elif isinstance(message, FinishCall):
+            self._calls.put(self._finish)
         else:
             self._watch.error = self._watch.error or message
+
+    def _map_and_begin(self, request: SaveRequest, file: int) -> None:
+        try:
+            memory = map_shared(file, request.arena_bytes)
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(
+                f"The worker process cannot map {request.arena_bytes} bytes of the staged state: "
+                f"{error}.",
+                phase="plan",
+                next_step="Raise the limits on address space and mappings (ulimit -v, "
+                "vm.max_map_count), or use mode='thread'.",
+            ) from error
+        self._begin(request, memory)
+
+
+def _send_heartbeats(request: SaveRequest, end: threading.Event) -> None:
+    """Send heartbeats of this rank until `end`, while the trainer may be busy in C code."""
+    if request.store is None:
+        return
+    keys = worker_keys(StoreClient(request.store.connect))
+    try:
+        count = 0
+        while not end.wait(WORKER_BEAT_S):
+            count += 1
+            keys.set(request.heartbeat_key, f"{os.getpid()} {count}".encode(), 2 * WORKER_BEAT_S)
+        keys.delete(request.heartbeat_key, WORKER_BEAT_S)
+    except LostStoreError as error:
+        # The trainer's own heartbeats say the rest.
+        logging.getLogger("ckpt_storage").debug("no heartbeats from the worker: %s", error)
 
 
 def worker_main(rank: int, log_level: int, pipe: Connection) -> None:
     """Run a worker; the target of a spawned process."""
-    # An interrupt at the terminal reaches all processes of the job; what it means, the trainer
-    # decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent blocked these already, while Python started.
+    for number in LAUNCHER_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("ckpt_storage").setLevel(log_level)
     # What was imported is no garbage: to look for some there takes longer than to read a plan.
     gc.freeze()

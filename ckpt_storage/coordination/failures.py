@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import Protocol
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -39,44 +39,54 @@ _OF_A_RANK = (
 """What one rank may meet and another not; all else is wrong whichever rank sees it first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Why an operation ended; `decides`: the coordinator found it when it decided for all."""
+class ReportedFailure(Protocol):
+    """A failure of one rank as others learn of it.
 
-    rank: int
-    error: CheckpointError
-    decides: bool = False
+    `is_decision`: the coordinator found it when it decided for all ranks.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The global rank that failed."""
+
+    @property
+    def error(self) -> CheckpointError:
+        """What it raised."""
+
+    @property
+    def is_decision(self) -> bool:
+        """Whether it concerns every rank alike."""
 
 
-def told_by(report: Report, what: str) -> CheckpointError:
-    """Return what the other ranks raise: the error itself where it is every rank's.
+def error_for_peers(failure: ReportedFailure, what: str) -> CheckpointError:
+    """Return what the other ranks raise: the error itself where it concerns every rank.
 
     That is what the coordinator found when it decided for all, what is wrong with the checkpoint,
     and failures that name a rank already.
     """
-    error = report.error
+    error = failure.error
     # What is of no kind of ours came from a planner or a state: that rank failed.
-    is_plain = type(error) is CheckpointError
-    if not is_plain and (report.decides or not isinstance(error, _OF_A_RANK)):
+    is_foreign = type(error) is CheckpointError
+    if not is_foreign and (failure.is_decision or not isinstance(error, _OF_A_RANK)):
         return error
-    return of_rank(report.rank, error, what)
+    return with_rank(failure.rank, error, what)
 
 
-def locate(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
-    """Make an error that leaves an operation say rank, phase and place, where it does not yet."""
+def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
+    """Add rank, phase and place to the message of an error that leaves an operation."""
     error.phase = error.phase or phase
     text, failed = str(error), error.rank
     where = re.compile(rf"\branks? {'[0-9]' if failed is None else failed}\b", re.IGNORECASE)
     place = what.split(" ", 3)[-1]
     if where.search(text) and f"{error.phase} phase" in text and place in text:
         return
-    at = f"on rank {failed}" if failed is not None else f"as rank {rank} was told"
+    at = f"on rank {failed}" if failed is not None else f"raised on rank {rank}"
     # Not "failed": what is in doubt, or committed but not published, has not.
     text = text.removeprefix(f"{what[:1].upper()}{what[1:]} failed on rank {failed}: ")
     error.args = (f"In the {error.phase} phase of {what}, {at}: {text}",)
 
 
-def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
+def with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
     """Return the error that says that `rank` failed with `error`."""
     failed = RankFailedError(
         f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
@@ -89,7 +99,7 @@ def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
     return failed
 
 
-def lost(
+def ranks_lost_error(
     ranks: Sequence[int], world_size: int, how: str, what: str, phase: str, known: Mapping[int, str]
 ) -> RankFailedError:
     """Return the error that says that ranks were lost: what happened, and what is known of each."""
@@ -105,35 +115,35 @@ def lost(
     )
 
 
-def travelling(error: BaseException) -> CheckpointError:
-    """Return a copy of `error` that every rank and process can read.
+def picklable_copy(error: BaseException) -> CheckpointError:
+    """Return a copy of `error` that every rank and process can unpickle.
 
-    It is of one of our own kinds, because a class of the user's may not be importable there. Where
-    only the cause says what went wrong, which does not travel, its traceback is a note.
+    Its class is one of this package, because a class of the user's may not be importable there. The
+    cause does not pickle; where only the cause says what went wrong, its traceback is a note.
     """
     cause: BaseException | None = error
     if not isinstance(error, CheckpointError):
-        told = CheckpointError(f"{type(error).__name__}: {error}")
+        copy = CheckpointError(f"{type(error).__name__}: {error}")
     else:
         cause = error.__cause__ if type(error) is CheckpointError else None
-        told = CheckpointError(str(error), rank=error.rank, phase=error.phase, path=error.path)
+        copy = CheckpointError(str(error), rank=error.rank, phase=error.phase, path=error.path)
         if type(error).__module__.partition(".")[0] == _PACKAGE:
-            # Any failure means: it cannot travel.
+            # Any failure means: it does not pickle.
             with suppress(Exception):
-                told = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+                copy = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
     for note in getattr(error.__cause__, "__notes__", ()):
-        told.add_note(note)
+        copy.add_note(note)
     if cause is not None:
         text = "".join(traceback.format_exception(cause))[-_CAUSE_CHARS:]
-        told.add_note(f"The cause, where it was raised:\n{without_secrets(text)}")
-    return told
+        copy.add_note(f"The cause, where it was raised:\n{without_secrets(text)}")
+    return copy
 
 
 @contextmanager
 def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -> Iterator[None]:
     """Turn every failure inside, also DCP's own, into a `CheckpointError` with that as its cause.
 
-    Interrupts pass, but not in the background: there they would end a thread, and nobody is told.
+    Interrupts pass, but not in the background: there they would only end a thread.
     """
     try:
         yield
@@ -143,13 +153,13 @@ def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -
         is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
         if is_interrupt and not in_background:
             raise
-        told = f"{type(error).__name__}: {error}".rstrip(".: ")
-        told = f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {told}."
-        raise CheckpointError(told, rank=rank, next_step="Its cause says where.") from error
+        reason = f"{type(error).__name__}: {error}".rstrip(".: ")
+        message = f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {reason}."
+        raise CheckpointError(message, rank=rank, next_step="Its cause says where.") from error
 
 
-def place_of(url: object) -> str:
-    """Return what messages call a user's `url`, whatever was passed; without credentials."""
+def redacted_url(url: object) -> str:
+    """Return a user's `url` for messages, whatever was passed; without credentials."""
     try:
         return Location.of(url).url  # type: ignore[arg-type]  # it says so of what is no URL
     except CheckpointError:
@@ -163,23 +173,38 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> None:
     """Raise `RankMismatchError` listing value -> ranks unless all ranks have equal terms."""
+    error = mismatch_error(terms_of, phase=phase)
+    if error is not None:
+        raise error
+
+
+def mismatch_error(
+    terms_of: Mapping[int, Mapping[str, str]], *, phase: str
+) -> RankMismatchError | None:
+    """Return the error that lists value -> ranks of the first term that differs between ranks."""
     for name in dict.fromkeys(name for terms in terms_of.values() for name in terms):
         ranks_of: dict[str, list[int]] = {}
         for rank, terms in terms_of.items():
             ranks_of.setdefault(terms.get(name, "(nothing)"), []).append(rank)
-        if len(ranks_of) > 1:
-            listing = "; ".join(
-                f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
-            )
-            raise RankMismatchError(
-                f"Ranks disagree on {name}: {listing}. Nothing was "
-                f"{'written' if phase == 'plan' else 'loaded'}.",
-                values=ranks_of,
-                phase=phase,
-                next_step=f"Compute {name} on one rank and broadcast it, then save again."
-                if phase == "plan"
-                else "Load again when the save that is running there has ended.",
-            )
+        if len(ranks_of) == 1:
+            continue
+        listing = "; ".join(
+            f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
+        )
+        done, next_step = "loaded", "Load again when the save that is running there has ended."
+        if phase == "plan":
+            done, next_step = "written", f"Compute {name} on one rank and broadcast it, then save "
+            next_step += "again."
+        if name == "the step":
+            next_step = "Find out why a rank skipped or repeated a save; the next save that all "
+            next_step += "ranks make for the same step commits."
+        return RankMismatchError(
+            f"Ranks disagree on {name}: {listing}. Nothing was {done}.",
+            values=ranks_of,
+            phase=phase,
+            next_step=next_step,
+        )
+    return None
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
@@ -191,3 +216,7 @@ def spell_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+# Names until the other rooms use the new ones.
+told_by, travelling, place_of, locate = error_for_peers, picklable_copy, redacted_url, add_context

@@ -5,60 +5,62 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
 from ckpt_storage.options import Timeouts
 
-from .failures import as_checkpoint_errors, locate
-from .keyvalue import COORDINATOR, KeyValues, LostStoreError, store_of
-from .liveness import RankProcess
+from .failures import add_context, as_checkpoint_errors
+from .keyvalue import KeyValues, LostStoreError, StoreClient, store_of
+from .lane import Lane
 from .operation import Operation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .meeting import Answer
-    from .peers import Peers
 
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RankGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-_lock = threading.Lock()
+class _Lanes:
+    """The lanes of one group in this process, over one client of its store."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch
+
+        # Over connections of our own: torch waits on its own. Its stub leaves `clone` out.
+        self.client = StoreClient(store_of(process_group).clone)  # type: ignore[attr-defined]
+        self.rank = process_group.rank()
+        self.global_ranks = dist.get_process_group_ranks(process_group)
+        self.by_name: dict[str, RankGroup] = {}
+
+
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Lanes] = weakref.WeakKeyDictionary()
+# A finalizer of a saver may run in the middle of a call.
+_lock = threading.RLock()
 
 
 class RankGroup:
     """The ranks of one group on one lane; runs their operations, one at a time.
 
     Every rank has one over the same store and runs the same operations in the same order. `of` and
-    `alone` make them. `look_s` is the longest pause between two looks for failures of others; by
-    default it grows with the world, so that thousands of ranks do not flood the store's server.
+    `alone` make them.
     """
 
-    def __init__(
-        self, keys: KeyValues, *, rank: int, world_size: int, look_s: float | None = None
-    ) -> None:
-        self.keys = keys
-        self.rank = rank
-        self.world_size = world_size
-        self.is_coordinator = rank == COORDINATOR
-        self.look_s = min(1.0, 0.1 + world_size / 20_000) if look_s is None else look_s
-        # Keys that this rank left in earlier operations.
-        self.debris: list[str] = []
-        self.number = 0
-        # Our own answer in the last operation that began without a rank that did not come.
-        self.given_up: Answer | None = None
-        self.siblings: Mapping[int, RankProcess] = {}
-        self.peers: Peers | None = None
-        self._is_taken = False
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.keys = lane.keys
+        self.rank = lane.rank
+        self.global_rank = lane.names[lane.rank]
+        self.world_size = lane.world_size
+        self.is_coordinator = lane.is_coordinator
+        self._is_owned = False
         self._lock = threading.Lock()
 
     @classmethod
     def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
         """Return this process as the only rank, or as one that has no store with the others."""
-        return cls(KeyValues(_no_store, ""), rank=rank, world_size=world_size)
+        keys = KeyValues(StoreClient(_no_store), "")
+        return cls(Lane(keys, rank=rank, names=range(world_size)))
 
     @classmethod
     def of(
@@ -67,74 +69,74 @@ class RankGroup:
         """Return the ranks of a group (None: of the default group, or this process alone).
 
         The same object each time for the same group and `lane`, also after `close`: it counts the
-        operations of that name. Operations in different lanes may run at the same time. Talks to
-        nobody. Raises `InvalidInputError` on a rank outside the group, and if two users at a time
-        want to own a lane: `is_owned` holds until `close`.
+        operations of that lane. Operations in different lanes may run at the same time. Sends
+        nothing. Raises `InvalidInputError` on a rank outside the group, and if a lane that
+        `is_owned` has an owner already; an owner holds it until `close`.
         """
         group = group_of(process_group)
         if group is None or group.size() == 1:
             return cls.alone()
         with _lock:
-            lanes = _by_group.setdefault(group, {})
-            if lane not in lanes:
-                # Over a connection of our own: torch waits on its own. Its stub leaves `clone` out.
-                keys = KeyValues(store_of(group).clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
-                lanes[lane] = cls(keys, rank=group.rank(), world_size=group.size())
-            found = lanes[lane]
-            if is_owned and found._is_taken:  # noqa: SLF001  # one of these
+            lanes = _by_group.get(group)
+            if lanes is None:
+                lanes = _by_group[group] = _Lanes(group)
+            ranks = lanes.by_name.get(lane)
+            if ranks is None:
+                keys = KeyValues(lanes.client, f"ckpt_storage/{lane}")
+                state = Lane(keys, rank=lanes.rank, names=lanes.global_ranks)
+                ranks = lanes.by_name[lane] = cls(state)
+            if is_owned and ranks._is_owned:  # an object of this class
                 raise InvalidInputError(
                     f"An AsyncSaver named {lane.rpartition('/')[2]!r} is open in this group.",
                     next_step="Close it first, or give the second one a name of its own (name=).",
                 )
-            found._is_taken |= is_owned  # noqa: SLF001  # as above
-            return found
+            ranks._is_owned |= is_owned  # as above
+            return ranks
 
     @contextmanager
     def operation(self, what: str, *, timeouts: Timeouts) -> Iterator[Operation]:
         """Run one operation of all ranks; each calls `Operation.meet` first in the block.
 
         `what` names it in messages ("the save to s3://..."). An exception that leaves the block is
-        reported to all ranks, which raise within seconds wherever they are. It is one of ours, but
-        for interrupts.
+        reported to all ranks, which raise within seconds wherever they are. It is one of ours,
+        except for interrupts.
         """
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
-                f"Another operation of rank {self.rank} kept {what} waiting for "
+                f"Another operation of rank {self.global_rank} kept {what} waiting for "
                 f"{timeouts.plan:g} s in the plan phase.",
-                rank=self.rank,
+                rank=self.global_rank,
                 phase="plan",
                 timeout_s=timeouts.plan,
                 next_step="Wait for the other to end, or raise Timeouts.plan.",
             )
         try:
-            self.number += 1
-            operation = Operation(self, what, timeouts)
+            operation = Operation(self.lane, what, timeouts)
             try:
-                with as_checkpoint_errors(what, self.rank):
+                with as_checkpoint_errors(what, self.global_rank):
                     yield operation
             except CheckpointError as caught:
-                operation.leave(caught)
-                # Requests that were given up say so; what matters is why.
+                operation.finish(caught)
+                # Requests that were cancelled say so; the reason is what matters.
                 failure = operation.failure()
                 is_effect = isinstance(caught, StorageError | LostStoreError)
                 error = failure if failure is not None and is_effect else caught
                 if self.world_size > 1:
                     phase = operation.deadline.phase
-                    locate(error, operation.what, rank=self.rank, phase=phase)
+                    add_context(error, operation.what, rank=self.global_rank, phase=phase)
                 if error is caught:
                     raise
                 raise error from error.__cause__ or caught
             except BaseException as error:
-                operation.leave(error)
+                operation.finish(error)
                 raise
-            operation.leave()
+            operation.finish()
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Let go of the connection to the store; called after the last operation, idempotent."""
-        self._is_taken = False
-        self.keys.close()
+        """Give up the ownership of the lane; called after the last operation, idempotent."""
+        self._is_owned = False
 
 
 def _no_store() -> dist.Store:
@@ -142,7 +144,7 @@ def _no_store() -> dist.Store:
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that is meant, the given or the default one; None: this process alone."""
+    """Return `process_group` or the default group; None: this process is alone."""
     if process_group is None and "torch.distributed" not in sys.modules:
         return None
     import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch

@@ -5,10 +5,13 @@ No collective runs, whatever the group's backend.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
@@ -20,119 +23,296 @@ if TYPE_CHECKING:
 COORDINATOR = 0
 """The rank that decides and commits: the first of the group, as in DCP."""
 
-_PIECE_BYTES = 4 << 20
-"""The server of a TCPStore refuses values of more than 8 MiB."""
+_SLICE_BYTES = 4 << 20
+"""The server of a TCPStore refuses values of more than 8 MiB, so larger ones are cut."""
 
-_WHOLE, _IN_PIECES, _TEXT = b"w", b"p", b"t"
+_SET_KEYS, _SET_BYTES, _GET_KEYS = 128, 128 << 10, 256
+"""Limits of one request: the server parses an unfinished request from its start at every read."""
 
-_NOTHING = "-"
+_WHOLE, _SLICED = b"w", b"p"
+
+_ABSENT = "-"
 """No value of ours; what a store answers that holds nothing under a key."""
+
+_RECONNECT_S = 0.1
+_CONNECT_S = 60.0
 
 
 class LostStoreError(RankFailedError):
-    """The store that ranks share fails or does not answer: its host is gone or stopped."""
+    """The key-value store does not answer this rank, also not over a new connection."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            f"The store that the ranks share cannot be reached: rank {COORDINATOR}, or the "
-            f"launcher that hosts the store, is gone or stopped ({message}).",
-            failures={COORDINATOR: message},
+            f"This rank cannot reach the key-value store that the ranks share ({message}).",
             is_silent=True,
-            rank=COORDINATOR,
-            next_step=f"See what became of rank {COORDINATOR} and its host.",
+            next_step="Check the network, and the process that hosts the store: the launcher, or "
+            f"rank {COORDINATOR}.",
         )
 
 
-class KeyValues:
-    """A `torch.distributed` store; safe in any thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where another process of this host finds the same store: a TCP address, or a file."""
 
-    Every call ends within `timeout_s` seconds or raises `LostStoreError`; one that hangs is left
-    behind in a thread. All threads share one connection, which `connect` makes on first use, and
-    anew once a call failed. All keys begin with `prefix`.
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def connect(self) -> dist.Store:
+        """Return a connection to the store, without the prefixes of a group."""
+        import torch.distributed as dist  # noqa: PLC0415  # as below
+
+        if self.path:
+            return dist.FileStore(self.path)
+        timeout = timedelta(seconds=_CONNECT_S)
+        return dist.TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False)
+
+
+class StoreClient:
+    """The connections of this process to one `torch.distributed` store; safe in any thread.
+
+    One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
+    client of torch's serves one call at a time. A connection is replaced after a call that failed.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store], prefix: str) -> None:
-        self.connect = connect
-        self._prefix = prefix
-        self._store: dist.Store | None = None
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._connect = connect
+        self._requests: dist.Store | None = None
+        self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
-        self._piece_counts: dict[str, int] = {}
+
+    def connect(self) -> dist.Store:
+        """Return a new connection, which the caller owns."""
+        return self._connect()
+
+    def address(self) -> StoreAddress | None:
+        """Return where another process finds the store; None if only this process can reach it."""
+        root = _root_of(self._requests or self._connect())
+        host, path = getattr(root, "host", ""), getattr(root, "path", "")
+        if not host and not path:
+            return None
+        return StoreAddress(host=host, port=getattr(root, "port", 0), path=path)
 
     def close(self) -> None:
-        """Drop the connection and the threads that wait; a later call connects anew."""
-        self._store = None
+        """Drop the connections and the idle threads; a later call connects again."""
+        self._requests = None
+        self._waiting.clear()
         self._pool.close()
         self._pool = TimedPool("ckpt-storage keys")
 
+    def call(  # as the method's own
+        self,
+        name: str,
+        *args: Any,
+        timeout_s: float,
+        is_idempotent: bool = True,
+        is_root: bool = False,
+    ) -> Any:
+        """Return what method `name` of the store returns, within `timeout_s` seconds.
+
+        An idempotent call that fails is repeated once over a new connection. A call that hangs is
+        left behind in its thread. `is_root`: keys have none of the group's prefixes. Raises
+        `LostStoreError`.
+        """
+
+        def run() -> Any:  # noqa: ANN401  # as above
+            self._forget_parent()
+            store = self._requests
+            if store is None:
+                store = self._requests = self._connect()
+            return getattr(_root_of(store) if is_root else store, name)(*args)
+
+        end_s = time.monotonic() + timeout_s
+        # A first attempt that hangs leaves time for the second.
+        limits_s = [timeout_s / 2, timeout_s] if is_idempotent else [timeout_s]
+        failure: Exception | None = None
+        for limit_s in limits_s:
+            left_s = min(limit_s, end_s - time.monotonic())
+            try:
+                return self._pool.run(
+                    run, timeout_s=max(0.0, left_s), what=f"call {name}", repeatable=True
+                )
+            except Exception as error:  # noqa: BLE001  # torch's differ from store to store
+                # A connection that broke stays broken; one that hangs blocks all other calls.
+                self._requests, failure = None, error
+        is_silent = isinstance(failure, StorageError)
+        reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
+        raise LostStoreError(reason) from failure
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """Wait until `key` exists; return whether it does. For a thread that may be left behind.
+
+        Connects again after a broken connection, for as long as `timeout_s` allows. If the store's
+        process is stopped, torch's client returns only once that process continues.
+        """
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._forget_parent()
+            try:
+                store = self._waiting.pop()
+            except IndexError:
+                store = None
+            begin_s = time.monotonic()
+            try:
+                store = store or self._connect()
+                begin_s = time.monotonic()
+                store.wait([key], timedelta(seconds=left_s))
+            except Exception:  # noqa: BLE001  # torch's differ from store to store
+                if time.monotonic() < begin_s + left_s:
+                    time.sleep(min(_RECONNECT_S, left_s))
+                continue
+            self._waiting.append(store)
+            return True
+        return False
+
+    def _forget_parent(self) -> None:
+        """In a child of fork, drop the parent's connections: two processes would mix replies."""
+        if self._process_id != os.getpid():
+            self._requests, self._process_id = None, os.getpid()
+            self._waiting.clear()
+
+
+class KeyValues:
+    """The keys below one prefix of a store.
+
+    Each method but `wait` takes the seconds that it may last and raises `LostStoreError` beyond.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str, *, is_root: bool = False) -> None:
+        self.client = client
+        self._prefix = prefix
+        self._is_root = is_root
+        self._slice_counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value` (of any size) under `key`; readers see all of it or nothing."""
-        kind = _WHOLE
-        if len(value) > _PIECE_BYTES:
-            starts = range(0, len(value), _PIECE_BYTES)
-            self._piece_counts[key] = len(starts)
-            for number, at in enumerate(starts):
-                piece = value[at : at + _PIECE_BYTES]
-                self._run("set", f"{key}#{number}", piece, timeout_s=timeout_s)
-            kind, value = _IN_PIECES, str(len(starts)).encode()
-        # The key itself comes last.
-        self._run("set", key, kind + value, timeout_s=timeout_s)
+        """Put `value`, of any size, under `key`; readers see all of it or nothing."""
+        self._call("set", key, self._envelope(key, value, timeout_s), timeout_s=timeout_s)
+
+    def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
+        """Put each value under its key, many in one request; each request has `timeout_s`."""
+        batch: dict[str, bytes] = {}
+        size_bytes = 0
+        for key, value in values.items():
+            envelope = self._envelope(key, value, timeout_s)
+            if batch and (len(batch) == _SET_KEYS or size_bytes + len(envelope) > _SET_BYTES):
+                self._set_batch(batch, timeout_s)
+                batch, size_bytes = {}, 0
+            batch[key] = envelope
+            size_bytes += len(envelope)
+        if batch:
+            self._set_batch(batch, timeout_s)
+
+    def _set_batch(self, batch: Mapping[str, bytes], timeout_s: float) -> None:
+        names = [self.name_of(key) for key in batch]
+        self._run("multi_set", names, list(batch.values()), timeout_s=timeout_s)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Return what lies under `key`, None if nothing does."""
-        head = self._look(key, timeout_s)
-        if head is None or head[:1] == _WHOLE:
-            return None if head is None else head[1:]
-        if head[:1] == _TEXT:
-            return base64.b64decode(head[1:])
-        count = self._piece_counts[key] = int(head[1:])
-        pieces = [self._look(f"{key}#{number}", timeout_s) for number in range(count)]
-        # Who removes a value begins with its pieces.
-        return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
+        """Return the value under `key`, None if there is none."""
+        envelope = self._compare_set(key, _ABSENT, _ABSENT, timeout_s)
+        return None if envelope == _ABSENT.encode() else self._opened(key, envelope, timeout_s)
 
-    def _look(self, key: str, timeout_s: float) -> bytes | None:
-        # Not `get`: it waits for what another rank has removed just now, for as long as the store's
-        # own timeout, and keeps its connection from all other calls. This is one request, and puts
-        # nothing where there is nothing.
-        found: bytes = self._run("compare_set", key, _NOTHING, _NOTHING, timeout_s=timeout_s)
-        return None if found == _NOTHING.encode() else found
+    def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys`, which `has_all` has shown; each request has `timeout_s`."""
+        values: list[bytes] = []
+        for at in range(0, len(keys), _GET_KEYS):
+            batch = keys[at : at + _GET_KEYS]
+            names = [self.name_of(key) for key in batch]
+            envelopes = self._run("multi_get", names, timeout_s=timeout_s)
+            for key, envelope in zip(batch, envelopes, strict=True):
+                value = self._opened(key, bytes(envelope), timeout_s)
+                if value is None:
+                    raise LostStoreError(f"{key} is incomplete")
+                values.append(value)
+        return values
 
     def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Return whether something lies under every key."""
-        return not keys or bool(self._run("check", *keys, timeout_s=timeout_s))
+        """Return whether every key exists."""
+        names = [self.name_of(key) for key in keys]
+        return not keys or bool(self._run("check", names, timeout_s=timeout_s))
 
-    def set_first(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value` (a few MiB at most) under `key` unless somebody was faster."""
-        # Torch takes only text here.
-        text = (_TEXT + base64.b64encode(value)).decode()
-        self._run("compare_set", key, "", text, timeout_s=timeout_s)
+    def present(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+        """Return those of `keys` that exist: halves with a missing key are looked at again."""
+        if not keys or self.has_all(keys, timeout_s):
+            return list(keys)
+        if len(keys) == 1:
+            return []
+        middle = len(keys) // 2
+        halves = keys[:middle], keys[middle:]
+        return [key for half in halves for key in self.present(half, timeout_s)]
+
+    def set_first(self, key: str, value: bytes, timeout_s: float) -> bytes:
+        """Put `value` (a few MiB at most) under `key` unless it exists; return what is there.
+
+        Values of different ranks differ, so a caller that gets its own value back was first.
+        """
+        return self._compare_set(key, "", _WHOLE + value, timeout_s)[1:]
+
+    def count(self, key: str, timeout_s: float) -> int:
+        """Add 1 to a counter and return it. Not repeated: a lost reply may have counted."""
+        count: int = self._call("add", key, 1, timeout_s=timeout_s, is_idempotent=False)
+        return count
 
     def delete(self, key: str, timeout_s: float) -> None:
-        """Remove `key`; one that is not there is no error."""
-        pieces = [f"{key}#{number}" for number in range(self._piece_counts.pop(key, 0))]
-        for name in [*pieces, key]:
-            self._run("delete_key", name, timeout_s=timeout_s)
+        """Remove `key`; a missing one is no error."""
+        with self._lock:
+            count = self._slice_counts.pop(key, 0)
+        # The slices first: a reader that misses one takes the value for absent.
+        for name in [*(f"{key}#{number}" for number in range(count)), key]:
+            self._call("delete_key", name, timeout_s=timeout_s)
 
-    def _run(self, name: str, *args: Any, timeout_s: float) -> Any:  # noqa: ANN401  # as torch's call
-        def call() -> Any:  # noqa: ANN401  # as above
-            if self._process_id != os.getpid():
-                # The parent's: two processes on one connection take each other's answers.
-                self._store, self._process_id = None, os.getpid()
-            store = self._store
-            if store is None:
-                store = self._store = self.connect()
-            if name == "check":
-                return store.check([f"{self._prefix}/{key}" for key in args])
-            return getattr(store, name)(f"{self._prefix}/{args[0]}", *args[1:])
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """Wait until `key` exists; return whether it does. As `StoreClient.wait`."""
+        return self.client.wait(self.name_of(key), timeout_s)
 
-        try:
-            return self._pool.run(call, timeout_s=timeout_s, what=f"call {name}", repeatable=True)
-        except Exception as error:
-            # Torch raises RuntimeErrors of several kinds here, depending on the store. A connection
-            # that broke stays broken, and one that hangs keeps all others waiting.
-            self._store = None
-            how = f"no answer in {timeout_s:.1f} s" if isinstance(error, StorageError) else error
-            raise LostStoreError(str(how)) from error
+    def name_of(self, key: str) -> str:
+        """Return the key's whole name in the store."""
+        return f"{self._prefix}/{key}"
+
+    def _call(self, name: str, key: str, *args: Any, timeout_s: float, **kw: Any) -> Any:  # noqa: ANN401  # as the call's own
+        return self._run(name, self.name_of(key), *args, timeout_s=timeout_s, **kw)
+
+    def _run(self, name: str, *args: Any, **kw: Any) -> Any:  # noqa: ANN401  # as above
+        return self.client.call(name, *args, is_root=self._is_root, **kw)
+
+    def _compare_set(self, key: str, old: str, new: str | bytes, timeout_s: float) -> bytes:
+        # Also for reading: torch's `get` waits for a key that is missing, for as long as the
+        # store's own timeout, and blocks its connection.
+        return bytes(self._call("compare_set", key, old, new, timeout_s=timeout_s))
+
+    def _envelope(self, key: str, value: bytes, timeout_s: float) -> bytes:
+        """Return what is put under `key` itself, once the slices of a large value are stored."""
+        if len(value) <= _SLICE_BYTES:
+            return _WHOLE + value
+        starts = range(0, len(value), _SLICE_BYTES)
+        with self._lock:
+            self._slice_counts[key] = len(starts)
+        for number, start in enumerate(starts):
+            piece = value[start : start + _SLICE_BYTES]
+            self._call("set", f"{key}#{number}", piece, timeout_s=timeout_s)
+        return _SLICED + str(len(starts)).encode()
+
+    def _opened(self, key: str, envelope: bytes, timeout_s: float) -> bytes | None:
+        """Return the value of what is under `key`; None if a slice has been removed."""
+        if envelope[:1] == _WHOLE:
+            return envelope[1:]
+        with self._lock:
+            count = self._slice_counts[key] = int(envelope[1:])
+        slices = []
+        for number in range(count):
+            piece = self._compare_set(f"{key}#{number}", _ABSENT, _ABSENT, timeout_s)
+            if piece == _ABSENT.encode():
+                return None
+            slices.append(piece)
+        return b"".join(slices)
+
+
+def _root_of(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes, over the same connection."""
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
+    return store
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:

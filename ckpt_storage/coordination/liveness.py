@@ -5,36 +5,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import pickle
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Phase
 
-from .failures import Report, lost
-from .keyvalue import COORDINATOR, LostStoreError
-
-if TYPE_CHECKING:
-    from .operation import Operation
+from .keyvalue import COORDINATOR, KeyValues, LostStoreError, StoreClient
 
 log = logging.getLogger("ckpt_storage")
 
 _STOP_S = 0.25
-"""How long an operation that ends waits for its watch."""
+"""How long an operation that ends waits for its failure detector."""
 
-_NEWS_S = 0.02
-"""How soon a new phase is told: a save begins several at once, and each costs three requests."""
+_NUDGE_S = 0.02
+"""How long the phases that begin within a moment share one heartbeat."""
 
-_TIDY_KEYS = 32
-"""How many keys of earlier operations are removed between two looks."""
+WORKER_BEAT_S = 1.0
+"""How often the worker process of a rank sends a heartbeat of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,41 +52,46 @@ class RankProcess:
         return cls(host=(socket.gethostname(), boot, namespace), pid=os.getpid())
 
 
-class Siblings:
-    """The processes of other ranks of this host, watched until `close`."""
+class LocalProcesses:
+    """Processes of other ranks on this host; a descriptor of each becomes ready when it ends."""
 
-    def __init__(self, ranks: Mapping[int, RankProcess]) -> None:
-        self._ranks: dict[int, int] = {}  # by descriptor
-        self._gone: list[int] = []
+    def __init__(self, processes: Mapping[int, RankProcess]) -> None:
+        self._rank_of: dict[int, int] = {}  # by descriptor
+        self._ended: list[int] = []
         own = RankProcess.own()
-        for rank, process in ranks.items():
+        for rank, process in processes.items():
             if own is None or process.host != own.host or process.pid == own.pid:
                 continue
             try:
-                self._ranks[os.pidfd_open(process.pid)] = rank
+                self._rank_of[os.pidfd_open(process.pid)] = rank
             except ProcessLookupError:
-                self._gone.append(rank)
-            except (OSError, AttributeError):  # before Linux 5.3, or no descriptor is to be had
+                self._ended.append(rank)
+            except (OSError, AttributeError):  # before Linux 5.3, or out of descriptors
                 continue
 
-    def ended(self) -> list[int]:
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for until a process ends."""
+        return list(self._rank_of)
+
+    def take_ended(self) -> list[int]:
         """Return the ranks whose process has ended, each once."""
-        gone, self._gone = self._gone, []
-        ready = wait(self._ranks, 0)
-        for descriptor in [one for one in self._ranks if one in ready]:
+        ended, self._ended = self._ended, []
+        for descriptor in wait(self.descriptors, 0):
+            assert isinstance(descriptor, int)  # noqa: S101  # what was passed
             os.close(descriptor)
-            gone.append(self._ranks.pop(descriptor))
-        return gone
+            ended.append(self._rank_of.pop(descriptor))
+        return ended
 
     def close(self) -> None:
-        """Watch no more."""
-        while self._ranks:
-            os.close(self._ranks.popitem()[0])
+        """Close the descriptors."""
+        while self._rank_of:
+            os.close(self._rank_of.popitem()[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """What a rank said last; `heard_s` is when, on this process's monotonic clock."""
+    """The last heartbeat of a rank; `heard_s` is its arrival on this process's monotonic clock."""
 
     rank: int
     phase: Phase
@@ -108,20 +110,25 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Own progress, and what was heard of other ranks since `since_s`; safe in any thread."""
+    """Progress of this rank, and of others as they report it; safe in any thread.
+
+    Ranks are global ranks. `number` is that of the operation: a heartbeat of an earlier one is
+    ignored.
+    """
 
     def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.number = 0
         self._lock = threading.Lock()
         self._own = RankProgress(
             rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid()
         )
-        self._moved_s = self.since_s = time.monotonic()
-        self._numbers = itertools.count()
-        self._raw: dict[int, bytes] = {}
-        self._heard: dict[int, RankProgress] = {}
-        # Second-hand word of the slowest. It must not count as a heartbeat: two ranks that pass on
-        # what each heard of the other would keep a dead one alive.
-        self._told: RankProgress | None = None
+        self._moved_s = self._since_s = time.monotonic()
+        self._counter = itertools.count()
+        self._others: dict[int, RankProgress] = {}
+        # The slowest rank, as another rank relays it. It does not count as a heartbeat: two ranks
+        # that relay each other's news would keep a dead one alive.
+        self._relayed: RankProgress | None = None
 
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
@@ -146,7 +153,7 @@ class Heartbeats:
             self._moved_s = time.monotonic()
 
     def own(self) -> RankProgress:
-        """Return how far this rank is."""
+        """Return the progress of this rank."""
         with self._lock:
             now_s, own = time.monotonic(), self._own
             total_bytes = max(own.total_bytes, own.done_bytes)
@@ -158,166 +165,219 @@ class Heartbeats:
         """Return this rank's next heartbeat; no two are equal."""
         own = self.own()
         with self._lock:
-            every = [own, *self._heard.values()]
-        slowest = max(every, key=lambda one: (one.left_bytes, one.idle_s))
-        # As of now: who hears it takes what was just told for a sign of progress.
-        idle_s = slowest.idle_s + own.heard_s - slowest.heard_s
-        return pickle.dumps((next(self._numbers), own, replace(slowest, idle_s=idle_s)))
+            every = [own, *self._others.values()]
+        slowest = max(every, key=lambda progress: (progress.left_bytes, progress.idle_s))
+        # Idle until now: the receiver takes the time of arrival for that of the heartbeat.
+        slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
+        return pickle.dumps((self.number, next(self._counter), own, slowest))
 
-    def hear(self, rank: int, packed: bytes | None) -> None:
-        """Take in the last heartbeat of `rank`; the same as last time is no new one."""
+    def hear(self, packed: bytes) -> bool:
+        """Take in a heartbeat of another rank; return whether it is of this operation."""
+        number, _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
+        if number < self.number:
+            return False
         with self._lock:
-            if packed is None or self._raw.get(rank) == packed:
-                return
-            self._raw[rank] = packed
-            _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
             now_s = time.monotonic()
-            self._heard[rank] = replace(progress, heard_s=now_s)
-            is_news = slowest.rank not in {rank, self._own.rank}
-            self._told = replace(slowest, heard_s=now_s) if is_news else None
+            self._others[progress.rank] = replace(progress, heard_s=now_s)
+            is_third = slowest.rank not in {progress.rank, self.rank}
+            self._relayed = replace(slowest, heard_s=now_s) if is_third else None
+        return True
 
     def known(self) -> Mapping[int, RankProgress]:
-        """Return how far every rank is that was heard of, this one included."""
+        """Return the last progress of each rank that reported any, this rank included."""
         own = self.own()
         with self._lock:
-            told = {} if self._told is None else {self._told.rank: self._told}
-            return {**told, **self._heard, own.rank: own}
-
-    def silent(self, ranks: Sequence[int], limit_s: float) -> list[int]:
-        """Return those of `ranks` that were not heard for `limit_s` seconds."""
-        with self._lock:
-            last_s = {rank: max(one.heard_s, self.since_s) for rank, one in self._heard.items()}
-        return [r for r in ranks if time.monotonic() - last_s.get(r, self.since_s) > limit_s]
+            relayed = {} if self._relayed is None else {self._relayed.rank: self._relayed}
+            return {**relayed, **self._others, own.rank: own}
 
     def describe(self, rank: int) -> str:
         """Return one phrase on what is known of a rank, for an error."""
         with self._lock:
-            heard, now_s = self._heard.get(rank), time.monotonic()
-        if heard is None:
-            return f"rank {rank} (no sign of life in {now_s - self.since_s:.1f} s)"
+            last, now_s = self._others.get(rank), time.monotonic()
+        if last is None:
+            return f"rank {rank} (no sign of life in {now_s - self._since_s:.1f} s)"
         return (
-            f"rank {rank} (process {heard.pid} on {heard.host}; last heard "
-            f"{now_s - heard.heard_s:.1f} s ago in the {heard.phase} phase with {heard.done_bytes} "
-            f"of {heard.total_bytes} bytes done, without progress for {heard.idle_s:.1f} s then)"
+            f"rank {rank} (process {last.pid} on {last.host}; last heard "
+            f"{now_s - last.heard_s:.1f} s ago in the {last.phase} phase with {last.done_bytes} "
+            f"of {last.total_bytes} bytes done, without progress for {last.idle_s:.1f} s then)"
         )
 
 
-class FailureDetector:
-    """The thread of one rank that watches the others in one operation.
+class DetectorListener(Protocol):
+    """What a failure detector asks and reports; called in the detector's thread."""
 
-    It looks for failure reports and for ends of processes of this host. It sends and hears
-    heartbeats: the coordinator hears all ranks, the others the coordinator. It removes what
-    earlier operations left in the shared store. Raises `RuntimeError` where no thread is to be had.
+    def needs(self, rank: int) -> bool:
+        """Return whether the operation still needs something of this rank."""
+
+    def ranks_lost(self, ranks: Sequence[int], how: str) -> None:
+        """Take note that ranks are dead or silent."""
+
+    def detection_failed(self, error: CheckpointError) -> None:
+        """Take note that this rank cannot watch the others any more."""
+
+
+class FailureDetector:
+    """A thread that sends this rank's heartbeats and watches those of other ranks.
+
+    The coordinator watches all ranks, the others the coordinator. Processes of the same host are
+    watched through descriptors, so their end is noticed at once. A rank counts as silent after a
+    number of looks without a new heartbeat, each a fresh read. Looks, not seconds: a process that
+    was stopped itself reads what has arrived meanwhile before it judges. The worker process of a
+    rank sends heartbeats, too, so that a trainer that is busy in C code is not taken for dead.
+
+    Requests: per beat (`beat_s`) each rank sets one key and reads one; the coordinator reads one
+    key of each rank, 256 in a request. That is `2 * world_size / beat_s` small requests a second,
+    with `beat_s = max(1, world_size / 2000)`, a quarter of the silence limit at most.
+
+    Raises `RuntimeError` where the process cannot have another thread.
     """
 
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-        self._keys = operation.group.keys
-        self._debris = operation.group.debris
-        self._silence_s = operation.timeouts.silence
-        self._has_ended = threading.Event()
-        self._has_news = threading.Event()
-        operation.heartbeats.since_s = time.monotonic()
-        name = f"ckpt-storage watch: {operation.what}"
+    def __init__(
+        self,
+        keys: KeyValues,
+        listener: DetectorListener,
+        heartbeats: Heartbeats,
+        *,
+        rank: int,
+        world_size: int,
+        key_of: Callable[[int], str],
+        processes: Mapping[int, RankProcess],
+        silence_s: float,
+        name: str,
+    ) -> None:
+        self._keys = keys
+        self._listener = listener
+        self._heartbeats = heartbeats
+        self._rank = rank
+        self._key_of = key_of
+        self._processes = LocalProcesses(processes)
+        self._silence_s = silence_s
+        self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
+        self._allowed_looks = math.ceil(silence_s / self._beat_s)
+        self._watched = range(1, world_size) if rank == COORDINATOR else range(1)
+        self._silent_looks = dict.fromkeys(self._watched, 0)
+        self._values: dict[str, bytes] = {}
+        self._worker_values: dict[int, bytes] = {}
+        self._has_heard: set[int] = set()
+        self._is_met = False
+        self._has_ended = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._close()
+            raise
+
+    def all_have_met(self) -> None:
+        """From now on a rank without any heartbeat counts as silent, too."""
+        self._is_met = True
 
     def nudge(self) -> None:
-        """Have it told soon that this rank has begun a phase; from any thread."""
-        self._has_news.set()
+        """Send a heartbeat soon, as this rank has begun a phase; from any thread."""
+        with self._lock, contextlib.suppress(OSError):
+            os.write(self._wake_write, b"n")
 
     def stop(self) -> None:
-        """Let the thread end: inside a call of torch's it would abort an interpreter that ends."""
-        self._has_ended.set()
-        self._has_news.set()
+        """End the thread; wait a moment for it."""
+        self._has_ended = True
+        self.nudge()
+        # An interpreter that ends must not find it in a call of torch's.
         self._thread.join(_STOP_S)
 
     def _run(self) -> None:
-        operation = self._operation
-        failure: CheckpointError | None = None
         try:
-            with contextlib.closing(Siblings(operation.group.siblings)) as siblings:
-                self._watch(siblings)
-            # What is left was left by operations that all ranks have gone on from.
-            end_s = time.monotonic() + _STOP_S / 2
-            while self._debris and time.monotonic() < end_s:
-                self._tidy()
+            self._watch()
         except LostStoreError as error:
-            failure = None if self._has_ended.is_set() else error
+            if not self._has_ended:
+                self._listener.detection_failed(error)
         except Exception as error:  # nobody else would notice that this thread ended
-            log.exception("The watch over %s failed.", operation.what)
-            failure = CheckpointError(f"{type(error).__name__}: {error}")
-        if failure is not None:
-            operation.take_report(Report(rank=operation.rank, error=failure))
+            log.exception("The failure detector of rank %d failed.", self._heartbeats.rank)
+            message = f"{type(error).__name__}: {error}"
+            self._listener.detection_failed(CheckpointError(message))
+        finally:
+            self._close()
 
-    def _watch(self, siblings: Siblings) -> None:
-        """Watch until the operation ends or has failed."""
-        operation, limit_s = self._operation, self._silence_s
-        beats, world_size = operation.heartbeats, operation.world_size
-        watched = range(1, world_size) if operation.is_coordinator else [COORDINATOR]
-        # The coordinator hears every rank: thousands of them need longer for a round.
-        beat_s = min(max(1.0, world_size / 2_000), limit_s / 4)
-        next_beat_s, told = 0.0, None
-        while not self._pause():
-            # Before the look for reports: who reports and then ends has told its reason.
-            ended = siblings.ended()
-            data = self._keys.get(operation.key("failed"), limit_s)
-            if data is not None:
-                report: Report = pickle.loads(data)  # noqa: S301  # our own ranks
-                if report.rank != operation.rank:
-                    operation.take_report(report)
-                return
-            for rank in ended:
-                phase = self._lost_in(rank)
-                if phase is not None:
-                    self._report([rank], phase, "died")
-                    return
-            self._tidy()
-            # A new phase is told soon: a rank that dies in it is named with it.
-            deadline = operation.deadline
-            if deadline is told and time.monotonic() < next_beat_s:
-                continue
-            told, next_beat_s = deadline, time.monotonic() + beat_s
-            self._keys.set(operation.key("life", operation.rank), beats.pack(), limit_s)
-            for rank in watched:
+    def _close(self) -> None:
+        with self._lock:
+            self._processes.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
+
+    def _watch(self) -> None:
+        next_beat_s = 0.0
+        while not self._has_ended:
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._beat_s
+                self._send()
+                self._look()
+            timeout_s = max(0.0, next_beat_s - time.monotonic())
+            ready = wait([self._wake_read, *self._processes.descriptors], timeout_s)
+            if self._wake_read in ready:
+                # Phases of a small save follow one another fast: one heartbeat for all of them.
+                time.sleep(_NUDGE_S)
+                os.read(self._wake_read, 4096)
+                if not self._has_ended:
+                    self._send()
+            for rank in self._processes.take_ended():
                 self._hear(rank)
-            silent = beats.silent(watched, limit_s)
-            if silent:
-                self._report(silent, deadline.phase, f"gave no sign of life for {limit_s:g} s")
-                return
+                if self._listener.needs(rank):
+                    self._listener.ranks_lost([rank], "died")
 
-    def _pause(self) -> bool:
-        """Wait until the next look; return whether there is none."""
-        look_s = self._operation.group.look_s
-        if not self._has_ended.wait(min(_NEWS_S, look_s)):
-            self._has_news.wait(max(0.0, look_s - _NEWS_S))
-            self._has_news.clear()
-        return self._has_ended.is_set()
+    def _send(self) -> None:
+        key = self._key_of(self._rank)
+        self._keys.set(key, self._heartbeats.pack(), self._silence_s)
 
-    def _tidy(self) -> None:
-        for _ in range(min(_TIDY_KEYS, len(self._debris))):
-            self._keys.delete(self._debris.pop(0), self._silence_s)
+    def _look(self) -> None:
+        """Read the heartbeats of the watched ranks; report those that are silent for too long."""
+        news = self._news(self._watched)
+        silent = []
+        for rank in self._watched:
+            if rank in news:
+                self._silent_looks[rank] = 0
+                self._has_heard.add(rank)
+            elif self._is_met or rank in self._has_heard:
+                self._silent_looks[rank] += 1
+            if self._silent_looks[rank] > self._allowed_looks and self._is_silent(rank):
+                silent.append(rank)
+        silent = [rank for rank in silent if self._listener.needs(rank)]
+        if silent:
+            how = f"gave no sign of life for {self._silence_s:g} s"
+            self._listener.ranks_lost(silent, how)
+
+    def _news(self, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks that have sent a heartbeat since the last look."""
+        rank_of = {self._key_of(rank): rank for rank in ranks}
+        keys = self._keys.present(list(rank_of), self._silence_s)
+        values = dict(zip(keys, self._keys.get_many(keys, self._silence_s), strict=True))
+        changed = [key for key, value in values.items() if self._values.get(key) != value]
+        self._values |= values
+        return {rank_of[key] for key in changed if self._heartbeats.hear(values[key])}
 
     def _hear(self, rank: int) -> None:
-        key = self._operation.key("life", rank)
-        self._operation.heartbeats.hear(rank, self._keys.get(key, self._silence_s))
+        packed = self._keys.get(self._key_of(rank), self._silence_s)
+        if packed is not None:
+            self._heartbeats.hear(packed)
 
-    def _lost_in(self, rank: int) -> Phase | None:
-        """Return the phase in which a process ended; None if its part was done."""
-        operation = self._operation
-        if self._keys.has_all([operation.key("left", rank)], self._silence_s):
-            return None
-        self._hear(rank)
-        last = operation.heartbeats.known().get(rank)
-        phase: Phase = operation.deadline.phase if last is None else last.phase
-        # The commit needs no other rank; whether it takes place is rank 0's to tell.
-        return None if rank != COORDINATOR and phase == "commit" else phase
+    def _is_silent(self, rank: int) -> bool:
+        """Return whether the rank's worker process is silent, too."""
+        keys, key = worker_keys(self._keys.client), self._key_of(rank)
+        before, value = self._worker_values.get(rank), keys.get(key, self._silence_s)
+        if value is None or value == before:
+            return True
+        self._worker_values[rank] = value
+        # The worker sends a heartbeat at least this often.
+        looks = math.ceil(WORKER_BEAT_S / self._beat_s) + 1
+        self._silent_looks[rank] = max(0, self._allowed_looks - looks)
+        return False
 
-    def _report(self, ranks: list[int], phase: Phase, how: str) -> None:
-        """Tell all ranks that some were lost."""
-        operation = self._operation
-        known = {rank: operation.heartbeats.describe(rank) for rank in ranks}
-        error = lost(ranks, operation.world_size, how, operation.what, phase, known)
-        report = Report(rank=operation.rank, error=error)
-        self._keys.set_first(operation.key("failed"), pickle.dumps(report), self._silence_s)
-        operation.take_report(report)
+
+def worker_keys(client: StoreClient) -> KeyValues:
+    """Return where worker processes send heartbeats, under the keys of their ranks.
+
+    A worker knows the address of the store, but not the prefixes of the group.
+    """
+    return KeyValues(client, "ckpt_storage/workers", is_root=True)

@@ -1,36 +1,38 @@
-"""One operation of all ranks: phases, steps, outcome, and giving up together.
+"""One operation of all ranks: phases, rounds, and giving up together.
 
 No collective takes part. A collective waits as long as its group says, cannot be woken, names
-nobody and leaves its group broken. Here each wait is a loop that looks at its deadline, at the
-report of a rank that failed, and at the heartbeats of those it waits for.
+nobody and leaves its group broken. Here a thread waits for the next release in the key-value store,
+so that a failure anywhere reaches a rank that waits, and one that works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    PhaseTimeoutError,
-    RankFailedError,
-    SaveCancelledError,
-)
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .failures import Report, name_ranks, told_by, travelling
+from .failures import (
+    error_for_peers,
+    mismatch_error,
+    name_ranks,
+    picklable_copy,
+    ranks_lost_error,
+)
+from .identity import GivenUp, Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
-from .liveness import FailureDetector, Heartbeats
-from .meeting import Meeting
-
-if TYPE_CHECKING:
-    from .group import RankGroup
+from .lane import Lane
+from .listener import KeyListener
+from .liveness import FailureDetector, Heartbeats, RankProcess
+from .rounds import Failed, Release, Released, Round, Superseded
 
 log = logging.getLogger("ckpt_storage")
 
@@ -38,211 +40,269 @@ _T = TypeVar("_T")
 
 _COORDINATOR_GRACE_S = 1.0
 _MEMBER_GRACE_S = 3.0
-"""A late rank should name itself first, then the coordinator name it, then anybody else."""
+"""Beyond its deadline: a late rank should name itself first, then the coordinator name it."""
 
-_FIRST_LOOK_S = 0.0002
-"""A look takes about as long, and ranks of one host are seldom further apart."""
-
-_GROWTH = 1.25
-"""From look to look a pause grows by this: what comes is noticed a quarter of the wait late."""
-
-_STEP_LOOK_S = 0.004
-"""Longest pause between two looks for the next step of a small world: a save has five steps."""
-
-_LEAST_PATIENCE_S, _SPARE_PATIENCE_S = 0.5, 1.0
-
-_LAST_WORD_S = 1.5
-
-_LEAVE_S = 10.0
-_LEAVE_FAILED_S = 1.0
-"""How long the coordinator stays for ranks that have not read the outcome yet.
-
-It may host the store that they read it from.
-"""
+_MIN_PATIENCE_S, _EXTRA_PATIENCE_S = 0.5, 1.0
+"""Bounds of how long one request may take before the store counts as lost."""
 
 _REPORT_S = 3.0
 """How long a failing rank tries to report before it raises."""
 
 _INTERRUPTED_S = 1.5
-"""How long a rank that was interrupted before it met the others tries to tell them."""
+"""How long an interrupted rank that has not met the others tries to report."""
+
+_FINISH_S, _FINISH_FAILED_S = 10.0, 1.0
+"""How long the coordinator stays for ranks that have not acknowledged the end.
+
+It may host the store that they read the outcome from.
+"""
+
+_LOOK_S = 1.0
+"""How often the coordinator looks for arrivals itself: the key that announces them is a hint."""
+
+_SMALL_WORLD = 64
+"""Up to so many ranks, a first look costs less than the hint."""
+
+_LOCAL_LOOK_S = 0.2
+"""How often a waiting rank looks whether its own worker still lives."""
+
+_LOG_S = 60.0
+"""How often a rank that waits for others logs who is missing."""
+
+
+class UndecidedError(CheckpointError):
+    """This rank cannot see what became of a commit that may have begun; the storage can."""
+
+
+class _NumberGivenUpError(Exception):
+    """The number was given up for another operation; the next number may be for this one."""
+
+
+class _SupersededError(Exception):
+    """The session belongs to an earlier incarnation of the job."""
+
+
+class _LateRanksError(Exception):
+    """Some ranks have not arrived by the deadline; `payloads` are those of the others."""
+
+    def __init__(self, missing: Sequence[int], payloads: dict[int, Any]) -> None:
+        super().__init__(missing)
+        self.missing = missing
+        self.payloads = payloads
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank(Generic[_T]):
+    """What `decide` returns if each rank gets an answer of its own, in the order of ranks."""
+
+    answers: Sequence[_T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """What a rank sends in the first round."""
+
+    identity: Identity
+    terms: Mapping[str, str]
+    value: Any
+    process: RankProcess | None
 
 
 class Operation:
     """One save, load or export of all ranks, as one rank sees it.
 
-    All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
-    `all_gather`, `outcome`) in the same order, in one thread; values travel pickled, but the
-    coordinator's own. What transfers call is safe in any thread: `failure`, `failed`, `advanced`,
-    `expect`.
+    All ranks call `meet` first, and then the same rounds (`exchange`, `all_gather`, `barrier`,
+    `broadcast`, or `gather` and then `broadcast`) in the same order, in one thread; values travel
+    pickled, except the coordinator's own. Safe in any thread: `failure`, `failed`, `advanced`,
+    `expect`, `progress`.
 
-    `what` names it in messages ("the save to s3://..."). `id` is empty until the ranks have met.
-    `deadline` is that of this rank's phase. `verdict` is the error that was reported first, the
-    same on all ranks, once all is over; None where ranks had not met or cannot reach one another.
-    `is_void`: what the save wrote on all ranks is to be deleted; reset if a rank was not heard of
-    at the end, as it may still write. `lost` tells why this rank need not wait for others: it
-    cannot go on itself.
+    `what` names it in messages ("the save to s3://..."). `rank` is the rank in the group,
+    `global_rank` the one that messages name. `deadline` is that of this rank's phase. `verdict` is
+    the error that was reported first, the same on all ranks, once the operation is over. `is_void`:
+    the files of all ranks are to be deleted; reset if a rank has not acknowledged the end, as it
+    may still write. `local_failure` says why this rank cannot go on by itself: its worker is gone.
     """
 
-    def __init__(self, group: RankGroup, what: str, timeouts: Timeouts) -> None:
+    def __init__(self, lane: Lane, what: str, timeouts: Timeouts) -> None:
         self.what = what
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self.is_coordinator = group.is_coordinator
+        self.lane = lane
+        self.rank = lane.rank
+        self.global_rank = lane.names[lane.rank]
+        self.coordinator_rank = lane.names[COORDINATOR]
+        self.world_size = lane.world_size
+        self.is_coordinator = lane.is_coordinator
         self.timeouts = timeouts
-        self.id = ""
         self.deadline = Deadline("plan", timeouts.plan, watch=self)
         self.save_id: str | None = None
         self.verdict: CheckpointError | None = None
         self.is_void = False
-        self.lost: Callable[[], CheckpointError | None] = lambda: None
-        self.group: RankGroup = group
-        self.heartbeats: Heartbeats = Heartbeats(group.rank)
+        self.local_failure: Callable[[], CheckpointError | None] = lambda: None
+        self.heartbeats = Heartbeats(self.global_rank)
         self.advanced = self.heartbeats.advanced
         self.expect = self.heartbeats.expect
         self.progress = self.heartbeats.known
-        self.others = [rank for rank in range(group.world_size) if rank != group.rank]
-        self.own_keys: list[str] = []
-        self.look_s = min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000)
-        self._grace_s = _COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S
-        self._meeting = Meeting(self)
+        self._identity: Identity | None = None
+        self._others = [rank for rank in range(lane.world_size) if rank != lane.rank]
+        self._grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
         self._detector: FailureDetector | None = None
-        self._step = 0
-        self._is_given = True
+        self._listener: KeyListener | None = None
+        self._has_met = self._is_complete = self._is_reported = False
+        self._earlier_identity: Identity | None = None
+        self._logged_s = time.monotonic()
+        # The round that comes next, and what is known of it; changed under the condition.
+        self._changed = threading.Condition()
+        self._round: Round | None = None
+        self._round_number = 0
+        self._has_arrived = self._has_claimed = self._is_commit = False
+        self._release: Release | None = None
+        self._has_signal = False
+        # Why all ranks raise, and why this rank alone cannot go on.
         self._failure: CheckpointError | None = None
-        self._reporter: int | None = None
-        self._wish: CheckpointError | None = None
-        self._has_ended = False
-        self._wake = threading.Event()
-        self._lock = threading.Lock()
+        self._loss: CheckpointError | None = None
+        self._pending: CheckpointError | None = None
+        self._present_keys: set[str] = set()
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """End it on this rank; an `error` is told to all ranks, unless they told it."""
-        have_left = False
-        try:
-            if error is not None:
-                have_left = self._report(error)
-            else:
-                # Beyond this phase's deadline nobody may be kept waiting.
-                left_s = self.deadline.remaining_s() + _MEMBER_GRACE_S
-                have_left = self._leave(min(_LEAVE_S, left_s))
-        except LostStoreError as lost:
-            log.warning("After %s: %s", self.what, lost)
-        finally:
-            self._has_ended = True
-            # Who has not left may still write.
-            self.is_void = self.is_void and have_left
-            self._wake.set()
-            if self._detector is not None:
-                self._detector.stop()
-            self.group.debris += self.own_keys
+    def identify(self, identity: Identity) -> None:
+        """Say what this operation is about, so that a failure from now on fails it and no other."""
+        self._identity = identity
 
-    def key(self, *parts: object) -> str:
-        """Return a key of this operation in the store that ranks share."""
-        return "/".join(["op", self.id, *map(str, parts)])
+    @property
+    def id(self) -> str:
+        """What this operation is known by among its ranks; empty before they have met."""
+        return f"{self.lane.session}/{self.lane.number}" if self._has_met else ""
 
-    # What ends it.
+    # Failures.
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
-        return self._failure
+        return self._failure or self._loss
 
     def failed(self, error: CheckpointError) -> None:
-        """End the operation on all ranks with `error`, from any thread; one that ended stays so.
+        """End the operation on all ranks with `error`, from any thread.
 
-        Before all ranks have met, it takes effect when they do.
+        Without effect once it is over, and once the coordinator commits. Before this rank has a
+        number, the error waits until it has.
         """
-        with self._lock:
-            if not self.id:
-                self._wish = self._wish or error
+        with self._changed:
+            if self._is_complete or self._failure is not None:
                 return
-        if self._failure is None and not self._has_ended:
-            error.rank = self.rank if error.rank is None else error.rank
-            error.phase = error.phase or self.deadline.phase
-            self._tell(travelling(error))
-            self.take_report(Report(rank=self.rank, error=error))
-
-    def take_report(self, report: Report) -> None:
-        """End the operation on this rank: another one, or this rank itself, tells why."""
-        is_own = report.rank == self.rank
-        with self._lock:
-            if self._failure is None:
-                self._reporter = report.rank
-                self._failure = report.error if is_own else told_by(report, self.what)
-                self._wake.set()
-
-    # Waiting.
-
-    def patience_s(self) -> float:
-        """Return how long one look may take before the store counts as lost."""
-        left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
-        return max(_LEAST_PATIENCE_S, min(self.timeouts.silence, left_s))
-
-    def get(self, key: str) -> bytes | None:
-        """Return what lies under `key`."""
-        return self.group.keys.get(key, self.patience_s())
-
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """Return whether something lies under every key."""
-        return self.group.keys.has_all(keys, self.patience_s())
-
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a message, which a later operation removes."""
-        if self.world_size > 1:
-            self.own_keys.append(key)
-            self.group.keys.set(key, value, self.patience_s())
-
-    def until(self, look: Callable[[], _T | None], late: Callable[[], CheckpointError]) -> _T:
-        """Return what `look` finds; raise why the operation failed, or late what `late` returns."""
-        pause_s = _FIRST_LOOK_S
+            if self._round is None:
+                self._pending = self._pending or error
+                return
+        if self.world_size == 1:
+            self._note_failure(error)
+            return
         while True:
+            number = self.lane.number
             try:
-                found = look()
-            except LostStoreError as error:
-                # Somebody's wish does not say what became of a message that was on its way.
-                if self._failure is None or isinstance(self._failure, SaveCancelledError):
-                    raise
-                raise self._failure from error
-            if found is not None:
-                return found
-            if (failure := self._failure or self.lost()) is not None:
-                raise failure
-            if self._has_ended:
-                raise CheckpointError("What was waited for belongs to an operation that has ended.")
-            if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
-                raise late()
-            self._wake.wait(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
+                self._fail(error)
+            except _NumberGivenUpError:
+                with self._changed:
+                    if self.lane.number != number:
+                        continue
+                    # The operation is about to take the next number.
+                    self._pending = self._pending or error
+            except LostStoreError as lost_store:
+                self._note_loss(lost_store)
+            return
 
-    def _within(self, seconds: float, keys: Sequence[str], *, failed_s: float = math.inf) -> bool:
-        """Wait for all `keys`, after a failure `failed_s` at most; return whether they came."""
-        end_s, pause_s = time.monotonic() + seconds, _FIRST_LOOK_S
-        while not self.has_all(keys):
-            if self._failure is not None:
-                end_s = min(end_s, time.monotonic() + failed_s)
-            if time.monotonic() > end_s:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
-        return True
+    def _fail(self, error: CheckpointError) -> None:
+        """Report a failure in the first round that the coordinator has not claimed.
 
-    def missing(self, keys: Mapping[int, str]) -> list[int]:
-        """Return the ranks under whose key nothing lies."""
-        return [rank for rank, key in keys.items() if not self.has_all([key])]
+        Afterwards `_failure` is the error that counts. Without effect in a commit that the
+        coordinator has claimed. Raises `_NumberGivenUpError` if the number was given up for another
+        operation, `LostStoreError`.
+        """
+        failed = self._failed_release(error)
+        with self._changed:
+            number, is_commit = self._round_number, self._is_commit
+        while True:
+            counts = self.lane.round(number).fail(failed, _REPORT_S)
+            if counts is not None:
+                self._note_failed(counts, number, own=error if counts == failed else None)
+                return
+            if is_commit:
+                return
+            if self.is_coordinator:
+                # This rank has claimed the round, and writes the failure when it raises it.
+                self._note_failure(error)
+                return
+            number, is_commit = number + 1, False
 
-    def late(self, ranks: Sequence[int], did_not: str, known: str = "") -> PhaseTimeoutError:
-        """Return the error that says what `ranks` have not done by the deadline."""
-        deadline, verb = self.deadline, "has" if len(ranks) == 1 else "have"
-        return PhaseTimeoutError(
-            f"{name_ranks(ranks)} of {self.world_size} {verb} {did_not} within "
-            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}{known}.",
-            timeout_s=deadline.timeout_s,
-            rank=ranks[0] if ranks else None,
-            phase=deadline.phase,
-            next_step="Look at what those ranks are doing; if they are only slow, raise "
-            f"Timeouts.{deadline.phase}.",
+    def _failed_release(self, error: CheckpointError) -> Failed:
+        error.rank = self.global_rank if error.rank is None else error.rank
+        error.phase = error.phase or self.deadline.phase
+        return Failed(
+            rank=self.global_rank,
+            error=picklable_copy(error),
+            identity=self._identity,
+            is_decision=self._has_claimed and error.phase in {"plan", "commit"},
         )
 
-    # Phases and steps.
+    def _note_failed(self, failed: Failed, number: int, own: CheckpointError | None = None) -> None:
+        """Take note of the failure that ended round `number`; `own` if this rank reported it."""
+        own_identity = self._identity
+        if number == 1 and failed.identity is not None and own_identity is not None:
+            if not failed.identity.agrees_with(own_identity):
+                raise _NumberGivenUpError
+        with self._changed:
+            self.verdict = self.verdict or failed.error
+        self._note_failure(own or error_for_peers(failed, self.what))
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _note_loss(self, error: CheckpointError) -> None:
+        with self._changed:
+            self._loss = self._loss or error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        failure = self._failure or self._loss or self.local_failure()
+        if failure is not None:
+            raise failure
+
+    def _patience_s(self) -> float:
+        """Return how long one request may take before the store counts as lost."""
+        left_s = self.deadline.remaining_s() + _EXTRA_PATIENCE_S
+        return max(_MIN_PATIENCE_S, min(self.timeouts.silence, left_s))
+
+    def _end_s(self) -> float:
+        return self.deadline.at_monotonic_s + self._grace_s
+
+    # What the failure detector asks and reports.
+
+    def needs(self, rank: int) -> bool:
+        """Return whether this rank still waits for something of another one."""
+        with self._changed:
+            current, is_over = self._round, self._is_complete
+        if is_over or current is None:
+            return False
+        if rank == COORDINATOR:
+            return current.read_release(self._patience_s()) is None
+        return not current.arrived([rank], self._patience_s())
+
+    def ranks_lost(self, ranks: Sequence[int], how: str) -> None:
+        """Report ranks of the group that are dead or silent."""
+        names = [self.lane.names[rank] for rank in ranks]
+        known = {name: self.heartbeats.describe(name) for name in names}
+        last = self.progress().get(names[0])
+        phase = self.deadline.phase if last is None else last.phase
+        if not self._has_met:
+            known = dict.fromkeys(names, "its process has ended")
+        error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
+        self.failed(error)
+        if COORDINATOR in ranks:
+            # It may have claimed a commit, and then nobody reports the outcome.
+            self._note_loss(error)
+
+    def detection_failed(self, error: CheckpointError) -> None:
+        """Take note that this rank cannot watch the others any more."""
+        self._note_loss(error)
+
+    # Phases.
 
     def phase(
         self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
@@ -255,191 +315,608 @@ class Operation:
             self._detector.nudge()
         return self.deadline
 
-    def meet(self, terms: Mapping[str, str]) -> None:
-        """Wait for all ranks and check that they mean the same; the first of all steps.
+    # The first round.
 
-        `terms` maps the name of everything ranks must share to its value, as text. Raises
-        `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed before it
-        came here, `PhaseTimeoutError` naming ranks that did not come; on all ranks that came.
+    def meet(
+        self,
+        terms: Mapping[str, str],
+        *,
+        identity: Identity | None = None,
+        value: Any = None,  # noqa: ANN401  # of any kind
+        decide: Callable[[list[Any]], Any] = lambda _: None,
+    ) -> Any:  # noqa: ANN401  # what `decide` returned
+        """Wait for all ranks, check that they mean the same, and `exchange`; the first round.
+
+        `terms` maps the name of all else that ranks must share to its value, as text. A rank that
+        finds its number given up for another `identity` tries the next number, within the time it
+        has. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
+        before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
-        found = "alone"
-        if self.world_size > 1:
-            found = self._meeting.come({"the operation": " ".join(self.what.split()[:2]), **terms})
-        with self._lock:
-            self.id = found
-            wish = self._wish
-        if wish is not None:
-            raise wish
-        if self.world_size > 1:
-            self.own_keys += [self.key("life", self.rank), self.key("failed")]
-            self._detector = FailureDetector(self)
+        identity = self._identity = identity or self._identity or Identity(kind=self.what)
+        self.phase("plan")
+        if self.world_size == 1:
+            with self._changed:
+                self._round_number = 1
+            self._raise_pending()
+            self._has_met = True
+            return _answer_for(COORDINATOR, decide([value]))
+        arrival = _Arrival(
+            identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
+        )
+        packed = b"" if self.is_coordinator else pickle.dumps(arrival)
+        while True:
+            try:
+                self._begin_number()
+                self._raise_pending()
+                if self.is_coordinator:
+                    answer, processes = self._lead_first_round(arrival, decide)
+                else:
+                    self._arrive(packed)
+                    answer, processes = self._await_release()
+            except (_NumberGivenUpError, _SupersededError):
+                continue
+            self._has_met = True
+            self.lane.met(processes)
+            assert self._detector is not None  # noqa: S101  # made with the number
+            self._detector.all_have_met()
+            return answer
+
+    def _raise_pending(self) -> None:
+        if self._pending is not None:
+            raise self._pending
+
+    def _begin_number(self) -> None:
+        """Take the next number of the lane, and watch the other ranks under it."""
+        lane = self.lane
+        with self._changed:
+            self._round = None
+        if self._listener is None:
+            name = f"ckpt-storage listen: {self.what}"
+            self._listener = KeyListener(self._on_key, lane.keys, name=name)
+        lane.join(self._await_key, self._patience_s())
+        lane.report_earlier(self._patience_s())
+        with self._changed:
+            lane.number += 1
+            self._earlier_identity, lane.last_identity = lane.last_identity, self._identity
+            self.heartbeats.number = lane.number
+            self._enter_round(1)
+        if self._detector is None:
+            self._detector = FailureDetector(
+                lane.keys,
+                self,
+                self.heartbeats,
+                rank=self.rank,
+                world_size=self.world_size,
+                key_of=lane.heartbeat_key,
+                processes=lane.processes,
+                silence_s=self.timeouts.silence,
+                name=f"ckpt-storage watch: {self.what}",
+            )
+
+    def _await_key(self, key: str) -> None:
+        """Wait for a key that the coordinator writes before this rank has a number."""
+        assert self._listener is not None  # noqa: S101  # made before
+        self._listener.listen(key)
+        if not self._wait_for(lambda: key in self._present_keys, self._end_s()):
+            self._raise_failure()
+            raise self._late([self.coordinator_rank], "not come")
+
+    def _lead_first_round(
+        self, arrival: _Arrival, decide: Callable[[list[Any]], Any]
+    ) -> tuple[Any, Mapping[int, RankProcess] | None]:
+        """Collect what the ranks came for; decide for all of them, or give the number up."""
+        arrivals: dict[int, _Arrival] = {self.rank: arrival}
+        late: CheckpointError | None = None
+        try:
+            arrivals |= self._collect()
+        except _LateRanksError as error:
+            arrivals |= error.payloads
+            late = self._late(self._names(error.missing), "not come")
+        self._give_up_if_different(arrivals, is_complete=late is None)
+        if late is not None:
+            raise late
+        self._claim()
+        # The processes of a session do not change, so they are shared once.
+        processes = None if self.lane.has_met else _processes_by_rank(arrivals)
+        values = [arrivals[rank].value for rank in range(self.world_size)]
+        # Payloads of all ranks are large; no reference to them is kept here.
+        del arrivals
+        decision = decide(values)
+        del values
+        return self._answer(_with_processes(decision, processes))  # type: ignore[no-any-return]  # a pair
+
+    def _give_up_if_different(self, arrivals: Mapping[int, _Arrival], *, is_complete: bool) -> None:
+        """Give the number up if ranks came for different operations, or disagree on their terms.
+
+        Raises why this rank fails, or `_NumberGivenUpError` if it goes on under the next number.
+        """
+        names = self.lane.names
+        phase = "load" if kind_of(self.what) == "the load" else "plan"
+        identities = {names[rank]: one.identity for rank, one in sorted(arrivals.items())}
+        given_up = find_disagreement(
+            identities, read_earlier=self._read_earlier, phase=phase, is_complete=is_complete
+        )
+        if given_up is None and is_complete:
+            terms = {names[rank]: one.terms for rank, one in sorted(arrivals.items())}
+            error = mismatch_error(terms, phase=phase)
+            given_up = None if error is None else GivenUp(error=error, identity=None)
+        if given_up is None:
+            return
+        failed = Failed(
+            rank=self.global_rank,
+            error=given_up.error,
+            identity=given_up.identity,
+            is_decision=True,
+        )
+        counts = self._current().fail(failed, self._patience_s())
+        assert counts is not None  # noqa: S101  # only this rank claims
+        self._note_failed(counts, 1, own=given_up.error if counts == failed else None)
+        self._raise_failure()
+
+    def _read_earlier(self) -> Mapping[int, Identity]:
+        """Return what the ranks came for under the number before, as far as it is known."""
+        if self.lane.number == 1:
+            return {}
+        names, earlier = self.lane.names, self.lane.round_before()
+        ranks = earlier.arrived(self._others, self._patience_s())
+        identities = {
+            names[rank]: pickle.loads(packed).identity  # noqa: S301  # our own ranks
+            for rank, packed in zip(ranks, earlier.payloads(ranks, self._patience_s()), strict=True)
+        }
+        if self._earlier_identity is not None:
+            identities[self.global_rank] = self._earlier_identity
+        return identities
+
+    # Later rounds.
+
+    def exchange(
+        self,
+        value: _T,
+        decide: Callable[[list[_T]], Any],
+        *,
+        is_commit: bool = False,
+        is_last: bool = False,
+    ) -> Any:  # noqa: ANN401  # what `decide` returned
+        """Send `value` to the coordinator, which answers all ranks with `decide(values)`.
+
+        `values` are in the order of ranks. An answer of `ByRank` gives each rank its own. With
+        `is_commit`, a rank that has sent its value and does not learn the outcome raises
+        `UndecidedError`, and a cancel has no effect once the coordinator decides. `is_last`: no
+        further round follows. Raises why the operation failed, `PhaseTimeoutError` naming ranks.
+        """
+        with self._changed:
+            self._is_commit = is_commit
+        values = self.gather(value)
+        if not self.is_coordinator:
+            return self._await_release()
+        decision = decide(values)
+        del values
+        return self._answer(decision, is_last=is_last)
 
     def gather(self, value: _T) -> list[_T]:
         """Send `value` to the coordinator; it gets all in order of rank, others an empty list.
 
-        Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
+        Others return at once. `broadcast` must follow: it ends the round.
         """
-        packed = b"" if self.is_coordinator else pickle.dumps(value)
-        self._is_given = False
-        step = self._next_step("gather")
-        self._is_given = True
+        self._raise_failure()
+        if self.world_size == 1:
+            return [value]
         if not self.is_coordinator:
-            self.put(f"{step}/{self.rank}", packed)
+            self._arrive(pickle.dumps(value))
             return []
-        keys = {rank: f"{step}/{rank}" for rank in self.others}
-        self._await(keys)
-        got = {rank: self._take(key) for rank, key in keys.items()}
-        return [value, *(pickle.loads(got.pop(rank)) for rank in keys)]  # noqa: S301  # our own ranks
-
-    def scatter(self, values: Sequence[_T]) -> _T:
-        """Give each rank its own of the coordinator's `values` (others pass none)."""
-        packed = [pickle.dumps(value) for value in values[1:]]
-        step = self._next_step("scatter")
-        if self.is_coordinator:
-            for rank in self.others:
-                self.put(f"{step}/{rank}", packed[rank - 1])
-            return values[COORDINATOR]
-        self._await({COORDINATOR: f"{step}/{self.rank}"})
-        found: _T = pickle.loads(self._take(f"{step}/{self.rank}"))  # noqa: S301  # as above
-        return found
+        try:
+            values: dict[int, _T] = self._collect()
+        except _LateRanksError as error:
+            names = self._names(error.missing)
+            known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
+            raise self._late(names, "not ended it", f": {known}") from None
+        self._claim()
+        return [value, *(values[rank] for rank in self._others)]
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
-        packed = pickle.dumps(value)
-        step = self._next_step("broadcast")
-        if self.is_coordinator:
-            self.put(step, packed)
-        else:
-            self._await({COORDINATOR: step})
-            packed = self._read(step)
-        found: _T = pickle.loads(packed)  # noqa: S301  # as above
-        return found
+        if not self.is_coordinator:
+            return self._await_release()  # type: ignore[no-any-return]  # the coordinator's
+        return self._answer(value)  # type: ignore[no-any-return]  # its own value
 
     def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in order of rank, on every rank."""
-        packed = self.broadcast(self.gather(pickle.dumps(value)))
-        return [pickle.loads(one) for one in packed]  # noqa: S301  # as above
+        return self.exchange(value, list)  # type: ignore[no-any-return]  # what `list` returns
 
-    def announce(self, outcome: object) -> None:
-        """Tell all ranks how it ended; the coordinator's last word, also after errors."""
-        self.put(self.key("outcome"), pickle.dumps(outcome))
+    def barrier(self, *, is_last: bool = False) -> None:
+        """Wait until all ranks have come here."""
+        self.exchange(None, lambda _: None, is_last=is_last)
 
-    def outcome(self) -> Any:  # noqa: ANN401  # what was announced
-        """Return what the coordinator announces; on the other ranks. Raises as `gather`."""
-        key = self.key("outcome")
-        try:
-            self._await({COORDINATOR: key})
-        except LostStoreError:
-            raise  # it would not answer the next look either
-        except CheckpointError as error:
-            # Its last word may still come. Who cancels asks a coordinator that may be committing.
-            is_wish = isinstance(error, SaveCancelledError)
-            seconds = self.timeouts.silence if is_wish else _LAST_WORD_S
-            if self.is_last_word(error) or not self._within(seconds, [key]):
-                raise
-        return pickle.loads(self._read(key))  # noqa: S301  # as above
+    # Any rank in a round.
 
-    def is_last_word(self, error: CheckpointError) -> bool:
-        """Return whether the coordinator failed, and `error`, raised by `outcome`, is how.
-
-        It may be committing where it only noticed that others are silent, or where its save was
-        cancelled from another thread; but not without what this rank was to give.
-        """
-        if not self._is_given:
-            return True
-        is_silence = isinstance(error, RankFailedError) and error.is_silent
-        is_wish = isinstance(error, SaveCancelledError)
-        return self._reporter == COORDINATOR and not is_silence and not is_wish
-
-    def _next_step(self, name: str) -> str:
-        if self._failure is not None:
-            # Another rank that has not heard of it yet would go on with what this one sends.
-            raise self._failure
-        self._step += 1
-        return self.key(f"{self._step}-{name}")
-
-    def _read(self, key: str) -> bytes:
-        data = self.get(key)
-        if data is None:
-            raise CheckpointError(
-                f"{self.what}: a message between ranks is gone ({key}).",
-                next_step="Make sure that all ranks call the same operations in the same order.",
-            )
-        return data
-
-    def _take(self, key: str) -> bytes:
-        data = self._read(key)
-        self.group.keys.delete(key, self.patience_s())
-        return data
-
-    def _await(self, keys: Mapping[int, str]) -> None:
-        """Wait until something lies under each key, put there by the rank it is listed for."""
-
-        def late() -> PhaseTimeoutError:
-            missing = self.missing(keys)
-            known = "; ".join(self.heartbeats.describe(rank) for rank in missing[:8])
-            return self.late(missing, "not ended it", f": {known}")
-
-        names = list(keys.values())
-        self.until(lambda: self.has_all(names) or None, late)
-
-    # Leaving.
-
-    def _report(self, error: BaseException) -> bool:
-        """Tell all ranks why this one leaves, unless they told it; return as `_leave`."""
-        if isinstance(error, LostStoreError) or isinstance(error.__cause__, LostStoreError):
-            return False  # there is nowhere to tell it
-        self.id = self.id or self._meeting.late_id
-        was_answered = self._meeting.is_over and not self.id
-        if self._failure is None:
-            if isinstance(error, CheckpointError):
-                error.phase = error.phase or self.deadline.phase
-                if error.rank is None and not was_answered:
-                    error.rank = self.rank
-            cause = travelling(error)
-            cause.phase = cause.phase or self.deadline.phase
-            if self.world_size == 1:
-                self.verdict = cause
-            elif self.id:
-                self._tell(cause)
-            elif not was_answered:
-                self._come_failed(cause, is_interrupt=not isinstance(error, Exception))
-        if self.id and self.world_size > 1:
-            first = self.group.keys.get(self.key("failed"), _REPORT_S)
-            self.verdict = pickle.loads(first).error if first is not None else None  # noqa: S301  # our own ranks
-        return self._leave(_LEAVE_FAILED_S)
-
-    def _tell(self, error: CheckpointError) -> None:
-        # Before its first step a coordinator plans for itself.
-        decides = self.is_coordinator and self._step > 0 and error.phase in {"plan", "commit"}
-        report = pickle.dumps(Report(rank=self.rank, error=error, decides=decides))
-        if self.world_size > 1:
-            self.group.keys.set_first(self.key("failed"), report, _REPORT_S)
-
-    def _come_failed(self, error: CheckpointError, *, is_interrupt: bool) -> None:
-        """Tell the ranks that this one failed before it met them; it stays in step with them."""
-        if is_interrupt:
-            # An interrupted process must not wait for ranks that are not there.
-            self.deadline = Deadline(self.deadline.phase, _INTERRUPTED_S)
-            self._grace_s = 0.0
-        log.error("Rank %d failed, and waits to tell the others: %s", self.rank, error)
-        try:
-            self._meeting.come(None, error)
-        except CheckpointError as answered:
-            log.debug("The ranks were told: %s", answered)
-
-    def _leave(self, timeout_s: float) -> bool:
-        """Say that this rank has read the outcome; return whether all have, where it is rank 0."""
-        if self.world_size == 1 or not self.id:
-            return True
-        left, have_left = {rank: self.key("left", rank) for rank in self.others}, True
+    def _enter_round(self, number: int) -> None:
+        with self._changed:
+            current = self._round = self.lane.round(number)
+            self._round_number = number
+            self._has_arrived = self._has_claimed = self._is_commit = self._has_signal = False
+            self._release = None
+        assert self._listener is not None  # noqa: S101  # made with the number
         if self.is_coordinator:
-            self.own_keys += left.values()
-            # Who is gone leaves no word; of a failure the others have heard by now.
-            have_left = self._within(timeout_s, list(left.values()), failed_s=_LEAVE_FAILED_S)
-            if not have_left:
-                missing = name_ranks(self.missing(left))
-                log.warning("After %s nothing was heard of %s.", self.what, missing)
-        self.own_keys.append(self.key("left", self.rank))
-        self.group.keys.set(self.own_keys[-1], b"left", timeout_s)
-        return have_left
+            self.lane.own(*current.shared_keys)
+        self._listener.listen(current.all_key if self.is_coordinator else current.release_key)
+
+    def _end_round(self, *, is_last: bool) -> None:
+        if is_last:
+            self._is_complete = True
+        else:
+            self._enter_round(self._round_number + 1)
+
+    def _current(self) -> Round:
+        assert self._round is not None  # noqa: S101  # `meet` comes first
+        return self._round
+
+    def _on_key(self, key: str) -> None:
+        """Note that a key exists that this rank waits for; called in the listener's thread."""
+        with self._changed:
+            current, number = self._round, self._round_number
+            if current is None or key not in {current.release_key, current.all_key}:
+                self._present_keys.add(key)
+                self._changed.notify_all()
+                return
+        try:
+            is_release = key == current.release_key
+            read = current.read_release if is_release else current.failure
+            release: Release | None = read(self._patience_s())
+        except LostStoreError as error:
+            self._note_loss(error)
+            return
+        if isinstance(release, Failed) and number > 1:
+            self._note_failed(release, number)
+        with self._changed:
+            if self._round is current:
+                self._release, self._has_signal = release, True
+            self._changed.notify_all()
+
+    def _wait_for(self, value_of: Callable[[], _T], end_s: float) -> _T | None:
+        """Wait until `value_of()` is true and return it; None at `end_s`, or after a failure."""
+        with self._changed:
+            while not (value := value_of()):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 or self._failure or self._loss or self.local_failure():
+                    return None
+                self._changed.wait(min(left_s, _LOCAL_LOOK_S))
+            return value
+
+    # What a member does in a round.
+
+    def _arrive(self, packed: bytes) -> None:
+        current = self._current()
+        with self._changed:
+            self._has_arrived = True
+        self.lane.own(current.arrival_key)
+        current.arrive(packed, self._patience_s())
+
+    def _await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
+        """Return the coordinator's answer, and enter the next round."""
+        if self.world_size == 1:
+            return None
+        is_extended = False
+        while (release := self._wait_for(lambda: self._release, self._log_end_s())) is None:
+            if self._failure is not None:
+                raise self._failure
+            is_commit = self._is_commit and self._has_arrived
+            cause = self._loss or self.local_failure()
+            if cause is None and time.monotonic() < self._end_s():
+                self._log_late([self.coordinator_rank])
+                continue
+            if cause is None and not is_extended and not is_commit and self._is_claimed():
+                # All have arrived, and the coordinator has a phase's time to decide.
+                is_extended = True
+                self.phase(self.deadline.phase)
+                continue
+            cause = cause or self._late([self.coordinator_rank], "not answered")
+            release = self._give_up_waiting(cause, is_commit=is_commit)
+            break
+        return self._opened(release)
+
+    def _give_up_waiting(self, cause: CheckpointError, *, is_commit: bool) -> Release:
+        """Fail for `cause`; return a release that was written meanwhile.
+
+        In a commit that the coordinator has claimed, or whose verdict cannot be read, raises
+        `UndecidedError`.
+        """
+        try:
+            if not isinstance(cause, LostStoreError):
+                self._fail(cause)
+            if self._failure is not None:
+                raise self._failure
+            release = self._current().read_release(self._patience_s()) if is_commit else None
+        except LostStoreError as error:
+            release, cause = None, error
+        if release is not None:
+            return release
+        if not is_commit:
+            raise cause
+        raise UndecidedError(str(cause)) from cause
+
+    def _is_claimed(self) -> bool:
+        try:
+            return self._current().is_claimed(self._patience_s())
+        except LostStoreError as error:
+            self._note_loss(error)
+            return False
+
+    def _opened(self, release: Release) -> Any:  # noqa: ANN401  # the coordinator's answer
+        """Return the answer of a release and enter the next round. Raises what it reports."""
+        if isinstance(release, Superseded):
+            raise _SupersededError
+        if isinstance(release, Failed):
+            if self._round_number == 1 and self.lane.is_superseded(self._patience_s()):
+                raise _SupersededError
+            self._note_failed(release, self._round_number)
+            self._raise_failure()
+        assert isinstance(release, Released)  # noqa: S101  # all else has been raised
+        answer = release.answer
+        if release.is_by_rank:
+            packed = self._current().take_answer(self._patience_s())
+            if packed is None:
+                raise CheckpointError(
+                    f"{self.what}: the coordinator's answer to rank {self.global_rank} is gone.",
+                    next_step="Make sure that all ranks call the same operations in one order.",
+                )
+            answer = pickle.loads(packed)  # noqa: S301  # our own ranks
+        self._end_round(is_last=release.is_last)
+        return answer
+
+    # What the coordinator does in a round.
+
+    def _collect(self) -> dict[int, Any]:
+        """Return the payloads of the other ranks. Raises `_LateRanksError` with those it has."""
+        current = self._current()
+        keys = [current.arrival_key_of(rank) for rank in self._others]
+        look_s = max(_LOOK_S, self.world_size / 1_000)
+        is_due = self.world_size <= _SMALL_WORLD
+        while True:
+            if not is_due:
+                end_s = min(self._end_s(), time.monotonic() + look_s)
+                self._wait_for(lambda: self._has_signal, end_s)
+                with self._changed:
+                    self._has_signal = False
+                # The key that announces a failure is a hint, too.
+                failed = current.failure(self._patience_s())
+                if failed is not None:
+                    self._note_failed(failed, self._round_number)
+            is_due = False
+            self._raise_failure()
+            if self.lane.keys.has_all(keys, self._patience_s()):
+                return self._payloads(self._others)
+            is_late = time.monotonic() > self._end_s()
+            if not is_late and not self._is_log_due():
+                continue
+            arrived = current.arrived(self._others, self._patience_s())
+            missing = [rank for rank in self._others if rank not in set(arrived)]
+            if is_late:
+                raise _LateRanksError(missing, self._payloads(arrived))
+            self._log_late(self._names(missing))
+
+    def _payloads(self, ranks: Sequence[int]) -> dict[int, Any]:
+        packed = self._current().payloads(ranks, self._patience_s())
+        return {
+            rank: pickle.loads(payload)  # noqa: S301  # our own ranks
+            for rank, payload in zip(ranks, packed, strict=True)
+        }
+
+    def _claim(self) -> None:
+        """Take the decision of this round. Raises why a rank failed before."""
+        failed = self._current().claim(self._patience_s())
+        if failed is not None:
+            self._note_failed(failed, self._round_number)
+            self._raise_failure()
+        with self._changed:
+            self._has_claimed = True
+
+    def _answer(self, decision: Any, *, is_last: bool = False) -> Any:  # noqa: ANN401  # as `decide` returns
+        """Release the round with the coordinator's decision; return its own answer."""
+        own = _answer_for(COORDINATOR, decision)
+        if self.world_size == 1:
+            return own
+        if not self._has_claimed:
+            self._claim()
+        if not self._is_commit:
+            self._raise_failure()
+        answers: dict[int, bytes] = {}
+        if isinstance(decision, ByRank):
+            answers = {rank: pickle.dumps(decision.answers[rank]) for rank in self._others}
+            release = Released(is_by_rank=True, is_last=is_last)
+        else:
+            release = Released(answer=decision, is_last=is_last)
+        try:
+            self._current().release(release, self._patience_s(), answers)
+        except LostStoreError as error:
+            if not self._is_commit:
+                raise
+            # The outcome stands; ranks that do not learn it ask the storage.
+            log.warning("Reporting the outcome of %s failed: %s", self.what, error)
+            self.lane.remember(release, self._round_number)
+        self._end_round(is_last=is_last)
+        return own
+
+    # What is said of ranks that are not there.
+
+    def _names(self, ranks: Sequence[int]) -> list[int]:
+        return [self.lane.names[rank] for rank in ranks]
+
+    def _late(self, names: Sequence[int], did_not: str, known: str = "") -> PhaseTimeoutError:
+        """Return the error that says what global ranks have not done by the deadline."""
+        deadline, verb = self.deadline, "has" if len(names) == 1 else "have"
+        return PhaseTimeoutError(
+            f"{name_ranks(names)} of {self.world_size} {verb} {did_not} within "
+            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}{known}.",
+            timeout_s=deadline.timeout_s,
+            rank=names[0] if names else None,
+            phase=deadline.phase,
+            next_step="Look at what those ranks are doing; if they are only slow, raise "
+            f"Timeouts.{deadline.phase}.",
+        )
+
+    def _log_interval_s(self) -> float:
+        """Once a minute, and at least four times before the deadline."""
+        return min(_LOG_S, self.deadline.timeout_s / 5)
+
+    def _is_log_due(self) -> bool:
+        return time.monotonic() >= self._logged_s + self._log_interval_s()
+
+    def _log_end_s(self) -> float:
+        return min(self._end_s(), max(time.monotonic(), self._logged_s) + self._log_interval_s())
+
+    def _log_late(self, names: Sequence[int]) -> None:
+        """Log which ranks this one waits for."""
+        if not self._is_log_due():
+            return
+        self._logged_s = time.monotonic()
+        log.warning(
+            "Rank %d waits for %s of %d in %s; %.0f s are left.",
+            *(self.global_rank, name_ranks(names).lower(), self.world_size, self.what),
+            self.deadline.remaining_s(),
+        )
+
+    # The end.
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the operation on this rank; an `error` is reported to all ranks, unless it is known.
+
+        Sets `verdict` and `is_void`. Raises nothing.
+        """
+        is_acknowledged = self.world_size == 1
+        try:
+            if error is not None:
+                self._report(error)
+            elif not self._is_complete:
+                self._close_round()
+            self._is_complete = True
+            if self.world_size > 1 and self._round is not None:
+                is_acknowledged = self._acknowledge(is_failed=error is not None)
+        except LostStoreError as lost_store:
+            log.warning("After %s: %s", self.what, lost_store)
+        finally:
+            self._is_complete = True
+            # A rank that has not acknowledged the end may still be writing.
+            self.is_void = self.is_void and is_acknowledged
+            with self._changed:
+                self._changed.notify_all()
+            if self._detector is not None:
+                self._detector.stop()
+            if self._listener is not None:
+                self._listener.close()
+            if self._has_met and self.world_size > 1:
+                self.lane.delete_old(self._patience_s())
+
+    def _close_round(self) -> None:
+        """Release the round that nobody will use: threads of all ranks wait for it."""
+        if self.is_coordinator and self._round is not None:
+            self._round.release(Released(is_last=True), self._patience_s())
+            self.lane.keys.set(self._round.all_key, b"", self._patience_s())
+
+    def report(self, error: CheckpointError) -> None:
+        """Report a failure that this rank does not raise, in place of the one that it does."""
+        with contextlib.suppress(LostStoreError):
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        """Report why this rank raises, unless all ranks have failed for another reason."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        reported: CheckpointError = (
+            error if isinstance(error, CheckpointError) else picklable_copy(error)
+        )
+        failed = self._failed_release(reported)
+        if self.world_size == 1 or self._is_complete:
+            self.verdict = self.verdict or failed.error
+            return
+        number = self._round_number
+        try:
+            if self._has_claimed:
+                # An error of this rank, or one that it noted while it decided.
+                self.verdict = self.verdict or failed.error
+                self._current().release(failed, _REPORT_S)
+            elif self._failure is None:
+                self._report_open(reported, is_interrupt=not isinstance(error, Exception))
+        except PhaseTimeoutError as late:
+            log.debug("No rank learned why rank %d failed: %s", self.global_rank, late)
+        except LostStoreError:
+            self.lane.remember(failed, number if self._has_claimed else 0)
+            raise
+        finally:
+            self.lane.ended(failed)
+
+    def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
+        """Report a failure in the first round that is open, of the number that the ranks use."""
+        has_number = self._round is not None
+        if not has_number:
+            if is_interrupt:
+                # An interrupted process must not wait for ranks that are not there.
+                self.deadline = Deadline(self.deadline.phase, _INTERRUPTED_S)
+                self._grace_s = 0.0
+            log.error("Rank %d failed, and reports it: %s", self.global_rank, error)
+        while True:
+            try:
+                if not has_number:
+                    self._begin_number()
+                self._fail(error)
+            except (_NumberGivenUpError, _SupersededError):
+                has_number = False
+            else:
+                return
+
+    def _acknowledge(self, *, is_failed: bool) -> bool:
+        """Count this rank as done; return, on the coordinator, whether all ranks are."""
+        keys, patience_s = self.lane.keys, self._patience_s()
+        prefix = f"{self.lane.session}/{self.lane.number}"
+        count_key, all_key = f"{prefix}/done", f"{prefix}/all_done"
+        if keys.count(count_key, patience_s) == self.world_size:
+            keys.set(all_key, b"", patience_s)
+        if not self.is_coordinator:
+            return True
+        self.lane.own(count_key, all_key)
+        if is_failed:
+            self.lane.own(*self.lane.round(self._round_number + 1).shared_keys)
+        limit_s = min(_FINISH_S, self.deadline.remaining_s() + _MEMBER_GRACE_S)
+        end_s = time.monotonic() + (_FINISH_FAILED_S if is_failed else limit_s)
+        assert self._listener is not None  # noqa: S101  # made with the number
+        self._listener.listen(all_key)
+        with self._changed:
+            while all_key not in self._present_keys and (left_s := end_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            is_acknowledged = all_key in self._present_keys
+        if not is_acknowledged:
+            log.warning("After %s some ranks have not acknowledged the end.", self.what)
+        return is_acknowledged
+
+
+def kind_of(what: str) -> str:
+    """Return the kind of an operation: "the save" of "the save to s3://..."."""
+    return " ".join(what.split()[:2])
+
+
+def _answer_for(rank: int, decision: Any) -> Any:  # noqa: ANN401  # as `decide` returns
+    return decision.answers[rank] if isinstance(decision, ByRank) else decision
+
+
+def _processes_by_rank(arrivals: Mapping[int, _Arrival]) -> list[dict[int, RankProcess]]:
+    """Return for each rank the processes of its host, by rank."""
+    by_host: dict[object, dict[int, RankProcess]] = {}
+    for rank, arrival in arrivals.items():
+        if arrival.process is not None:
+            by_host.setdefault(arrival.process.host, {})[rank] = arrival.process
+    return [
+        {} if process is None else by_host[process.host]
+        for process in (arrivals[rank].process for rank in range(len(arrivals)))
+    ]
+
+
+def _with_processes(
+    decision: Any,  # noqa: ANN401  # as `decide` returns
+    processes: Sequence[Mapping[int, RankProcess]] | None,
+) -> Any:  # noqa: ANN401  # pairs of an answer and processes
+    if isinstance(decision, ByRank):
+        others = processes or [None] * len(decision.answers)
+        return ByRank(list(zip(decision.answers, others, strict=True)))
+    if processes is None:
+        return decision, None
+    return ByRank([(decision, of_rank) for of_rank in processes])

@@ -31,8 +31,9 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.items import LiveItems, ties_of
-from ckpt_storage.saves.planning import checked, unlike
-from ckpt_storage.saves.session import SaveOptions, SaveSession
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import checked, find_mismatch
+from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -232,7 +233,7 @@ class CheckpointStorageWriter(StorageWriter):
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
             check_terms(dict(enumerate(terms)), phase="plan")
-            refusal = unlike(items)
+            refusal = find_mismatch(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
             leave = refusal or session.begin(world_size, item_count)

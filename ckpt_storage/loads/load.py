@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from ckpt_storage.coordination.failures import check_terms, place_of
+from ckpt_storage.coordination.failures import check_terms, redacted_url
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.identity import Identity
+from ckpt_storage.coordination.operation import ByRank, Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
@@ -88,9 +89,9 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
-    given = locals()
+    arguments = locals()
     ranks = RankGroup.of(process_group)
-    what = f"the load from {place_of(url)}"
+    what = f"the load from {redacted_url(url)}"
     timeouts = Timeouts()
     with suppress(CheckpointError):  # raised below, where the other ranks hear of it
         timeouts = Timeouts.of(timeout)
@@ -99,12 +100,13 @@ def load(  # the public surface, all keyword-only
         has_read = False
         try:
             with ranks.operation(what, timeouts=timeouts) as operation:
-                settings = LoadSettings.of(given, base=Location.of(url, storage_options))
+                settings = LoadSettings.of(arguments, base=Location.of(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items())))
-                _run(operation, session, planner, plain)
-                operation.all_gather(None)
+                with closing(Peers(operation)) as peers:
+                    _run(operation, session, planner, plain, peers)
+                    operation.barrier(is_last=True)
                 has_read = True
                 for key, value in plain.items():
                     target = state[key]
@@ -122,30 +124,38 @@ def load(  # the public surface, all keyword-only
 
 
 def _run(
-    operation: Operation, session: LoadSession, given: LoadPlanner | None, state: dict[str, Any]
+    operation: Operation,
+    session: LoadSession,
+    custom: LoadPlanner | None,
+    state: dict[str, Any],
+    peers: Peers,
 ) -> None:
-    """Plan and read; plans travel where a planner was given, or reads may be shared."""
-    operation.meet({**session.terms(), "planner": "the default one" if given is None else "given"})
+    """Plan and read; plans travel where the user passed a planner, or reads may be shared."""
+    terms = session.terms()
+    kind = kind_of(operation.what)
+    operation.meet(
+        {**terms, "planner": "the default one" if custom is None else "a custom one"},
+        identity=Identity(kind=kind, url=session.url),
+    )
     operation.phase("load")
-    planner = given or OwnChunksLoadPlanner()
-    planner.set_up_planner(state, session.metadata(lazy=given is None), operation.is_coordinator)
+    planner = custom or OwnChunksLoadPlanner()
+    planner.set_up_planner(state, session.metadata(lazy=custom is None), operation.is_coordinator)
     session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
-    told = plan
-    if given is None and session.share_unit(operation.world_size) is None:
-        told = replace(plan, items=[])
+    proposed = plan
+    if custom is None and session.share_unit(operation.world_size) is None:
+        proposed = replace(plan, items=[])
 
-    proposals = operation.gather((told, session.found()))
-    answers: list[tuple[LoadPlan | None, ShareOrder | None]] = []
-    if operation.is_coordinator:
-        plans = [proposed for proposed, _ in proposals]
-        if given is not None:
+    def decide(proposals: list[Any]) -> ByRank[tuple[LoadPlan | None, ShareOrder | None]]:
+        plans = [proposal for proposal, _ in proposals]
+        if custom is not None:
             plans = planner.create_global_plan(plans)
-        check_terms({rank: terms for rank, (_, terms) in enumerate(proposals)}, phase="load")
-        finals = [None] * len(plans) if given is None else plans
-        answers = list(zip(finals, session.share_orders(plans), strict=True))
-    final, order = operation.scatter(answers)
+        names = operation.lane.names
+        check_terms({names[r]: terms for r, (_, terms) in enumerate(proposals)}, phase="load")
+        finals = [None] * len(plans) if custom is None else plans
+        return ByRank(list(zip(finals, session.share_orders(plans), strict=True)))
+
+    final, order = operation.exchange((proposed, session.found()), decide)
     if final is not None:
         plan = planner.finish_plan(final)
-    peers = operation.group.peers = operation.group.peers or Peers(operation.group)
     session.read(plan, planner, None if order is None else partial(joined, operation, peers, order))

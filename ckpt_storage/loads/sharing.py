@@ -340,7 +340,7 @@ def joined(
     if split is not None and order.unit_bytes <= most_bytes:
         parts = split(order)
     gather, deadline = operation.all_gather, ranges.store.deadline
-    is_joined = all(gather(parts is not None)) and all(gather(_join(operation, peers, deadline)))
+    is_joined = all(gather(parts is not None)) and all(gather(_connect(operation, peers, deadline)))
     try:
         if parts is None or not is_joined:
             yield None
@@ -355,17 +355,17 @@ def joined(
         raise
     finally:
         if not is_joined:
-            peers.drop()
+            peers.close()
 
 
-def _join(operation: Operation, peers: Peers, deadline: Deadline) -> bool:
+def _connect(operation: Operation, peers: Peers, deadline: Deadline) -> bool:
     try:
-        peers.join(operation, deadline, limit_s=_LINK_S)
+        peers.connect(deadline, limit_s=_LINK_S)
     except CheckpointError as error:
         failure = operation.failure()
         if failure is not None:
             raise failure from error
-        deadline.check("Joining the ranks that share reads")
+        deadline.check("Connecting the ranks that share reads")
         log.warning("Each rank reads for itself: %s", error)
         return False
     return True

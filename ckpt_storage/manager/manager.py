@@ -29,7 +29,7 @@ from ckpt_storage.options import (
     UnsafeValues,
     check_choice,
 )
-from ckpt_storage.saves.session import Chained
+from ckpt_storage.saves.options import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 

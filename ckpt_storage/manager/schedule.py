@@ -5,6 +5,7 @@ And how: a step under its name; and work in the background, never waited for wit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.resolving import plain_state
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.save import save_on
-from ckpt_storage.saves.session import SaveOptions
+from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store.deadline import Deadline, Watch
 
 from .root import Root
@@ -253,8 +254,9 @@ class Call:
 
     def anew(self, meeting_id: str) -> None:
         """Begin to count turns from 0, as all met in the meeting of this unique id."""
-        # The next operation removes it.
-        self._ranks.debris += self._left
+        with contextlib.suppress(LostStoreError):
+            for key in self._left:
+                self._keys.delete(key, self._timeout_s)
         self._left = []
         self._meeting_id = meeting_id
         self._attempt = 0

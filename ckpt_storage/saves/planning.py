@@ -1,15 +1,13 @@
-"""How the ranks of a save come to their plans: planned anew, or as the last time.
+"""Plans of a save: what a rank's planner makes of its state, and plans kept from earlier saves.
 
-Kept plans are used only if every rank sends the same id and the coordinator has kept it too.
+A cached plan is used only if every rank proposes the same id and the coordinator has it too.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import pickle
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.names import DTYPES
@@ -28,7 +25,6 @@ from ckpt_storage.loads.resolving import PLAIN, Placements, dtype_name, parts_of
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
-from .session import SaveSession
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -80,8 +76,8 @@ def structure_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What was planned: its id, the rank's final plan, how many items all ranks have.
+class CachedPlan:
+    """A plan of an earlier save: its id, this rank's final plan, how many items all ranks have.
 
     `metadata` is there on the coordinator only. Of more than `STOCK_ENTRY_LIMIT` items it has no
     chunks, which only `.metadata` needs: they are an object for every item of every rank.
@@ -93,22 +89,51 @@ class Kept:
     item_count: int = 0
     metadata: Metadata | None = None
 
+    @classmethod
+    def of(
+        cls,
+        plan_id: str,
+        plan: SavePlan,
+        structure: Structure,
+        *,
+        item_count: int,
+        metadata: Metadata | None,
+    ) -> CachedPlan:
+        """Return a plan to keep, without the chunks of metadata with many items."""
+        if metadata is not None and item_count > STOCK_ENTRY_LIMIT:
+            metadata = _without_chunks(metadata)
+        return cls(
+            plan_id=plan_id,
+            plan=plan,
+            structure=structure,
+            item_count=item_count,
+            metadata=metadata,
+        )
 
-PLANS: deque[Kept] = deque(maxlen=2)
-"""What this process keeps: of a model and one thing besides, an object for every item each."""
+
+PLAN_CACHE: deque[CachedPlan] = deque(maxlen=2)
+"""The plans that this process keeps: of a model and one state besides."""
 
 
-def kept_of(plans: deque[Kept], structure: Structure | None) -> Kept | None:
-    """Return what was kept last of an equal structure, None if nothing was."""
-    return next((kept for kept in reversed(tuple(plans)) if kept.structure == structure), None)
+def find_cached_plan(cache: deque[CachedPlan], structure: Structure | None) -> CachedPlan | None:
+    """Return the last cached plan of an equal structure, None if there is none."""
+    return next((plan for plan in reversed(tuple(cache)) if plan.structure == structure), None)
+
+
+def _without_chunks(metadata: Metadata) -> Metadata:
+    described = {
+        fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return replace(metadata, state_dict_metadata=described)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """One rank's part of planning; `structure` is None where plans are not kept.
+    """What a rank plans with: its planner, set up with the state.
 
-    `plan` makes the local plan, `planner` all others, `items` gives those of a final plan, and
-    `ties` maps aliases.
+    `plan` makes the local plan, `planner` the global and the final ones. `items` yields the items
+    of a final plan, `ties` maps aliases. `structure` is None where plans are not cached.
     """
 
     plan: Callable[[], SavePlan]
@@ -149,106 +174,6 @@ class LocalPlan:
 
         items = LiveItems(chosen).items
         return cls(plan=plan, planner=chosen, items=items, ties=ties, structure=structure)
-
-
-_Answer = tuple[SavePlan | None, str, int, Grant | CheckpointError | None]
-"""Its plan (None: propose one), the plan's id, the items of all ranks, the leave or the refusal."""
-
-Steps = Generator[Any, Any, None]
-"""What one rank does in a save, step by step, while its caller passes words between the ranks."""
-
-
-def rank_save(
-    session: SaveSession,
-    part: Callable[[], LocalPlan],
-    pack: Callable[[object], Any] = lambda value: value,
-) -> Steps:
-    """Carry out one rank's part of a save; all words but the coordinator's own are packed.
-
-    Gives its proposal for those of all ranks, then the answers (save id, word) for its own; both
-    again if all are to plan anew. Then its report for those of all, and what was committed.
-    """
-    local, is_first = part(), session.is_coordinator
-    kept, metadata = kept_of(PLANS, local.structure), None
-    plan: SavePlan | None = None
-    while plan is None:
-        own: Any = (local.plan(), None) if kept is None else (SavePlan([]), kept.plan_id)
-        told = yield None if is_first else pack(own)
-        if is_first:
-            answers, metadata = _decided(session, local, kept, [own, *map(_unpacked, told[1:])])
-            own = answers[0]
-            save_id = own[-1].save_id if isinstance(own[-1], Grant) else None
-            told = [(save_id, None), *((save_id, pack(answer)) for answer in answers[1:])]
-            del answers
-        told = yield told
-        plan, plan_id, count, leave = own if is_first else _unpacked(told)
-        if plan is None:
-            kept = None
-        elif kept is not None and kept.plan_id == plan_id:
-            plan = kept.plan
-        else:
-            plan = local.planner.finish_plan(plan)
-            if local.structure is not None:
-                PLANS.append(
-                    Kept(
-                        plan_id=plan_id,
-                        plan=plan,
-                        structure=local.structure,
-                        item_count=count,
-                        metadata=_lasting(metadata, count),
-                    )
-                )
-    if not isinstance(leave, Grant):
-        raise leave
-    own = session.write(leave, plan, local.items, local.ties)
-    told = yield None if is_first else pack(own)
-    assert metadata is not None  # noqa: S101  # only the coordinator comes here
-    yield session.finish(metadata, [own, *map(_unpacked, told[1:])])
-
-
-def _decided(
-    session: SaveSession,
-    local: LocalPlan,
-    kept: Kept | None,
-    proposals: Sequence[tuple[SavePlan, str | None]],
-) -> tuple[list[_Answer], Metadata | None]:
-    """Plan for all ranks that sent a plan, or the id of one that they kept; begin the save."""
-    plans: Sequence[SavePlan] = [plan for plan, _ in proposals]
-    ids = {plan_id for _, plan_id in proposals}
-    refusal, wants_stock = unlike([plan.items for plan in plans]), session.options.is_stock_wanted
-    if ids == {None}:
-        plans, metadata = local.planner.create_global_plan(list(plans))
-        plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
-    elif (
-        kept is not None
-        and kept.metadata is not None
-        and ids == {kept.plan_id}
-        and (kept.item_count <= STOCK_ENTRY_LIMIT or not wants_stock(kept.item_count))
-    ):
-        metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
-    else:
-        return [(None, "", 0, None) for _ in plans], None
-    leave: Grant | CheckpointError
-    try:
-        leave = refusal or session.begin(len(plans), item_count)
-    except CheckpointError as error:
-        leave = error
-    return [(plan, plan_id, item_count, leave) for plan in plans], metadata
-
-
-def _unpacked(word: Any) -> Any:  # noqa: ANN401  # what was packed, or is not
-    return pickle.loads(word) if isinstance(word, bytes) else word  # noqa: S301  # our own ranks
-
-
-def _lasting(metadata: Metadata | None, item_count: int) -> Metadata | None:
-    """Return metadata to keep; of many items it says of tensors all but how they are cut."""
-    if metadata is None or item_count <= STOCK_ENTRY_LIMIT:
-        return metadata
-    described = {
-        fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
-        for fqn, entry in metadata.state_dict_metadata.items()
-    }
-    return replace(metadata, state_dict_metadata=described)
 
 
 def checked(plan: SavePlan) -> SavePlan:
@@ -334,14 +259,20 @@ def _failure_alone(fqn: str, tensor: torch.Tensor) -> str | None:
     return None
 
 
-def unlike(items_of: Sequence[Sequence[WriteItem]]) -> RankMismatchError | None:
-    """Return the error that a name means other values on other ranks, if it does."""
+def find_mismatch(
+    items_of: Sequence[Sequence[WriteItem]], names: Sequence[int] | None = None
+) -> RankMismatchError | None:
+    """Return the error that a name means different values on different ranks, None if none does.
+
+    `names` are the global ranks; default: 0, 1, ...
+    """
     first: dict[str, tuple[object, ...]] = {}
     for items in items_of:
         for item in items:
             kind = _kind_of(item)
             if first.setdefault(item.index.fqn, kind) != kind:
-                return _unlike_values(items_of, item.index.fqn)
+                ranks = range(len(items_of)) if names is None else names
+                return _mismatch_of(items_of, item.index.fqn, ranks)
     return None
 
 
@@ -350,9 +281,11 @@ def _kind_of(item: WriteItem) -> tuple[object, ...]:
     return (item.type.name,) if data is None else (item.type.name, data.size, data.properties.dtype)
 
 
-def _unlike_values(items_of: Sequence[Sequence[WriteItem]], fqn: str) -> RankMismatchError:
+def _mismatch_of(
+    items_of: Sequence[Sequence[WriteItem]], fqn: str, names: Sequence[int]
+) -> RankMismatchError:
     ranks_of: dict[str, list[int]] = {}
-    for rank, items in enumerate(items_of):
+    for rank, items in zip(names, items_of, strict=True):
         for kind in {_kind_of(item) for item in items if item.index.fqn == fqn}:
             text = "no tensor"
             if len(kind) > 1:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import how_to_settle
-from ckpt_storage.coordination.failures import Report, as_checkpoint_errors, place_of, told_by
+from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import COORDINATOR
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.operation import Operation, UndecidedError
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
     ConsolidationError,
-    NotPublishedError,
     PhaseTimeoutError,
     RankFailedError,
-    SaveCancelledError,
     StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
@@ -41,8 +38,11 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 
-from .planning import LocalPlan, Steps, rank_save
-from .session import Chained, SaveOptions, SaveSession
+from .options import Chained, SaveOptions
+from .outcome import Cause, Stage, StorageSays, outcome_of
+from .planning import LocalPlan
+from .rank_save import RankSave
+from .session import SaveSession
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,6 +54,7 @@ def save(  # the public surface, all keyword-only
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     overwrite: bool = False,
+    step: int | None = None,
     consolidate: Chained = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: SavePlanner | None = None,
@@ -79,8 +80,12 @@ def save(  # the public surface, all keyword-only
         url: URL or local path; the same on every rank.
         process_group: the ranks that save; default: the default group; without one, this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
+            (`plan`: five minutes).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        step: the training step. Ranks that come with different steps never commit together: the
+            save of the lower step fails, so that a rank which skipped a save loses that save only.
+            Default with `overwrite`: a plain integer `step`, `global_step` or `iteration` at the
+            top of `state`.
         consolidate: True, the URL of an output, or `ConsolidateOptions`: once it is committed, all
             ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`
             does; default output: `hf` below `url`. The returned `export` says where.
@@ -108,75 +113,104 @@ def save(  # the public surface, all keyword-only
             `RankFailedError` that has `info`: the coordinator was lost after its commit.
 
     """
-    given = locals()
+    arguments = locals()
     timeouts = Timeouts()
-    with suppress(CheckpointError):  # raised by `part`, where the other ranks hear of it
+    with suppress(CheckpointError):  # raised by `capture`, where the other ranks learn of it
         timeouts = Timeouts.of(timeout)
 
-    def part() -> dict[str, Any]:
+    def capture() -> dict[str, Any]:
         Timeouts.of(timeout)
         return plain_state(state)
 
-    options = SaveOptions.of(given, timeouts=timeouts)
-    return save_on(RankGroup.of(process_group), part, url, options)
+    options = SaveOptions.of(arguments, timeouts=timeouts).with_step_of(state)
+    return save_on(RankGroup.of(process_group), capture, url, options)
+
+
+class SaveSteps(Protocol):
+    """What `run_save` calls on each rank; as `RankSave`, in this process or in a worker."""
+
+    def propose(self) -> object:
+        """Return what this rank proposes."""
+
+    def decide(self, proposals: Sequence[Any]) -> object:
+        """Return the answer to all proposals; coordinator only."""
+
+    def accept(self, answer: object) -> str | None:
+        """Take an answer; return the save id, or None if the ranks are to propose again."""
+
+    def write(self) -> object:
+        """Write this rank's files and return its report."""
+
+    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+        """Commit; coordinator only."""
+
+    def close(self) -> None:
+        """Release what the steps hold."""
 
 
 def save_on(
     ranks: RankGroup,
-    state: Callable[[], dict[str, Any]],
+    capture: Callable[[], dict[str, Any]],
     url: str | os.PathLike[str],
     options: SaveOptions,
 ) -> CheckpointInfo:
-    """Save in an operation of all `ranks`; as `save`. What `state` raises reaches all ranks."""
+    """Save in an operation of all `ranks`; as `save`. What `capture` raises reaches all ranks."""
 
-    def part(_operation: Operation, session: SaveSession) -> Steps:
-        plan = partial(
+    def begin(_operation: Operation, session: SaveSession) -> SaveSteps:
+        make_plan = partial(
             LocalPlan.of,
-            state(),
+            capture(),
             options.planner,
             url=session.url,
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
-        return rank_save(session, plan)
+        return RankSave(session, make_plan)
 
-    return run_save(ranks, url, options, part)
+    return run_save(ranks, url, options, begin)
 
 
 def run_save(
     ranks: RankGroup,
     url: str | os.PathLike[str],
     options: SaveOptions,
-    part: Callable[[Operation, SaveSession], Steps],
+    begin: Callable[[Operation, SaveSession], SaveSteps],
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run a save of this rank's `part`, and its consolidation, as one operation of all `ranks`.
+    """Run a save, and its consolidation, as one operation of all `ranks`.
 
-    The part is taken before the ranks meet, and begun after it. If the save fails before its
-    commit, what it wrote is deleted, unless a rank may still be writing. In the background exits
+    `begin` captures the state of this rank. If the save fails before its commit, what it wrote is
+    deleted, unless a rank may still be writing. In the background SystemExit and KeyboardInterrupt
     are errors.
     """
-    what = f"the save to {place_of(url)}"
+    what = f"the save to {redacted_url(url)}"
     operation: Operation | None = None
     try:
         with (
             ranks.operation(what, timeouts=options.timeouts) as operation,
-            as_checkpoint_errors(what, ranks.rank, in_background=in_background),
+            as_checkpoint_errors(what, ranks.global_rank, in_background=in_background),
         ):
-            is_first = operation.is_coordinator
             session = SaveSession(
-                url, options, operation.rank, operation.phase, is_coordinator=is_first
+                url,
+                options,
+                operation.rank,
+                operation.phase,
+                is_coordinator=operation.is_coordinator,
+                global_ranks=ranks.lane.names,
             )
             operation.what = f"the save to {session.url}"
+            operation.identify(options.identity(session.url))
             job = options.consolidation(session.location)
-            consolidation = job.terms() if job else {"consolidate": "no"}
-            with closing(part(operation, session)) as steps:
-                operation.meet({**session.terms(), **consolidation})
-                if is_first:
-                    info = _lead(operation, session, steps, in_background=in_background)
-                else:
-                    info = _follow(operation, session, steps)
+            terms = session.terms() | (job.terms() if job else {"consolidate": "no"})
+            with closing(begin(operation, session)) as steps:
+                answer = operation.meet(terms, value=steps.propose(), decide=steps.decide)
+                while (save_id := steps.accept(answer)) is None:
+                    answer = operation.exchange(steps.propose(), steps.decide)
+                operation.save_id = save_id
+                info = _write_and_commit(
+                    operation, session, steps, in_background=in_background, is_last=job is None
+                )
             if job is None:
                 return info
             job = replace(job, slot=info.slot)
@@ -186,122 +220,94 @@ def run_save(
             session.discard(operation.save_id, is_whole=True)
 
 
-def _follow(operation: Operation, session: SaveSession, steps: Steps) -> CheckpointInfo:
-    """Write this rank's part; return what the coordinator commits."""
-    written, commit_s = _written(operation, steps), session.options.timeouts.commit
-    write, is_sent = operation.deadline, False
-    try:
-        operation.gather(written)
-        is_sent = True
-        # The last rank may take the whole write phase, and only then the commit begins.
-        operation.phase("commit", write.remaining_s() + commit_s)
-        outcome = operation.outcome()
-    except CheckpointError as error:
-        if operation.is_last_word(error):
-            raise
-        if not is_sent:
-            if isinstance(error, SaveCancelledError):
-                raise  # before anything was sent; so the coordinator cannot have committed
-            # It may have arrived all the same, and then the save is committed.
-            operation.phase("commit", commit_s)
-        raise _without_coordinator(operation, session, error) from error
-    if isinstance(outcome, CheckpointError):
-        told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
-        # What is in doubt, or only not published, has not failed.
-        is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
-        raise (operation.failure() or told) if is_failure else told
-    info: CheckpointInfo = outcome
-    return info
-
-
-def _lead(
-    operation: Operation, session: SaveSession, steps: Steps, *, in_background: bool
+def _write_and_commit(
+    operation: Operation,
+    session: SaveSession,
+    steps: SaveSteps,
+    *,
+    in_background: bool,
+    is_last: bool,
 ) -> CheckpointInfo:
-    """Write this rank's part, commit once all have written theirs, and tell what came of it."""
+    """Write this rank's files; commit once all ranks have. Raises as `outcome_of` says."""
+    stage: Stage = "writing"
+
+    def commit(reports: Sequence[Any]) -> CheckpointInfo:
+        nonlocal stage
+        stage = "committing"
+        return steps.commit(reports)
+
     try:
-        info: CheckpointInfo = steps.send(operation.gather(_written(operation, steps)))
+        report = steps.write()
+        if not operation.is_coordinator:
+            stage = "reported"
+            # The last rank may take the whole write phase, and only then the commit begins.
+            limit_s = operation.deadline.remaining_s() + operation.timeouts.commit
+            operation.phase("commit", limit_s)
+        return operation.exchange(report, commit, is_commit=True, is_last=is_last)  # type: ignore[no-any-return]  # what `commit` returns
     except BaseException as error:
-        is_committing = operation.deadline.phase == "commit"
-        if isinstance(error, Exception) and not is_committing:
-            # A storage or a rank that hangs would keep this one waiting once more.
-            hangs = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
-            operation.is_void = operation.save_id is not None and not hangs
-        if isinstance(error, CheckpointError):
-            failure = operation.failure()
-            is_open = isinstance(error, CommitUnknownError | NotPublishedError)
-            if failure is not None and failure is not error and is_open:
-                error.args = (f"{error} It was given up for this reason: {failure}",)
-                error.rank = failure.rank
-            # Whoever waits for the commit learns that there will be none, or that it is in doubt.
-            _announce(operation, error)
-        elif is_committing:
-            # An interrupt leaves the request that commits on its way.
-            told = f"{type(error).__name__} ended rank {COORDINATOR} while it committed"
-            doubt = _in_doubt(told, operation, session)
-            _announce(operation, doubt)
+        outcome = outcome_of(
+            is_coordinator=operation.is_coordinator, stage=stage, cause=_cause_of(error)
+        )
+        if outcome.action == "ask storage":
+            raise _settled(operation, session, error) from error
+        if outcome.action == "raise unknown":
+            message = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"
+            unknown = unknown_outcome(message, operation, session)
+            operation.report(unknown)
             if in_background:
-                raise doubt from error
+                raise unknown from error
+        operation.is_void = outcome.discards and operation.save_id is not None
         raise
-    _announce(operation, info)
-    return info
 
 
-def _written(operation: Operation, steps: Steps) -> Any:  # noqa: ANN401  # a word
-    """Plan and write; return this rank's report."""
-    operation.phase("plan")
-    word = next(steps)
-    while operation.save_id is None:
-        # In one expression: the plans of all ranks are many, and nobody keeps them.
-        operation.save_id, word = operation.scatter(steps.send(operation.gather(word)))
-        word = steps.send(word)
-    return word
+def _cause_of(error: BaseException) -> Cause:
+    if isinstance(error, UndecidedError):
+        return "undecided"
+    if not isinstance(error, Exception):
+        return "interrupt"
+    # A storage or a rank that hangs would keep this rank waiting once more.
+    is_hang = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
+    return "hang" if is_hang else "failure"
 
 
-def _announce(operation: Operation, outcome: CheckpointInfo | CheckpointError) -> None:
-    try:
-        operation.announce(outcome)
-    except CheckpointError as error:
-        # The outcome stands; ranks that do not hear of it look for themselves.
-        log.warning("Telling the ranks what became of the save failed: %s", error)
-
-
-def _in_doubt(told: str, operation: Operation, session: SaveSession) -> CommitUnknownError:
-    save_id = operation.save_id or ""
-    return CommitUnknownError(
-        f"{told}; whether save {save_id} to {session.url} is or will be committed cannot be told.",
-        save_id=save_id,
-        rank=COORDINATOR,
+def _settled(operation: Operation, session: SaveSession, cause: BaseException) -> CheckpointError:
+    """Return what a member raises that did not learn the outcome from the coordinator."""
+    info = find_outcome(operation, session, cause)
+    storage: StorageSays = "absent" if info is None else "committed"
+    outcome = outcome_of(is_coordinator=False, stage="reported", cause="undecided", storage=storage)
+    rank = operation.coordinator_rank
+    silent = f"Rank {rank}, which commits, did not report the outcome in the commit phase"
+    if outcome.action == "raise unknown" or info is None:
+        return unknown_outcome(f"{silent} ({cause})", operation, session)
+    return RankFailedError(
+        f"{silent}; save {info.save_id} to {session.url} is committed. {cause}",
+        failures={rank: str(cause)},
+        rank=rank,
         phase="commit",
-        next_step=how_to_settle(session.url),
+        info=info,
     )
 
 
-def look_up_outcome(
-    operation: Operation, session: SaveSession, error: CheckpointError
-) -> CheckpointInfo | CommitUnknownError:
-    """Return what became of a save whose coordinator was lost, as `error` says, in its commit."""
+def find_outcome(
+    operation: Operation, session: SaveSession, cause: BaseException
+) -> CheckpointInfo | None:
+    """Return what was committed of a save whose commit nobody reports, None if nothing is seen."""
     try:
-        info = session.outcome(operation.save_id or "")
+        return session.outcome(operation.save_id or "")
     except CheckpointError as failure:
-        info = None
-        error.add_note(f"Looking for the outcome failed too: {failure}")
-    told = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase ({error})"
-    return info or _in_doubt(told, operation, session)
+        cause.add_note(f"Reading the commit log failed too: {failure}")
+        return None
 
 
-def _without_coordinator(
-    operation: Operation, session: SaveSession, error: CheckpointError
-) -> CheckpointError:
-    found = look_up_outcome(operation, session, error)
-    if isinstance(found, CheckpointError):
-        return found
-    return RankFailedError(
-        f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase; save "
-        f"{found.save_id} to {session.url} is committed. {error}",
-        failures={COORDINATOR: str(error)},
-        rank=COORDINATOR,
+def unknown_outcome(reason: str, operation: Operation, session: SaveSession) -> CommitUnknownError:
+    """Return the error of a save that may be committed, or may be committed later."""
+    save_id = operation.save_id or ""
+    return CommitUnknownError(
+        f"{reason}; whether save {save_id} to {session.url} is or will be committed is unknown.",
+        save_id=save_id,
+        rank=operation.coordinator_rank,
         phase="commit",
-        info=found,
+        next_step=how_to_settle(session.url),
     )
 
 
@@ -311,20 +317,20 @@ def _consolidated(
     """Consolidate what was committed. Raises `ConsolidationError` with `info`."""
     try:
         what = f"the consolidation of {info.url}"
-        with as_checkpoint_errors(what, operation.rank, in_background=in_background):
+        with as_checkpoint_errors(what, operation.global_rank, in_background=in_background):
             report = run_consolidate(operation, job)
             return replace(info, export=report.output_url)
     except CheckpointError as caught:
-        # Requests that were given up say so; what matters is why.
+        # Requests that were cancelled say so; the reason is what matters.
         failure = operation.failure() if isinstance(caught, StorageError) else None
         error = failure or caught
-        told = f"The save to {info.url} is committed, but its consolidation failed: {error}"
+        message = f"The save to {info.url} is committed, but its consolidation failed: {error}"
         next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
         if isinstance(error.__cause__, ConsolidationError):
             # Another rank's error says all of this already.
-            told, next_step = f"Rank {error.rank}: {error.__cause__}", None
+            message, next_step = f"Rank {error.rank}: {error.__cause__}", None
         raise ConsolidationError(
-            told,
+            message,
             info=info,
             rank=error.rank,
             phase=error.phase or "consolidate",

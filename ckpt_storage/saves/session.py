@@ -1,6 +1,6 @@
-"""One save of one rank: what it is told, how it begins, what it writes, how it commits.
+"""One save of one rank on the storage: it begins, is written and commits.
 
-Talks to no other rank.
+Communicates with no other rank.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
@@ -31,31 +30,21 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.export.consolidate import ConsolidateJob
-from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
 from ckpt_storage.options import (
-    STOCK_ENTRY_LIMIT,
-    PageCache,
     Phase,
-    Progress,
     RetryPolicy,
-    StockMetadata,
-    Timeouts,
-    TransferOptions,
-    UnsafeValues,
-    check_choice,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.store import Location, anchored, endpoint_of, open_store
-from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store import endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.writing import ObjectWriter, write_options
+from ckpt_storage.transfer.writing import ObjectWriter
 
 from .items import Items, planned_bytes
+from .options import SaveOptions
 from .shardfile import Item, write_shard
 
 _DISCARD_S = 2.0
@@ -63,88 +52,6 @@ _OUTCOME_S = 1.5
 _MOST_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
-
-Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
-"""What `save(consolidate=...)` takes: whether, where to, or all options."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
-
-    `user` goes into the commit record; `replaces` are saves known to be damaged.
-    """
-
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    overwrite: bool = False
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    planner: SavePlanner | None = None
-    thread_count: int | None = None
-    part_bytes: int | None = None
-    memory_limit_bytes: int | None = None
-    page_cache: PageCache = "keep"
-    sync_files: bool = True
-    stock_metadata: StockMetadata = "auto"
-    unsafe_values: UnsafeValues = "warn"
-    retry: RetryPolicy | None = None
-    progress: Progress = None
-    consolidate: Chained = None
-    user: Mapping[str, Any] = field(default_factory=dict)
-    replaces: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
-        """Return the options among the arguments of a call."""
-        names = {one.name for one in fields(cls)} & given.keys()
-        return cls(**{**{name: given[name] for name in names}, "timeouts": timeouts})
-
-    def anchored(self) -> SaveOptions:
-        """Return options that mean the same in every working folder. Raises `InvalidInputError`."""
-        chained = self.consolidate
-        if isinstance(chained, str | os.PathLike):
-            chained = anchored(chained)
-        elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
-            chained = replace(chained, output=anchored(chained.output))
-        return replace(self, consolidate=chained)
-
-    def place(self, url: str | os.PathLike[str]) -> Location:
-        """Return where a save to `url` goes. Raises `InvalidInputError` for it or an option."""
-        self.transfer(None)
-        check_choice("stock_metadata", self.stock_metadata, StockMetadata)
-        check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
-        return Location.of(url, self.storage_options)
-
-    def consolidation(self, source: Location) -> ConsolidateJob | None:
-        """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
-        chained = self.consolidate
-        if chained is None or chained is False:
-            return None
-        options = chained if isinstance(chained, ConsolidateOptions) else ConsolidateOptions()
-        if isinstance(chained, str | os.PathLike):
-            options = replace(options, output=chained)
-        elif chained is not True and chained is not options:
-            raise InvalidInputError(
-                f"consolidate is {chained!r:.80}.",
-                next_step="Give True, the URL of the output, or ConsolidateOptions.",
-            )
-        options = replace(options, page_cache=options.page_cache or self.page_cache)
-        job = ConsolidateJob.of(source, options)
-        return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
-
-    def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
-        """Return how bytes go to a storage; None: to any remote one."""
-        return write_options(
-            capabilities,
-            thread_count=self.thread_count,
-            part_bytes=self.part_bytes,
-            memory_limit_bytes=self.memory_limit_bytes,
-        )
-
-    def is_stock_wanted(self, item_count: int) -> bool:
-        """Return whether `.metadata` is to be written for so many items."""
-        if self.stock_metadata == "auto":
-            return item_count <= STOCK_ENTRY_LIMIT
-        return self.stock_metadata == "always"
 
 
 class SaveSession:
@@ -159,13 +66,17 @@ class SaveSession:
         *,
         is_coordinator: bool,
         checkpoint_id: str | os.PathLike[str] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
-        """Take up a save to `url`, or where `checkpoint_id` leads; `begin` begins a phase.
+        """Prepare a save to `url`, or where `checkpoint_id` leads; `begin` begins a phase.
 
-        Raises `InvalidInputError`.
+        `rank` is the rank in the group, which names files; `global_ranks` are those of the group's
+        members, which errors name. Raises `InvalidInputError`.
         """
         self.location = options.place(url).join(checkpoint_id)
         self.rank = rank
+        self.global_ranks = global_ranks
+        self._error_rank = rank if global_ranks is None else global_ranks[rank]
         self.is_coordinator = is_coordinator
         self.options = options
         self._phase = begin
@@ -204,7 +115,7 @@ class SaveSession:
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
-        with deadline.governs(f"Beginning a save to {self.url}", rank=self.rank):
+        with deadline.governs(f"Beginning a save to {self.url}", rank=self._error_rank):
             store = self._store.bounded(deadline)
             if world_size > 1 and not store.capabilities.shared:
                 raise InvalidInputError(
@@ -265,7 +176,7 @@ class SaveSession:
         deadline: Deadline,
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
-        with deadline.governs(f"Writing to {store.url}", rank=self.rank):
+        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
             transfer = options.transfer(store.capabilities)
             save_id, byte_count = grant.save_id, planned_bytes(plan)
             files, known, unsafe = [], Vocabulary(), dict[str, str]()
@@ -352,7 +263,7 @@ class SaveSession:
         grant, options, deadline = self._grant, self.options, self._phase("commit")
         assert grant is not None  # noqa: S101  # it has written its part
         try:
-            with deadline.governs(f"Committing to {self.url}", rank=self.rank):
+            with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
                     grant,

@@ -1,0 +1,177 @@
+"""The saves of one saver, one after another in a daemon thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt_storage.coordination.failures import as_checkpoint_errors
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.rank_save import RankSave
+from ckpt_storage.saves.save import SaveSteps, run_save
+from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.store.threads import abandoned_thread_count
+
+from .handle import SaveStatus
+from .link import WorkerLink, WorkerSave
+from .staging import Arenas, StagingJob
+
+log = logging.getLogger("ckpt_storage")
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingSave:
+    """One save of the queue; with `refusal` nothing is saved, and the other ranks learn why.
+
+    `packed_options` are the options as a worker gets them.
+    """
+
+    status: SaveStatus
+    options: SaveOptions
+    url: str | os.PathLike[str]
+    packed_options: bytes = b""
+    staging: StagingJob | None = None
+    refusal: CheckpointError | None = None
+
+    def refuse(self, error: BaseException) -> None:
+        """Save nothing, and report to the other ranks what was raised here."""
+        status = self.status
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"The save to {status.url} was not begun: rank {status.rank} was interrupted while "
+                f"it copied its state ({type(error).__name__})."
+            )
+        error.phase = error.phase or "stage"
+        error.rank = status.rank if error.rank is None else error.rank
+        self.refusal = error
+
+
+class SaveQueue:
+    """Carries out saves in order, each one operation of `ranks`, in a thread that ends with them.
+
+    It owns ranks, arenas and, with `has_worker`, the worker, which is started anew once it died.
+    """
+
+    def __init__(self, ranks: RankGroup, silence_s: float, *, has_worker: bool) -> None:
+        self.ranks = ranks
+        self.has_worker = has_worker
+        self.worker: WorkerLink | None = None
+        self._silence_s = silence_s
+        if has_worker:
+            try:
+                self.worker = WorkerLink(ranks.global_rank, ranks.rank, silence_s)
+            except BaseException as error:
+                if not isinstance(error, CheckpointError) or isinstance(error, InvalidInputError):
+                    ranks.close()
+                    raise
+                # The next save tries again, and tells the other ranks.
+                log.warning("%s", error)
+        self.arenas = Arenas("shared" if has_worker else "private")
+        self.process_id = os.getpid()
+        self._lock = threading.RLock()  # a signal's handler may save in the middle of a save
+        self._pending: deque[PendingSave] = deque()
+        self._has_thread = self._is_busy = self._is_closed = False
+
+    def put(self, save: PendingSave) -> None:
+        """Accept a save: its status ends. Raises `CheckpointError` where no thread is to be had."""
+        with self._lock:
+            self._pending.append(save)
+            if self._has_thread:
+                return
+            self._has_thread = True
+        thread = threading.Thread(target=self._drain, name="ckpt-storage saves", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            status = save.status
+            failure = save.refusal = save.refusal or CheckpointError(
+                f"The save to {status.url} was not begun: rank {status.rank} has no thread for it "
+                f"({error}).",
+                rank=status.rank,
+                phase="stage",
+                next_step="See how many threads the process has and may have (ulimit -u).",
+            )
+            status.take()
+            self._drain()
+            raise failure from error
+
+    def close(self) -> None:
+        """Let go of all once it is idle, as the saver puts no more; idempotent, never waits."""
+        if os.getpid() != self.process_id:
+            return  # a child of fork owns nothing of this
+        with self._lock:
+            self._is_closed = True
+            is_idle = not (self._is_busy or self._pending)
+        self.arenas.close()
+        if is_idle and self.worker is not None:
+            self.worker.close()
+        self.ranks.close()
+
+    def _drain(self) -> None:
+        while (save := self._next()) is not None:
+            self._run(save)
+        if self._is_closed and self.worker is not None:
+            self.worker.close()
+
+    def _next(self) -> PendingSave | None:
+        with self._lock:
+            self._has_thread = self._is_busy = bool(self._pending)
+            return self._pending.popleft() if self._pending else None
+
+    def _run(self, save: PendingSave) -> None:
+        status, begin = save.status, partial(self._begin, save)
+        what = f"the save to {status.url}"
+        try:
+            with as_checkpoint_errors(what, status.rank, in_background=True):
+                info = run_save(self.ranks, save.url, save.options, begin, in_background=True)
+        except CheckpointError as error:
+            what = f"save {status.save_id or '(without id)'} to {status.url}"
+            log.warning("%s failed on rank %d: %s", what, status.rank, error)
+            # A thread that was left behind may still read the state.
+            self._free(save, is_read=abandoned_thread_count() > 0)
+            status.fail(error)
+        else:
+            log.info("save %s to %s is committed on rank %d", info.save_id, status.url, status.rank)
+            self._free(save, is_read=False)
+            status.succeed(info)
+
+    def _begin(self, save: PendingSave, operation: Operation, session: SaveSession) -> SaveSteps:
+        """Return the steps of this rank, once its state is staged. Raises why it is refused."""
+        staging = save.staging
+        if save.refusal is not None:
+            raise save.refusal
+        assert staging is not None  # noqa: S101  # else it would have been refused
+        try:
+            staging.wait(save.options.timeouts.stage)
+        finally:
+            # A rank that failed waits for the others, too, to report it.
+            operation.phase("plan")
+        save.status.mark_staged()
+        save.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
+        if not self.has_worker:
+            memory, planner = staging.arena.memory, save.options.planner
+            return RankSave(session, partial(staging.staged.part, memory, planner))
+        if self.worker is None or not self.worker.is_ready():
+            self.worker = WorkerLink(self.ranks.global_rank, self.ranks.rank, self._silence_s)
+        return WorkerSave(self.worker, operation, session, save.options.progress, staging).begun(
+            os.fspath(save.url), save.packed_options
+        )
+
+    def _free(self, save: PendingSave, *, is_read: bool) -> None:
+        """Give the memory back for the next save, unless somebody still reads or writes there."""
+        # Before anybody who waits for the save goes on, perhaps to `close`.
+        self._is_busy = False
+        staging, save.staging = save.staging, None
+        if staging is None:
+            return
+        if is_read or not staging.done():
+            staging.arena.close()
+        else:
+            self.arenas.give_back(staging.arena)

@@ -1,0 +1,101 @@
+"""Which operation a rank has come for, and what the coordinator makes of those that arrived."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt_storage.errors import CheckpointError, RankMismatchError
+
+from .failures import mismatch_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What an operation is about: its kind ("the save"), URL, step, and the restores before it.
+
+    The step finds ranks that skipped a call: with a URL that stays the same, the next call would
+    otherwise look like the one that was skipped. `restores` counts how often this run went back to
+    an earlier step. None: not known, which agrees with any value.
+    """
+
+    kind: str
+    url: str = ""
+    step: int | None = None
+    restores: int | None = None
+
+    def agrees_with(self, other: Identity) -> bool:
+        """Return whether both may be the same operation."""
+        return (
+            (self.kind, self.url) == (other.kind, other.url)
+            and (self.step == other.step or None in (self.step, other.step))
+            and (self.restores == other.restores or None in (self.restores, other.restores))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Why the coordinator gives a number up: for one identity, or (None) whatever ranks came for."""
+
+    error: CheckpointError
+    identity: Identity | None
+
+
+def find_disagreement(
+    identities: Mapping[int, Identity],
+    *,
+    read_earlier: Callable[[], Mapping[int, Identity]],
+    phase: str,
+    is_complete: bool,
+) -> GivenUp | None:
+    """Return why ranks that arrived under one number cannot go on together, None if they can.
+
+    Everything is keyed by global rank. `read_earlier` returns what ranks came for under the number
+    before, if that failed. `is_complete`: all ranks have arrived.
+
+    Of operations whose steps differ, the lowest is given up: its ranks fail, and those ahead try
+    the next number. Where steps are not known, a rank is behind if it comes now for what another
+    rank came for under the number before. Otherwise all ranks fail.
+    """
+    distinct = set(identities.values())
+    stepped = [identity for identity in distinct if identity.step is not None]
+    if not all(_agree_on_step(a, b) for a, b in itertools.combinations(stepped, 2)):
+        lowest = min(stepped, key=lambda identity: (identity.restores or 0, identity.step or 0))
+        return GivenUp(error=_disagreement(identities, phase), identity=lowest)
+    if not is_complete or all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
+        return None
+    behind = _find_behind(identities, read_earlier())
+    return GivenUp(error=_disagreement(identities, phase), identity=behind)
+
+
+def _agree_on_step(a: Identity, b: Identity) -> bool:
+    return a.step == b.step and (a.restores == b.restores or None in (a.restores, b.restores))
+
+
+def _find_behind(
+    identities: Mapping[int, Identity], earlier: Mapping[int, Identity]
+) -> Identity | None:
+    """Return what a rank comes for now, that another rank had come for before and left behind."""
+    left_behind = {i for rank, i in earlier.items() if rank in identities and identities[rank] != i}
+    for rank, identity in identities.items():
+        if identity in left_behind and earlier.get(rank) != identity:
+            return identity
+    return None
+
+
+def _disagreement(identities: Mapping[int, Identity], phase: str) -> RankMismatchError:
+    """Return the error that lists by ranks in what identities differ first."""
+    for name, field in (
+        ("the operation", "kind"),
+        ("the step", "step"),
+        ("the number of restores", "restores"),
+        ("the checkpoint's URL", "url"),
+    ):
+        values = {rank: getattr(identity, field) for rank, identity in identities.items()}
+        if len({value for value in values.values() if value is not None}) > 1:
+            spelt = {r: {name: "unknown" if v is None else str(v)} for r, v in values.items()}
+            error = mismatch_error(spelt, phase=phase)
+            if error is not None:
+                return error
+    raise AssertionError("The identities agree.")

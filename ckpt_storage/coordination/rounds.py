@@ -1,0 +1,159 @@
+"""One round between the ranks of an operation: all arrive, the coordinator decides, all go on.
+
+Each round has these keys in the store that ranks share:
+
+`from/RANK`  what a member sends; written by that member, before it counts itself in `count`.
+`all`        wakes the coordinator: written by the last member that arrives, or by a rank that fails.
+`verdict`    who decides the round, by compare-and-set: the coordinator once all have arrived, or the
+             first rank that failed, with its error.
+`to/RANK`    answers that differ by rank; written by the coordinator before the release.
+`release`    the answer, or the failure; every member waits for this key alone.
+
+The owner of the verdict writes the release. So an operation cannot both fail and go on.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_storage.errors import CheckpointError
+
+from .identity import Identity
+from .keyvalue import KeyValues
+
+_COORDINATOR = b"coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A release: the round failed with the error of global rank `rank`.
+
+    In the first round `identity` says which operation was given up; None: whatever the ranks came
+    for. `is_decision`: the coordinator found the error when it decided for all ranks.
+    """
+
+    rank: int
+    error: CheckpointError
+    identity: Identity | None = None
+    is_decision: bool = False
+    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A release: ranks go on with `answer`, or each with its own answer.
+
+    `is_last`: the operation has no further round.
+    """
+
+    answer: Any = None
+    is_by_rank: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded:
+    """A release: this session belongs to an earlier incarnation of the job."""
+
+
+Release = Failed | Released | Superseded
+
+
+class Round:
+    """The keys of one round, as one rank uses them. Each method raises `LostStoreError`."""
+
+    def __init__(self, keys: KeyValues, prefix: str, *, rank: int, world_size: int) -> None:
+        self._keys = keys
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+        self.release_key = f"{prefix}/release"
+        self.all_key = f"{prefix}/all"
+        self.arrival_key = self.arrival_key_of(rank)
+
+    @property
+    def shared_keys(self) -> list[str]:
+        """The keys that no single member owns."""
+        names = ("all", "count", "verdict", "release")
+        return [f"{self._prefix}/{name}" for name in names]
+
+    def arrival_key_of(self, rank: int) -> str:
+        """Return the key of what a member sends."""
+        return f"{self._prefix}/from/{rank}"
+
+    def arrive(self, payload: bytes, timeout_s: float) -> None:
+        """Send this member's payload. The count is a hint that may be lost or come twice."""
+        self._keys.set(self.arrival_key, payload, timeout_s)
+        count = self._keys.count(f"{self._prefix}/count", timeout_s)
+        if count == self._world_size - 1:
+            self._keys.set(self.all_key, b"", timeout_s)
+
+    def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
+        """Return those of `ranks` that have sent their payload."""
+        rank_of = {self.arrival_key_of(rank): rank for rank in ranks}
+        return [rank_of[key] for key in self._keys.present(list(rank_of), timeout_s)]
+
+    def payloads(self, ranks: Sequence[int], timeout_s: float) -> list[bytes]:
+        """Return what `ranks`, which have arrived, sent."""
+        return self._keys.get_many([self.arrival_key_of(rank) for rank in ranks], timeout_s)
+
+    def claim(self, timeout_s: float) -> Failed | None:
+        """Let the coordinator decide this round; return the failure if a rank failed before."""
+        return self._decide(_COORDINATOR, timeout_s)
+
+    def is_claimed(self, timeout_s: float) -> bool:
+        """Return whether the coordinator decides this round."""
+        return self._keys.get(f"{self._prefix}/verdict", timeout_s) == _COORDINATOR
+
+    def failure(self, timeout_s: float) -> Failed | None:
+        """Return the failure that decided this round, None if there is none."""
+        return _unpacked(self._keys.get(f"{self._prefix}/verdict", timeout_s))
+
+    def fail(self, failed: Failed, timeout_s: float) -> Failed | None:
+        """End the round for all ranks; return the failure that counts, which may be an earlier one.
+
+        None: the coordinator has claimed the round, so nothing was changed.
+        """
+        counts = self._decide(pickle.dumps(failed), timeout_s)
+        if counts is not None:
+            self.release(counts, timeout_s)
+        return counts
+
+    def release(
+        self, release: Release, timeout_s: float, answers: Mapping[int, bytes] | None = None
+    ) -> None:
+        """Let all ranks go on or fail; for the owner of the verdict."""
+        if answers:
+            by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in answers.items()}
+            self._keys.set_many(by_key, timeout_s)
+        self._keys.set(self.release_key, pickle.dumps(release), timeout_s)
+        if not isinstance(release, Released):
+            # The coordinator waits for arrivals, not for the release.
+            self._keys.set(self.all_key, b"", timeout_s)
+
+    def read_release(self, timeout_s: float) -> Release | None:
+        """Return the release, None if there is none yet."""
+        packed = self._keys.get(self.release_key, timeout_s)
+        release: Release | None = None if packed is None else pickle.loads(packed)  # noqa: S301  # our own ranks
+        return release
+
+    def take_answer(self, timeout_s: float) -> bytes | None:
+        """Return the answer for this rank, and remove it."""
+        key = f"{self._prefix}/to/{self._rank}"
+        answer = self._keys.get(key, timeout_s)
+        self._keys.delete(key, timeout_s)
+        return answer
+
+    def _decide(self, verdict: bytes, timeout_s: float) -> Failed | None:
+        return _unpacked(self._keys.set_first(f"{self._prefix}/verdict", verdict, timeout_s))
+
+
+def _unpacked(verdict: bytes | None) -> Failed | None:
+    if verdict is None or verdict == _COORDINATOR:
+        return None
+    failed: Failed = pickle.loads(verdict)  # noqa: S301  # our own ranks
+    return failed

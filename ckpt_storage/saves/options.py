@@ -1,0 +1,150 @@
+"""The options of a save."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from ckpt_storage.coordination.identity import Identity
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.export.consolidate import ConsolidateJob
+from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.options import (
+    STOCK_ENTRY_LIMIT,
+    PageCache,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    TransferOptions,
+    UnsafeValues,
+    check_choice,
+)
+from ckpt_storage.store import Location, anchored
+from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.transfer.writing import write_options
+
+log = logging.getLogger("ckpt_storage")
+
+STEP_NAMES = ("step", "global_step", "iteration")
+"""Where trainers keep the training step in their state."""
+
+_warned: list[bool] = []
+
+Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
+"""What `save(consolidate=...)` takes: whether, where to, or all options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """The options of one save; as those of `CheckpointStorageWriter`.
+
+    `step` and `restores` tell the saves of a run apart: its training step, and how often the run
+    has gone back to an earlier one. `user` goes into the commit record; `replaces` are the ids of
+    saves known to be damaged.
+    """
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    overwrite: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    planner: SavePlanner | None = None
+    thread_count: int | None = None
+    part_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    page_cache: PageCache = "keep"
+    sync_files: bool = True
+    stock_metadata: StockMetadata = "auto"
+    unsafe_values: UnsafeValues = "warn"
+    retry: RetryPolicy | None = None
+    progress: Progress = None
+    consolidate: Chained = None
+    step: int | None = None
+    restores: int | None = None
+    user: Mapping[str, Any] = field(default_factory=dict)
+    replaces: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
+        """Return the options among the arguments of a call."""
+        names = {option.name for option in fields(cls)} & arguments.keys()
+        return cls(**{**{name: arguments[name] for name in names}, "timeouts": timeouts})
+
+    def with_step_of(self, state: object) -> Self:
+        """Return options with the step of `state`, where an overwriting save was given none.
+
+        That is a plain integer at its top, under one of `STEP_NAMES`. Without any, saves of a URL
+        that stays the same cannot be told apart, which is logged once a process.
+        """
+        if self.step is not None or not self.overwrite:
+            return self
+        if isinstance(state, Mapping):
+            for name in STEP_NAMES:
+                # A look-up that fails will fail again, and be reported, when the state is read.
+                with suppress(Exception):
+                    if type(step := state.get(name)) is int:
+                        return replace(self, step=step)
+        if not _warned:
+            _warned.append(True)
+            log.warning(
+                "A save with overwrite=True has no step: a rank that skips a save cannot be "
+                "detected then. Pass step=, or put an integer 'step' at the top of the state."
+            )
+        return self
+
+    def identity(self, url: str) -> Identity:
+        """Return what tells a save to `url` apart from the other saves of a run."""
+        return Identity(kind="the save", url=url, step=self.step, restores=self.restores)
+
+    def anchored(self) -> SaveOptions:
+        """Return options that mean the same in every working folder. Raises `InvalidInputError`."""
+        chained = self.consolidate
+        if isinstance(chained, str | os.PathLike):
+            chained = anchored(chained)
+        elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
+            chained = replace(chained, output=anchored(chained.output))
+        return replace(self, consolidate=chained)
+
+    def place(self, url: str | os.PathLike[str]) -> Location:
+        """Return where a save to `url` goes. Raises `InvalidInputError` for it or an option."""
+        self.transfer(None)
+        check_choice("stock_metadata", self.stock_metadata, StockMetadata)
+        check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
+        return Location.of(url, self.storage_options)
+
+    def consolidation(self, source: Location) -> ConsolidateJob | None:
+        """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
+        chained = self.consolidate
+        if chained is None or chained is False:
+            return None
+        options = chained if isinstance(chained, ConsolidateOptions) else ConsolidateOptions()
+        if isinstance(chained, str | os.PathLike):
+            options = replace(options, output=chained)
+        elif chained is not True and chained is not options:
+            raise InvalidInputError(
+                f"consolidate is {chained!r:.80}.",
+                next_step="Give True, the URL of the output, or ConsolidateOptions.",
+            )
+        options = replace(options, page_cache=options.page_cache or self.page_cache)
+        job = ConsolidateJob.of(source, options)
+        return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
+
+    def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
+        """Return how bytes go to a storage; None: to any remote one."""
+        return write_options(
+            capabilities,
+            thread_count=self.thread_count,
+            part_bytes=self.part_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+
+    def is_stock_wanted(self, item_count: int) -> bool:
+        """Return whether `.metadata` is to be written for so many items."""
+        if self.stock_metadata == "auto":
+            return item_count <= STOCK_ENTRY_LIMIT
+        return self.stock_metadata == "always"

@@ -1,0 +1,166 @@
+"""What one rank does in a save: five steps, between which the ranks exchange messages.
+
+The steps are the same in a trainer and in its worker process. The caller passes on what they
+return: proposals and reports to the coordinator, its answers to the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.report import RankReport
+from ckpt_storage.coordination.operation import ByRank
+from ckpt_storage.options import STOCK_ENTRY_LIMIT
+
+from .planning import PLAN_CACHE, CachedPlan, LocalPlan, find_cached_plan, find_mismatch
+from .session import SaveSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A local plan, or the id of a plan that this rank keeps from an earlier save."""
+
+    plan: SavePlan | None
+    plan_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The coordinator's answer: a final plan, or the id of the cached one; and the save's ticket.
+
+    Without an id all ranks propose again, with plans.
+    """
+
+    plan_id: str | None
+    plan: SavePlan | None = None
+    item_count: int = 0
+    ticket: Grant | None = None
+
+
+class RankSave:
+    """The steps of one save on one rank.
+
+    `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
+    `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
+    other ranks are returned and taken as pickled bytes, which the caller passes on unopened.
+    """
+
+    def __init__(
+        self, session: SaveSession, make_plan: Callable[[], LocalPlan], *, packs: bool = False
+    ) -> None:
+        self._session = session
+        self._make_plan = make_plan
+        self._packs = packs
+        self._local: LocalPlan | None = None
+        self._cached: CachedPlan | None = None
+        self._metadata: Metadata | None = None
+        self._plan: SavePlan | None = None
+        self._ticket: Grant | None = None
+
+    def propose(self) -> Any:  # noqa: ANN401  # a `Proposal`, packed or not
+        """Return this rank's plan, or the id of the cached plan of an equal state."""
+        if self._local is None:
+            self._local = self._make_plan()
+            self._cached = find_cached_plan(PLAN_CACHE, self._local.structure)
+        if self._cached is None:
+            return self._pack(Proposal(plan=self._local.plan(), plan_id=None))
+        return self._pack(Proposal(plan=None, plan_id=self._cached.plan_id))
+
+    def decide(self, proposals: Sequence[Any]) -> Any:  # noqa: ANN401  # of `Answer`, packed or not
+        """Plan for all ranks and begin the save on the storage; coordinator only.
+
+        Returns one answer for all ranks, or `ByRank`. Raises what refuses the save.
+        """
+        assert self._local is not None  # noqa: S101  # it has proposed
+        session, cached = self._session, self._cached
+        opened: list[Proposal] = [_unpacked(proposal) for proposal in proposals]
+        plan_ids = {proposal.plan_id for proposal in opened}
+        if plan_ids == {None}:
+            plans = [proposal.plan for proposal in opened if proposal.plan is not None]
+            del opened
+            mismatch = find_mismatch([plan.items for plan in plans], session.global_ranks)
+            if mismatch is not None:
+                raise mismatch
+            plans, self._metadata = self._local.planner.create_global_plan(plans)
+            item_count = sum(len(plan.items) for plan in plans)
+            ticket = session.begin(len(plans), item_count)
+            plan_id = os.urandom(16).hex()
+            answers = (
+                Answer(plan_id=plan_id, plan=plan, item_count=item_count, ticket=ticket)
+                for plan in plans
+            )
+            return ByRank([self._pack(answer) for answer in answers])
+        if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached):
+            return self._pack(Answer(plan_id=None))
+        self._metadata = cached.metadata
+        ticket = session.begin(len(opened), cached.item_count)
+        return self._pack(
+            Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
+        )
+
+    def _may_reuse(self, cached: CachedPlan) -> bool:
+        """Return whether the cached metadata has all that this save publishes."""
+        count = cached.item_count
+        has_chunks = count <= STOCK_ENTRY_LIMIT
+        return cached.metadata is not None and (
+            has_chunks or not self._session.options.is_stock_wanted(count)
+        )
+
+    def accept(self, answer: object) -> str | None:
+        """Take the coordinator's answer; return the save id, None if the ranks propose again."""
+        return self._accept(_unpacked(answer))
+
+    def _accept(self, answer: Answer) -> str | None:
+        local, cached = self._local, self._cached
+        assert local is not None  # noqa: S101  # it has proposed
+        if answer.plan_id is None or answer.ticket is None:
+            self._cached = None
+            return None
+        if answer.plan is None:
+            assert cached is not None  # noqa: S101  # it proposed that one
+            self._plan = cached.plan
+        else:
+            self._plan = local.planner.finish_plan(answer.plan)
+            if local.structure is not None:
+                PLAN_CACHE.append(
+                    CachedPlan.of(
+                        answer.plan_id,
+                        self._plan,
+                        local.structure,
+                        item_count=answer.item_count,
+                        metadata=self._metadata,
+                    )
+                )
+        self._ticket = answer.ticket
+        return answer.ticket.save_id
+
+    def write(self) -> Any:  # noqa: ANN401  # a `RankReport`, packed or not
+        """Write this rank's files and return its report; durable on return."""
+        local, plan, ticket = self._local, self._plan, self._ticket
+        assert local is not None and plan is not None and ticket is not None  # noqa: S101, PT018  # it has accepted
+        return self._pack(self._session.write(ticket, plan, local.items, local.ties))
+
+    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+        """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
+        assert self._metadata is not None  # noqa: S101  # it has decided
+        opened: list[RankReport | None] = [_unpacked(report) for report in reports]
+        return self._session.finish(self._metadata, opened)
+
+    def close(self) -> None:
+        """Release nothing: the steps run in the caller's process."""
+
+    def _pack(self, value: object) -> Any:  # noqa: ANN401  # bytes or the value
+        return pickle.dumps(value) if self._packs else value
+
+
+def _unpacked(value: object) -> Any:  # noqa: ANN401  # what was packed, or the value itself
+    return pickle.loads(value) if isinstance(value, bytes) else value  # noqa: S301  # our own ranks
