@@ -36,7 +36,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Why the coordinator gives a number up: for one identity, or (None) whatever ranks came for."""
+    """Why the coordinator gives a number up: for one identity, or (None) for all ranks."""
 
     error: CheckpointError
     identity: Identity | None
@@ -45,18 +45,18 @@ class GivenUp:
 def find_disagreement(
     identities: Mapping[int, Identity],
     *,
-    read_earlier: Callable[[], Mapping[int, Identity]],
+    read_earlier: Callable[[], Mapping[int, set[Identity]]],
     phase: str,
     is_complete: bool,
 ) -> GivenUp | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
-    Everything is keyed by global rank. `read_earlier` returns what ranks came for under the number
-    before, if that failed. `is_complete`: all ranks have arrived.
+    Everything is keyed by global rank. `read_earlier` returns what ranks came for under the numbers
+    that failed since all ranks met. `is_complete`: all ranks have arrived.
 
     Of operations whose steps differ, the lowest is given up: its ranks fail, and those ahead try
     the next number. Where steps are not known, a rank is behind if it comes now for what another
-    rank came for under the number before. Otherwise all ranks fail.
+    rank has come for before and left behind. Otherwise all ranks fail.
     """
     distinct = set(identities.values())
     stepped = [identity for identity in distinct if identity.step is not None]
@@ -74,12 +74,13 @@ def _agree_on_step(a: Identity, b: Identity) -> bool:
 
 
 def _find_behind(
-    identities: Mapping[int, Identity], earlier: Mapping[int, Identity]
+    identities: Mapping[int, Identity], earlier: Mapping[int, set[Identity]]
 ) -> Identity | None:
-    """Return what a rank comes for now, that another rank had come for before and left behind."""
-    left_behind = {i for rank, i in earlier.items() if rank in identities and identities[rank] != i}
+    """Return what a rank comes for now for the first time, and another rank has left behind."""
     for rank, identity in identities.items():
-        if identity in left_behind and earlier.get(rank) != identity:
+        others = (name for name in earlier if name != rank and identities.get(name) != identity)
+        is_left_behind = any(identity in earlier[name] for name in others)
+        if is_left_behind and identity not in earlier.get(rank, set()):
             return identity
     return None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ _ABSENT = "-"
 
 _RECONNECT_S = 0.1
 _CONNECT_S = 60.0
+_PROBE_S = 5.0
 
 
 class LostStoreError(RankFailedError):
@@ -77,22 +79,31 @@ class StoreClient:
 
     def __init__(self, connect: Callable[[], dist.Store]) -> None:
         self._connect = connect
+        self._address: StoreAddress | None = None
         self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
 
     def connect(self) -> dist.Store:
-        """Return a new connection, which the caller owns."""
+        """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
+        if self._address is not None and self._address.port:
+            # A client of torch's would try for as long as the timeout of the group's store.
+            where = self._address.host, self._address.port
+            socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
 
     def address(self) -> StoreAddress | None:
         """Return where another process finds the store; None if only this process can reach it."""
-        root = _root_of(self._requests or self._connect())
+        return self._address
+
+    def _adopt(self, store: dist.Store) -> dist.Store:
+        """Note where the store of a first connection is; return the connection."""
+        root = _root_of(store)
         host, path = getattr(root, "host", ""), getattr(root, "path", "")
-        if not host and not path:
-            return None
-        return StoreAddress(host=host, port=getattr(root, "port", 0), path=path)
+        if self._address is None and (host or path):
+            self._address = StoreAddress(host=host, port=getattr(root, "port", 0), path=path)
+        return store
 
     def close(self) -> None:
         """Drop the connections and the idle threads; a later call connects again."""
@@ -120,7 +131,7 @@ class StoreClient:
             self._forget_parent()
             store = self._requests
             if store is None:
-                store = self._requests = self._connect()
+                store = self._requests = self._adopt(self.connect())
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
         end_s = time.monotonic() + timeout_s
@@ -140,14 +151,14 @@ class StoreClient:
         reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
         raise LostStoreError(reason) from failure
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
         """Wait until `key` exists; return whether it does. For a thread that may be left behind.
 
-        Connects again after a broken connection, for as long as `timeout_s` allows. If the store's
-        process is stopped, torch's client returns only once that process continues.
+        Connects again after a broken connection, until `timeout_s` have passed or `is_over()`. If
+        the store's process is stopped, torch's client returns only once that process continues.
         """
         end_s = time.monotonic() + timeout_s
-        while (left_s := end_s - time.monotonic()) > 0:
+        while (left_s := end_s - time.monotonic()) > 0 and not is_over():
             self._forget_parent()
             try:
                 store = self._waiting.pop()
@@ -155,7 +166,7 @@ class StoreClient:
                 store = None
             begin_s = time.monotonic()
             try:
-                store = store or self._connect()
+                store = store or self.connect()
                 begin_s = time.monotonic()
                 store.wait([key], timedelta(seconds=left_s))
             except Exception:  # noqa: BLE001  # torch's differ from store to store
@@ -262,9 +273,9 @@ class KeyValues:
         for name in [*(f"{key}#{number}" for number in range(count)), key]:
             self._call("delete_key", name, timeout_s=timeout_s)
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
         """Wait until `key` exists; return whether it does. As `StoreClient.wait`."""
-        return self.client.wait(self.name_of(key), timeout_s)
+        return self.client.wait(self.name_of(key), timeout_s, is_over)
 
     def name_of(self, key: str) -> str:
         """Return the key's whole name in the store."""

@@ -20,6 +20,9 @@ from .rounds import Failed, Release, Round, Superseded
 _MAX_ROUNDS = 64
 """How many rounds of an operation a rank looks through to report that it has left."""
 
+_MAX_EARLIER = 16
+"""How many numbers the coordinator looks back to find which rank is behind."""
+
 _DELETE_S = 5.0
 """How long the removal of an old key may take; the rest is removed after a later operation."""
 
@@ -54,7 +57,8 @@ class Lane:
         self.session = ""
         self.has_met = False
         self.processes: Mapping[int, RankProcess] = {}
-        self.last_identity: Identity | None = None
+        self.own_identities: list[Identity] = []
+        self._met_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session: they count in the next one, too.
@@ -70,9 +74,10 @@ class Lane:
         """Return a round of the present operation."""
         return self._round_of(self.session, self.number, number)
 
-    def round_before(self) -> Round:
-        """Return the first round of the number before."""
-        return self._round_of(self.session, self.number - 1, 1)
+    def failed_rounds(self) -> list[Round]:
+        """Return the first rounds of the last numbers that failed since all ranks met."""
+        first = max(self._met_number + 1, self.number - _MAX_EARLIER)
+        return [self._round_of(self.session, number, 1) for number in range(first, self.number)]
 
     def _round_of(self, session: str, number: int, round_number: int) -> Round:
         prefix = f"{session}/{number}/{round_number}"
@@ -97,6 +102,9 @@ class Lane:
             session = token.decode()
             if session == self.session:
                 return
+            if session.rpartition("-")[2] != _incarnation():
+                wait(f"{session}/superseded")
+                continue
             nonce = self._nonce.encode()
             if self.keys.set_first(f"{session}/join/{self.rank}", nonce, timeout_s) == nonce:
                 self._enter(session)
@@ -109,7 +117,7 @@ class Lane:
 
         Repeated by the next call if a request fails.
         """
-        session = self._nonce
+        session = f"{self._nonce}-{_incarnation()}"
         token = self.keys.get("session", timeout_s)
         if token is not None and token.decode() != session:
             self._old_session = token
@@ -117,14 +125,18 @@ class Lane:
         if self._old_session is not None:
             old = self._old_session.decode()
             self.keys.set(f"{old}/superseded", session.encode(), timeout_s)
-            number = 1
-            while self._round_of(old, number, 1).read_release(timeout_s) is not None:
+            number, is_open = 1, False
+            while not is_open:
+                # A rank of this incarnation may wait under any number up to the first open one.
+                first_round = self._round_of(old, number, 1)
+                is_open = not first_round.is_decided(timeout_s)
+                first_round.release(Superseded(), timeout_s)
                 number += 1
-            self._round_of(old, number, 1).release(Superseded(), timeout_s)
         self._enter(session)
 
     def _enter(self, session: str) -> None:
-        self.session, self.number = session, 0
+        self.session, self.number, self._met_number = session, 0, 0
+        self.own_identities.clear()
         self._unreported = [
             _Unreported(number=number, round_number=0, release=failed)
             for number, failed in enumerate(self._ended, 1)
@@ -141,6 +153,8 @@ class Lane:
         """Note that all ranks have met in the present operation."""
         self.has_met = True
         self.processes = processes or self.processes
+        self._met_number = self.number
+        self.own_identities.clear()
         self._ended.clear()
 
     # Calls that the other ranks have not heard of.
@@ -194,3 +208,8 @@ class Lane:
             while self._old_keys and self._old_keys[0][0] < self.number:
                 self.keys.delete(self._old_keys[0][1], min(timeout_s, _DELETE_S))
                 self._old_keys.pop(0)
+
+
+def _incarnation() -> str:
+    """Return how often torchrun has restarted the job, the same on all ranks."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")

@@ -1,4 +1,4 @@
-"""The thread of an operation that waits for keys, so that the caller can also watch its deadline."""
+"""The thread of an operation that waits for keys, so that its caller can watch a deadline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class KeyListener:
 
     def _run(self) -> None:
         while (key := self._queue.get()) is not None and not self._is_closed:
-            has_come = self._keys.wait(key, _FOREVER_S)
+            has_come = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
             halted()
             if has_come and not self._is_closed:
                 self._on_key(key)

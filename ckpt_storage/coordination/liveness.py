@@ -290,7 +290,12 @@ class FailureDetector:
         try:
             self._watch()
         except LostStoreError as error:
-            if not self._has_ended:
+            if self._has_ended:
+                return
+            # The coordinator may host the store, and its end is what matters.
+            if COORDINATOR in self._processes.take_ended():
+                self._listener.ranks_lost([COORDINATOR], "died")
+            else:
                 self._listener.detection_failed(error)
         except Exception as error:  # nobody else would notice that this thread ended
             log.exception("The failure detector of rank %d failed.", self._heartbeats.rank)

@@ -147,7 +147,6 @@ class Operation:
         self._detector: FailureDetector | None = None
         self._listener: KeyListener | None = None
         self._has_met = self._is_complete = self._is_reported = False
-        self._earlier_identity: Identity | None = None
         self._logged_s = time.monotonic()
         # The round that comes next, and what is known of it; changed under the condition.
         self._changed = threading.Condition()
@@ -293,7 +292,12 @@ class Operation:
         if not self._has_met:
             known = dict.fromkeys(names, "its process has ended")
         error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
-        self.failed(error)
+        try:
+            self._fail(error)
+        except _NumberGivenUpError:
+            return
+        except LostStoreError:
+            self._note_loss(error)
         if COORDINATOR in ranks:
             # It may have claimed a commit, and then nobody reports the outcome.
             self._note_loss(error)
@@ -377,9 +381,13 @@ class Operation:
         lane.report_earlier(self._patience_s())
         with self._changed:
             lane.number += 1
-            self._earlier_identity, lane.last_identity = lane.last_identity, self._identity
+            if self._identity is not None:
+                lane.own_identities.append(self._identity)
             self.heartbeats.number = lane.number
             self._enter_round(1)
+        if lane.is_superseded(self._patience_s()):
+            # Also after the requests above: rank 0 may have made a session meanwhile.
+            raise _SupersededError
         if self._detector is None:
             self._detector = FailureDetector(
                 lane.keys,
@@ -453,19 +461,17 @@ class Operation:
         self._note_failed(counts, 1, own=given_up.error if counts == failed else None)
         self._raise_failure()
 
-    def _read_earlier(self) -> Mapping[int, Identity]:
-        """Return what the ranks came for under the number before, as far as it is known."""
-        if self.lane.number == 1:
-            return {}
-        names, earlier = self.lane.names, self.lane.round_before()
-        ranks = earlier.arrived(self._others, self._patience_s())
-        identities = {
-            names[rank]: pickle.loads(packed).identity  # noqa: S301  # our own ranks
-            for rank, packed in zip(ranks, earlier.payloads(ranks, self._patience_s()), strict=True)
-        }
-        if self._earlier_identity is not None:
-            identities[self.global_rank] = self._earlier_identity
-        return identities
+    def _read_earlier(self) -> Mapping[int, set[Identity]]:
+        """Return what the ranks came for under the numbers that failed since all ranks met."""
+        lane, earlier = self.lane, dict[int, set[Identity]]()
+        for first_round in lane.failed_rounds():
+            ranks = first_round.arrived(self._others, self._patience_s())
+            payloads = first_round.payloads(ranks, self._patience_s())
+            for rank, packed in zip(ranks, payloads, strict=True):
+                identity = pickle.loads(packed).identity  # noqa: S301  # our own ranks
+                earlier.setdefault(lane.names[rank], set()).add(identity)
+        earlier[self.global_rank] = set(lane.own_identities[:-1])
+        return earlier
 
     # Later rounds.
 
@@ -715,7 +721,8 @@ class Operation:
         own = _answer_for(COORDINATOR, decision)
         if self.world_size == 1:
             return own
-        if not self._has_claimed:
+        has_arrivals = self._has_claimed
+        if not has_arrivals:
             self._claim()
         if not self._is_commit:
             self._raise_failure()
@@ -727,6 +734,9 @@ class Operation:
             release = Released(answer=decision, is_last=is_last)
         try:
             self._current().release(release, self._patience_s(), answers)
+            if not has_arrivals:
+                # No member arrives in such a round, and this rank's listener waits for that.
+                self.lane.keys.set(self._current().all_key, b"", self._patience_s())
         except LostStoreError as error:
             if not self._is_commit:
                 raise
@@ -770,8 +780,8 @@ class Operation:
             return
         self._logged_s = time.monotonic()
         log.warning(
-            "Rank %d waits for %s of %d in %s; %.0f s are left.",
-            *(self.global_rank, name_ranks(names).lower(), self.world_size, self.what),
+            "%s of %d: not arrived in %s yet; rank %d waits, %.0f s are left.",
+            *(name_ranks(names), self.world_size, self.what, self.global_rank),
             self.deadline.remaining_s(),
         )
 
@@ -789,7 +799,8 @@ class Operation:
             elif not self._is_complete:
                 self._close_round()
             self._is_complete = True
-            if self.world_size > 1 and self._round is not None:
+            has_store = not isinstance(error or self._loss, LostStoreError)
+            if self.world_size > 1 and self._round is not None and has_store:
                 is_acknowledged = self._acknowledge(is_failed=error is not None)
         except LostStoreError as lost_store:
             log.warning("After %s: %s", self.what, lost_store)
@@ -803,7 +814,7 @@ class Operation:
                 self._detector.stop()
             if self._listener is not None:
                 self._listener.close()
-            if self._has_met and self.world_size > 1:
+            if self._has_met and self.world_size > 1 and error is None:
                 self.lane.delete_old(self._patience_s())
 
     def _close_round(self) -> None:
@@ -822,6 +833,9 @@ class Operation:
         if self._is_reported:
             return
         self._is_reported = True
+        if isinstance(error, LostStoreError):
+            # The failure detector may learn in a moment that the host of the store has ended.
+            self._wait_for(lambda: False, time.monotonic() + _LOCAL_LOOK_S)
         reported: CheckpointError = (
             error if isinstance(error, CheckpointError) else picklable_copy(error)
         )
@@ -831,7 +845,10 @@ class Operation:
             return
         number = self._round_number
         try:
-            if self._has_claimed:
+            if self._loss is not None and self._failure is None:
+                # There is nobody to report to, or no way.
+                self.lane.remember(failed, number if self._has_claimed else 0)
+            elif self._has_claimed:
                 # An error of this rank, or one that it noted while it decided.
                 self.verdict = self.verdict or failed.error
                 self._current().release(failed, _REPORT_S)

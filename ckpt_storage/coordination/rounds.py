@@ -3,9 +3,10 @@
 Each round has these keys in the store that ranks share:
 
 `from/RANK`  what a member sends; written by that member, before it counts itself in `count`.
-`all`        wakes the coordinator: written by the last member that arrives, or by a rank that fails.
-`verdict`    who decides the round, by compare-and-set: the coordinator once all have arrived, or the
-             first rank that failed, with its error.
+`all`        wakes the coordinator: written by the last member that arrives, or by a rank that
+             fails.
+`verdict`    who decides the round, by compare-and-set: the coordinator once all have arrived, or
+             the first rank that failed, with its error.
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every member waits for this key alone.
 
@@ -104,6 +105,10 @@ class Round:
     def claim(self, timeout_s: float) -> Failed | None:
         """Let the coordinator decide this round; return the failure if a rank failed before."""
         return self._decide(_COORDINATOR, timeout_s)
+
+    def is_decided(self, timeout_s: float) -> bool:
+        """Return whether the round has a verdict."""
+        return self._keys.get(f"{self._prefix}/verdict", timeout_s) is not None
 
     def is_claimed(self, timeout_s: float) -> bool:
         """Return whether the coordinator decides this round."""
