@@ -107,7 +107,7 @@ class WorkerLink:
         return self.silence_s + (0.0 if self.has_responded else _START_S)
 
     def is_ready(self) -> bool:
-        """Return whether an idle worker lives: it sends nothing, so there is only an end to read."""
+        """Return whether an idle worker lives: it sends nothing, so only its end can be read."""
         if self._pipe.closed:
             return False
         if self._pipe.poll() or not self.process.is_alive():
@@ -185,7 +185,7 @@ class WorkerSave:
         self._arena_bytes = staging.arena.size_bytes
         # Not the staging itself: an error, and with it this object, may live longer than the copy.
         self._staged = pickle.dumps(staging.staged)
-        operation.local_failure = self._local_failure
+        operation.set_local_failure(self._local_failure)
 
     def begun(self, url: str, options: bytes) -> WorkerSave:
         """Send the request; return this save."""
@@ -228,7 +228,7 @@ class WorkerSave:
 
     def close(self) -> None:
         """Let the worker forget the save; end a worker that may still read the state."""
-        self._operation.local_failure = lambda: None
+        self._operation.set_local_failure(lambda: None)
         if self._worker.is_closed:
             return
         try:

@@ -119,7 +119,7 @@ class StoreClient:
         timeout_s: float,
         is_idempotent: bool = True,
         is_root: bool = False,
-    ) -> Any:
+    ) -> Any:  # noqa: ANN401  # as above
         """Return what method `name` of the store returns, within `timeout_s` seconds.
 
         An idempotent call that fails is repeated once over a new connection. A call that hangs is

@@ -83,6 +83,16 @@ class Lane:
         prefix = f"{session}/{number}/{round_number}"
         return Round(self.keys, prefix, rank=self.rank, world_size=self.world_size)
 
+    def names_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return the global ranks of ranks of the group."""
+        return [self.names[rank] for rank in ranks]
+
+    def begin(self, identity: Identity | None) -> None:
+        """Take the next number."""
+        self.number += 1
+        if identity is not None:
+            self.own_identities.append(identity)
+
     # Sessions.
 
     def join(self, wait: Callable[[str], None], timeout_s: float) -> None:

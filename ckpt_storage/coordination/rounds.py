@@ -19,12 +19,14 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
 from .keyvalue import KeyValues
+
+_T = TypeVar("_T")
 
 _COORDINATOR = b"coordinator"
 
@@ -62,6 +64,39 @@ class Superseded:
 
 
 Release = Failed | Released | Superseded
+
+
+class UndecidedError(CheckpointError):
+    """The rank cannot see what became of a commit that may have begun; the storage can tell."""
+
+
+class NumberGivenUpError(Exception):
+    """The number was given up for another operation; the next number may be for this one."""
+
+
+class SupersededError(Exception):
+    """The session belongs to an earlier incarnation of the job."""
+
+
+class LateRanksError(Exception):
+    """Some ranks have not arrived by the deadline; `payloads` are those of the others."""
+
+    def __init__(self, missing: Sequence[int], payloads: dict[int, Any]) -> None:
+        super().__init__(missing)
+        self.missing = missing
+        self.payloads = payloads
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank(Generic[_T]):
+    """A decision that gives each rank an answer of its own, in the order of ranks."""
+
+    answers: Sequence[_T]
+
+    @staticmethod
+    def answer_for(rank: int, decision: Any) -> Any:  # noqa: ANN401  # as decisions are
+        """Return the answer that a decision, for all ranks or by rank, gives one rank."""
+        return decision.answers[rank] if isinstance(decision, ByRank) else decision
 
 
 class Round:

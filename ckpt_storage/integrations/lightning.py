@@ -22,8 +22,8 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.load import load
 from ckpt_storage.manager.prune import delete
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.save import save, save_on
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.save import save, save_on
 
 from .packing import OUTLINE, WholePlanner, pack, unpack
 

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from ckpt_storage.coordination.failures import check_terms, redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.operation import ByRank, Operation, kind_of
+from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location

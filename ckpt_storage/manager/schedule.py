@@ -26,8 +26,8 @@ from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.resolving import plain_state
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.save import save_on
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.save import save_on
 from ckpt_storage.store.deadline import Deadline, Watch
 
 from .root import Root

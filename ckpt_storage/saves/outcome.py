@@ -1,4 +1,4 @@
-"""What a save comes to on one rank, as one table; the same table is on the page *Errors*."""
+"""What a save comes to on one rank, as one table; the page *Errors* shows the same table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,38 @@ StorageSays = Literal["not asked", "committed", "absent"]
 Action = Literal["return", "raise", "ask storage", "raise with info", "raise unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a rank does, and whether the coordinator deletes what all ranks wrote."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Situations and what a rank makes of them; "*" stands for any value.
 
+    `discards`: the coordinator deletes what all ranks wrote.
+    """
+
+    rank: Literal["coordinator", "member", "*"]
+    stage: Stage | Literal["*"]
+    cause: Cause | Literal["*"]
+    storage: StorageSays | Literal["*"]
     action: Action
     discards: bool = False
+
+
+TABLE = (
+    Row("*", "*", "none", "*", "return"),
+    # Without the report of every rank there is no commit.
+    Row("*", "writing", "undecided", "*", "raise"),
+    Row("*", "*", "undecided", "not asked", "ask storage"),
+    Row("*", "*", "undecided", "absent", "raise unknown"),
+    Row("coordinator", "*", "undecided", "committed", "return"),
+    Row("member", "*", "undecided", "committed", "raise with info"),
+    # The request that commits may still be in flight.
+    Row("*", "committing", "interrupt", "*", "raise unknown"),
+    Row("coordinator", "writing", "failure", "*", "raise", discards=True),
+    # A rank that hangs may still write. What failed in the commit has deleted its files itself.
+    Row("*", "*", "*", "*", "raise"),
+)
+"""The first row that matches counts. "Failed" is never said of a save that is committed, or may be:
+a commit that is claimed is ended by the coordinator alone.
+"""
 
 
 def outcome_of(
@@ -36,26 +62,16 @@ def outcome_of(
     stage: Stage,
     cause: Cause,
     storage: StorageSays = "not asked",
-) -> Outcome:
-    """Return what a rank makes of its situation; pure.
-
-    "Failed" is never said of a save that is or may be committed: without the report of every rank
-    there is no commit, and a commit that is claimed is ended by the coordinator alone.
-    """
-    if cause == "none":
-        return Outcome(action="return")
-    if cause == "undecided":
-        if stage == "writing":
-            # Nothing of this rank was sent, so nothing can be committed.
-            return Outcome(action="raise")
-        if storage == "not asked":
-            return Outcome(action="ask storage")
-        if storage == "absent":
-            return Outcome(action="raise unknown")
-        return Outcome(action="return" if is_coordinator else "raise with info")
-    if stage == "committing" and cause == "interrupt":
-        # The request that commits may still be in flight.
-        return Outcome(action="raise unknown")
-    # What failed in the commit has deleted its files already, or has committed them.
-    discards = is_coordinator and stage == "writing" and cause == "failure"
-    return Outcome(action="raise", discards=discards)
+) -> Row:
+    """Return the row of `TABLE` for a situation; pure."""
+    situation = ("coordinator" if is_coordinator else "member", stage, cause, storage)
+    return next(
+        row
+        for row in TABLE
+        if all(
+            pattern in {"*", value}
+            for pattern, value in zip(
+                (row.rank, row.stage, row.cause, row.storage), situation, strict=True
+            )
+        )
+    )

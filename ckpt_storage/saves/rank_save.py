@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.operation import ByRank
+from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .planning import PLAN_CACHE, CachedPlan, LocalPlan, find_cached_plan, find_mismatch

@@ -18,7 +18,8 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import how_to_settle
 from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.operation import Operation, UndecidedError
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rounds import UndecidedError
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,

@@ -1,0 +1,586 @@
+"""The rounds of one operation, as one rank takes part in them: who decides, and who waits how long.
+
+A rank fails an operation by taking the verdict of a round (see `rounds`). Where the coordinator has
+it already, the failure goes to the next round; a commit that the coordinator has claimed cannot be
+failed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
+from ckpt_storage.store.deadline import Deadline
+
+from .failures import error_for_peers, picklable_copy
+from .identity import Identity
+from .keyvalue import COORDINATOR, LostStoreError
+from .lane import Lane
+from .listener import KeyListener
+from .phases import Phases
+from .rounds import (
+    ByRank,
+    Failed,
+    LateRanksError,
+    NumberGivenUpError,
+    Release,
+    Released,
+    Round,
+    Superseded,
+    SupersededError,
+    UndecidedError,
+)
+
+log = logging.getLogger("ckpt_storage")
+
+_T = TypeVar("_T")
+
+_REPORT_S = 3.0
+"""How long a failing rank tries to report before it raises."""
+
+_INTERRUPTED_S = 1.5
+"""How long an interrupted rank that has not met the others tries to report."""
+
+_LOOK_S = 1.0
+"""How often the coordinator looks for arrivals itself: the key that announces them is a hint."""
+
+_SMALL_WORLD = 64
+"""Up to so many ranks, a first look costs less than the hint."""
+
+_LOCAL_LOOK_S = 0.2
+"""How often a waiting rank looks whether its own worker still lives."""
+
+_FINISH_S, _FINISH_EXTRA_S, _FINISH_FAILED_S = 10.0, 3.0, 1.0
+"""How long the coordinator stays for ranks that have not acknowledged the end: at most, beyond the
+deadline, and after a failure.
+
+It may host the store that they read the outcome from.
+"""
+
+
+class Conversation:
+    """The rounds of one operation on one rank.
+
+    `failure` is why all ranks raise, `loss` why this rank alone cannot go on: it has lost the store
+    or the coordinator. `verdict` is the error that was reported first, the same on all ranks.
+    `local_failure` says whether this rank's own worker is gone. Safe in any thread: `fail`,
+    `lose`. All else is called in the thread of the operation.
+    """
+
+    def __init__(self, lane: Lane, phases: Phases) -> None:
+        self.lane = lane
+        self.phases = phases
+        self.identity: Identity | None = None
+        self.verdict: CheckpointError | None = None
+        self.failure: CheckpointError | None = None
+        self.loss: CheckpointError | None = None
+        self.is_complete = False
+        self.local_failure: Callable[[], CheckpointError | None] = lambda: None
+        self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
+        self._global_rank = lane.names[lane.rank]
+        self._coordinator = lane.names[COORDINATOR]
+        self._listener: KeyListener | None = None
+        self._is_reported = False
+        # The round that comes next, and what is known of it; changed under the condition.
+        self._changed = threading.Condition()
+        self._round: Round | None = None
+        self._round_number = 0
+        self._has_arrived = self._has_claimed = self._is_commit = self._has_signal = False
+        self._release: Release | None = None
+        self._present_keys: set[str] = set()
+        self._pending: CheckpointError | None = None
+
+    # Failures.
+
+    def fail(self, error: CheckpointError) -> None:
+        """Fail the operation on all ranks, from any thread.
+
+        Without effect once it is over, and once the coordinator commits. Before this rank has a
+        number, the error waits until it has.
+        """
+        while True:
+            with self._changed:
+                if self.is_complete or self.failure is not None:
+                    return
+                if self.lane.world_size == 1:
+                    self._note_failure(error)
+                    return
+                if self._round is None:
+                    self._pending = self._pending or error
+                    return
+                number = self.lane.number
+            try:
+                self._fail(error)
+            except NumberGivenUpError:
+                with self._changed:
+                    if self.lane.number != number:
+                        continue
+                    # The operation is about to take the next number.
+                    self._pending = self._pending or error
+            except LostStoreError as lost_store:
+                self.lose(lost_store)
+            return
+
+    def lose(self, error: CheckpointError) -> None:
+        """Note why this rank cannot go on, from any thread."""
+        with self._changed:
+            self.loss = self.loss or error
+            self._changed.notify_all()
+
+    def lose_ranks(self, error: CheckpointError, *, with_coordinator: bool) -> None:
+        """Fail the operation because ranks are dead or silent, from any thread."""
+        try:
+            self._fail(error)
+        except NumberGivenUpError:
+            return
+        except LostStoreError:
+            self.lose(error)
+        if with_coordinator:
+            # It may have claimed a commit, and then nobody reports the outcome.
+            self.lose(error)
+
+    def _fail(self, error: CheckpointError) -> None:
+        """Report a failure in the first round that the coordinator has not claimed.
+
+        Afterwards `_failure` is the error that counts. Without effect in a commit that the
+        coordinator has claimed. Raises `NumberGivenUpError` if the number was given up for another
+        operation, `LostStoreError`.
+        """
+        failed = self._failed_release(error)
+        with self._changed:
+            number, is_commit = self._round_number, self._is_commit
+        while True:
+            counts = self.lane.round(number).fail(failed, _REPORT_S)
+            if counts is not None:
+                self._note_failed(counts, number, own=error if counts == failed else None)
+                return
+            if is_commit:
+                return
+            if self.lane.is_coordinator:
+                # This rank has claimed the round, and writes the failure when it raises it.
+                self._note_failure(error)
+                return
+            number, is_commit = number + 1, False
+
+    def _failed_release(self, error: CheckpointError) -> Failed:
+        error.rank = self._global_rank if error.rank is None else error.rank
+        error.phase = error.phase or self.phases.deadline.phase
+        return Failed(
+            rank=self._global_rank,
+            error=picklable_copy(error),
+            identity=self.identity,
+            is_decision=self._has_claimed and error.phase in {"plan", "commit"},
+        )
+
+    def _note_failed(self, failed: Failed, number: int, own: CheckpointError | None = None) -> None:
+        """Take note of the failure that ended round `number`; `own` if this rank reported it."""
+        given_up, own_identity = failed.identity if number == 1 else None, self.identity
+        if given_up and own_identity and not given_up.agrees_with(own_identity):
+            raise NumberGivenUpError
+        with self._changed:
+            self.verdict = self.verdict or failed.error
+        self._note_failure(own or error_for_peers(failed, self.phases.what))
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raise why the operation cannot go on on this rank, if it cannot."""
+        error = self.failure or self.loss or self.local_failure()
+        if error is not None:
+            raise error
+
+    def needs(self, rank: int) -> bool:
+        """Return whether this rank still waits for something of another one; from any thread."""
+        with self._changed:
+            current = self._round
+        if current is None or self.is_complete:
+            return False
+        if rank == COORDINATOR:
+            return current.read_release(self.phases.patience_s) is None
+        return not current.arrived([rank], self.phases.patience_s)
+
+    # Numbers and rounds.
+
+    def begin_number(self) -> None:
+        """Take the next number of the lane and enter its first round.
+
+        Raises `SupersededError`, `PhaseTimeoutError` if there is no session in time.
+        """
+        lane = self.lane
+        with self._changed:
+            self._round = None
+        if self._listener is None:
+            name = f"ckpt-storage listen: {self.phases.what}"
+            self._listener = KeyListener(self._on_key, lane.keys, name=name)
+        lane.join(self._await_key, self.phases.patience_s)
+        lane.report_earlier(self.phases.patience_s)
+        with self._changed:
+            lane.begin(self.identity)
+            self._enter_round(1)
+        if lane.is_superseded(self.phases.patience_s):
+            # Also after the requests above: rank 0 may have made a session meanwhile.
+            raise SupersededError
+
+    def raise_pending(self) -> None:
+        """Raise a failure that came before there was a number."""
+        if self._pending is not None:
+            raise self._pending
+
+    def _await_key(self, key: str) -> None:
+        """Wait for a key that the coordinator writes before this rank has a number."""
+        assert self._listener is not None  # noqa: S101  # made before
+        self._listener.listen(key)
+        if not self._wait_for(lambda: key in self._present_keys, self.phases.end_s):
+            self.raise_failure()
+            raise self.phases.late([self._coordinator], "not come")
+
+    def _enter_round(self, number: int) -> None:
+        with self._changed:
+            current = self._round = self.lane.round(number)
+            self._round_number = number
+            self._has_arrived = self._has_claimed = self._is_commit = self._has_signal = False
+            self._release = None
+        assert self._listener is not None  # noqa: S101  # made with the number
+        if self.lane.is_coordinator:
+            self.lane.own(*current.shared_keys)
+        self._listener.listen(current.all_key if self.lane.is_coordinator else current.release_key)
+
+    def _end_round(self, *, is_last: bool) -> None:
+        if is_last:
+            self.is_complete = True
+        else:
+            self._enter_round(self._round_number + 1)
+
+    def _current(self) -> Round:
+        assert self._round is not None  # noqa: S101  # `meet` comes first
+        return self._round
+
+    def _on_key(self, key: str) -> None:
+        """Note that a key exists that this rank waits for; called in the listener's thread."""
+        with self._changed:
+            current, number = self._round, self._round_number
+            if current is None or key not in {current.release_key, current.all_key}:
+                self._present_keys.add(key)
+                self._changed.notify_all()
+                return
+        try:
+            is_release = key == current.release_key
+            read = current.read_release if is_release else current.failure
+            release: Release | None = read(self.phases.patience_s)
+        except LostStoreError as error:
+            self.lose(error)
+            return
+        if isinstance(release, Failed) and number > 1:
+            self._note_failed(release, number)
+        with self._changed:
+            if self._round is current:
+                self._release, self._has_signal = release, True
+            self._changed.notify_all()
+
+    def _wait_for(self, value_of: Callable[[], _T], end_s: float) -> _T | None:
+        """Wait until `value_of()` is true and return it; None at `end_s`, or after a failure."""
+        with self._changed:
+            while not (value := value_of()):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 or self.failure or self.loss or self.local_failure():
+                    return None
+                self._changed.wait(min(left_s, _LOCAL_LOOK_S))
+            return value
+
+    def begin_commit(self) -> None:
+        """From now on the present round is a commit, which cannot be failed once it is claimed."""
+        with self._changed:
+            self._is_commit = True
+
+    # What a member does in a round.
+
+    def arrive(self, packed: bytes) -> None:
+        """Send this member's payload of the present round."""
+        current = self._current()
+        with self._changed:
+            self._has_arrived = True
+        self.lane.own(current.arrival_key)
+        current.arrive(packed, self.phases.patience_s)
+
+    def await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
+        """Return the coordinator's answer, and enter the next round."""
+        if self.lane.world_size == 1:
+            return None
+        is_extended = False
+        while (release := self._wait_for(lambda: self._release, self._look_end_s())) is None:
+            if self.failure is not None:
+                raise self.failure
+            is_commit = self._is_commit and self._has_arrived
+            cause = self.loss or self.local_failure()
+            if cause is None and time.monotonic() < self.phases.end_s:
+                self.phases.log_late(lambda: [self._coordinator])
+                continue
+            if cause is None and not is_extended and not is_commit and self._is_claimed():
+                # All have arrived, and the coordinator has a phase's time to decide.
+                is_extended = True
+                self.phases.begin(self.phases.deadline.phase)
+                continue
+            cause = cause or self.phases.late([self._coordinator], "not answered")
+            release = self._give_up_waiting(cause, is_commit=is_commit)
+            break
+        return self._opened(release)
+
+    def _look_end_s(self) -> float:
+        return min(self.phases.end_s, self.phases.log_s)
+
+    def _give_up_waiting(self, cause: CheckpointError, *, is_commit: bool) -> Release:
+        """Fail for `cause`; return a release that was written meanwhile.
+
+        In a commit that the coordinator has claimed, or whose verdict cannot be read, raises
+        `UndecidedError`.
+        """
+        try:
+            if not isinstance(cause, LostStoreError):
+                self._fail(cause)
+            if self.failure is not None:
+                raise self.failure
+            release = self._current().read_release(self.phases.patience_s) if is_commit else None
+        except LostStoreError as error:
+            release, cause = None, error
+        if release is not None:
+            return release
+        if not is_commit:
+            raise cause
+        raise UndecidedError(str(cause)) from cause
+
+    def _is_claimed(self) -> bool:
+        try:
+            return self._current().is_claimed(self.phases.patience_s)
+        except LostStoreError as error:
+            self.lose(error)
+            return False
+
+    def _opened(self, release: Release) -> Any:  # noqa: ANN401  # the coordinator's answer
+        """Return the answer of a release and enter the next round. Raises what it reports."""
+        if isinstance(release, Superseded):
+            raise SupersededError
+        if isinstance(release, Failed):
+            if self._round_number == 1 and self.lane.is_superseded(self.phases.patience_s):
+                raise SupersededError
+            self._note_failed(release, self._round_number)
+            self.raise_failure()
+        assert isinstance(release, Released)  # noqa: S101  # all else has been raised
+        answer = release.answer
+        if release.is_by_rank:
+            packed = self._current().take_answer(self.phases.patience_s)
+            if packed is None:
+                raise CheckpointError(
+                    f"{self.phases.what}: the answer to rank {self._global_rank} is gone.",
+                    next_step="Make sure that all ranks call the same operations in one order.",
+                )
+            answer = pickle.loads(packed)  # noqa: S301  # our own ranks
+        self._end_round(is_last=release.is_last)
+        return answer
+
+    # What the coordinator does in a round.
+
+    def collect(self) -> dict[int, Any]:
+        """Return the payloads of the other ranks. Raises `LateRanksError` with those it has."""
+        current = self._current()
+        keys = [current.arrival_key_of(rank) for rank in self.others]
+        look_s = max(_LOOK_S, self.lane.world_size / 1_000)
+        is_due = self.lane.world_size <= _SMALL_WORLD
+        while True:
+            if not is_due:
+                end_s = min(self.phases.end_s, time.monotonic() + look_s)
+                self._wait_for(lambda: self._has_signal, end_s)
+                with self._changed:
+                    self._has_signal = False
+                # The key that announces a failure is a hint, too.
+                failed = current.failure(self.phases.patience_s)
+                if failed is not None:
+                    self._note_failed(failed, self._round_number)
+            is_due = False
+            self.raise_failure()
+            if self.lane.keys.has_all(keys, self.phases.patience_s):
+                return self._payloads(self.others)
+            if time.monotonic() > self.phases.end_s:
+                missing = self._missing()
+                arrived = [rank for rank in self.others if rank not in missing]
+                raise LateRanksError(missing, self._payloads(arrived))
+            self.phases.log_late(lambda: self.lane.names_of(self._missing()))
+
+    def _missing(self) -> list[int]:
+        arrived = set(self._current().arrived(self.others, self.phases.patience_s))
+        return [rank for rank in self.others if rank not in arrived]
+
+    def _payloads(self, ranks: Sequence[int]) -> dict[int, Any]:
+        packed = self._current().payloads(ranks, self.phases.patience_s)
+        return {
+            rank: pickle.loads(payload)  # noqa: S301  # our own ranks
+            for rank, payload in zip(ranks, packed, strict=True)
+        }
+
+    def claim(self) -> None:
+        """Take the decision of this round. Raises why a rank failed before."""
+        failed = self._current().claim(self.phases.patience_s)
+        if failed is not None:
+            self._note_failed(failed, self._round_number)
+            self.raise_failure()
+        with self._changed:
+            self._has_claimed = True
+
+    def answer(self, decision: Any, *, is_last: bool = False) -> Any:  # noqa: ANN401  # as `decide` returns
+        """Release the round with the coordinator's decision; return its own answer."""
+        own = ByRank.answer_for(COORDINATOR, decision)
+        if self.lane.world_size == 1:
+            return own
+        has_arrivals = self._has_claimed
+        if not has_arrivals:
+            self.claim()
+        if not self._is_commit:
+            self.raise_failure()
+        answers: dict[int, bytes] = {}
+        if isinstance(decision, ByRank):
+            answers = {rank: pickle.dumps(decision.answers[rank]) for rank in self.others}
+            release = Released(is_by_rank=True, is_last=is_last)
+        else:
+            release = Released(answer=decision, is_last=is_last)
+        try:
+            self._current().release(release, self.phases.patience_s, answers)
+            if not has_arrivals:
+                # No member arrives in such a round, and this rank's listener waits for that.
+                self.lane.keys.set(self._current().all_key, b"", self.phases.patience_s)
+        except LostStoreError as error:
+            if not self._is_commit:
+                raise
+            # The outcome stands; ranks that do not learn it ask the storage.
+            log.warning("Reporting the outcome of %s failed: %s", self.phases.what, error)
+            self.lane.remember(release, self._round_number)
+        self._end_round(is_last=is_last)
+        return own
+
+    def give_up(self, failed: Failed) -> None:
+        """End the first round for an operation that the coordinator has found to be mixed.
+
+        Raises why this rank fails, or `NumberGivenUpError` if it goes on under the next number.
+        """
+        counts = self._current().fail(failed, self.phases.patience_s)
+        assert counts is not None  # noqa: S101  # only this rank claims
+        self._note_failed(counts, 1, own=failed.error if counts == failed else None)
+        self.raise_failure()
+
+    # The end.
+
+    def finish(self, error: BaseException | None) -> bool:
+        """End the operation on this rank; return, on the coordinator, whether all ranks have.
+
+        An `error` is reported to all ranks, unless they know it. Raises `LostStoreError`.
+        """
+        if error is not None:
+            self._report(error)
+        elif not self.is_complete:
+            self._close_round()
+        self.is_complete = True
+        if self.lane.world_size == 1:
+            return True
+        has_store = not isinstance(error or self.loss, LostStoreError)
+        return self._round is not None and has_store and self._acknowledge(is_failed=bool(error))
+
+    def close(self) -> None:
+        """Stop listening; the thread ends with its present wait."""
+        self.is_complete = True
+        if self._listener is not None:
+            self._listener.close()
+
+    def _close_round(self) -> None:
+        """Release the round that nobody will use: threads of all ranks wait for it."""
+        if self.lane.is_coordinator and self._round is not None:
+            self._round.release(Released(is_last=True), self.phases.patience_s)
+            self.lane.keys.set(self._round.all_key, b"", self.phases.patience_s)
+
+    def report(self, error: CheckpointError) -> None:
+        """Report a failure that this rank does not raise, in place of the one that it does."""
+        with contextlib.suppress(LostStoreError):
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        """Report why this rank raises, unless all ranks have failed for another reason."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        if isinstance(error, LostStoreError):
+            # The failure detector may learn in a moment that the host of the store has ended.
+            self._wait_for(lambda: False, time.monotonic() + _LOCAL_LOOK_S)
+        reported: CheckpointError = (
+            error if isinstance(error, CheckpointError) else picklable_copy(error)
+        )
+        failed = self._failed_release(reported)
+        if self.lane.world_size == 1 or self.is_complete:
+            self.verdict = self.verdict or failed.error
+            return
+        number = self._round_number
+        try:
+            if self.loss is not None and self.failure is None:
+                # There is nobody to report to, or no way.
+                self.lane.remember(failed, number if self._has_claimed else 0)
+            elif self._has_claimed:
+                # An error of this rank, or one that it noted while it decided.
+                self.verdict = self.verdict or failed.error
+                self._current().release(failed, _REPORT_S)
+            elif self.failure is None:
+                self._report_open(reported, is_interrupt=not isinstance(error, Exception))
+        except PhaseTimeoutError as late:
+            log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
+        except LostStoreError:
+            self.lane.remember(failed, number if self._has_claimed else 0)
+            raise
+        finally:
+            self.lane.ended(failed)
+
+    def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
+        """Report a failure in the first round that is open, of the number that the ranks use."""
+        has_number = self._round is not None
+        if not has_number:
+            if is_interrupt:
+                # An interrupted process must not wait for ranks that are not there.
+                self.phases.deadline = Deadline(self.phases.deadline.phase, _INTERRUPTED_S)
+                self.phases.grace_s = 0.0
+            log.error("Rank %d failed, and reports it: %s", self._global_rank, error)
+        while True:
+            try:
+                if not has_number:
+                    self.begin_number()
+                self._fail(error)
+            except (NumberGivenUpError, SupersededError):
+                has_number = False
+            else:
+                return
+
+    def _acknowledge(self, *, is_failed: bool) -> bool:
+        """Count this rank as done; return, on the coordinator, whether all ranks are."""
+        keys, patience_s = self.lane.keys, self.phases.patience_s
+        prefix = f"{self.lane.session}/{self.lane.number}"
+        count_key, all_key = f"{prefix}/done", f"{prefix}/all_done"
+        if keys.count(count_key, patience_s) == self.lane.world_size:
+            keys.set(all_key, b"", patience_s)
+        if not self.lane.is_coordinator:
+            return True
+        self.lane.own(count_key, all_key)
+        if is_failed:
+            self.lane.own(*self.lane.round(self._round_number + 1).shared_keys)
+        limit_s = min(_FINISH_S, self.phases.deadline.remaining_s() + _FINISH_EXTRA_S)
+        end_s = time.monotonic() + (_FINISH_FAILED_S if is_failed else limit_s)
+        assert self._listener is not None  # noqa: S101  # made with the number
+        self._listener.listen(all_key)
+        with self._changed:
+            while all_key not in self._present_keys and (left_s := end_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            is_acknowledged = all_key in self._present_keys
+        if not is_acknowledged:
+            log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)
+        return is_acknowledged
