@@ -115,7 +115,7 @@ class StoreClient:
     def call(  # as the method's own
         self,
         name: str,
-        *args: Any,
+        *args: Any,  # noqa: ANN401  # as the method's own
         timeout_s: float,
         is_idempotent: bool = True,
         is_root: bool = False,
