@@ -20,8 +20,9 @@ MIB = 1024 * KIB
 DEFAULT_TIMEOUT_S = 3600.0
 """One hour: long enough for any save seen in the field, and never infinite."""
 
-DEFAULT_PLAN_S = 600.0
-"""Ten minutes: ranks are seldom so far apart, and one that will never come is named then."""
+DEFAULT_PLAN_S = 240.0
+"""Four minutes: ranks are seldom so far apart, and a rank that waits twice as long, for the others
+and for the coordinator, still raises before NCCL's default of ten minutes ends the job."""
 
 DEFAULT_SILENCE_S = 120.0
 """Longer than any pause in which a live process gets no processor time or no network."""

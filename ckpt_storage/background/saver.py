@@ -63,7 +63,7 @@ class AsyncSaver:
             for the outcome. The script must be importable (`if __name__ == "__main__":`), planners
             must pickle. "thread": a thread of this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: ten minutes).
+            (`plan`: four minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
             Each needs host memory for one state.
         on_error: "raise": a failed save is raised by the next `save`, `wait` or `close` unless

@@ -329,10 +329,17 @@ class Conversation:
                 is_extended = True
                 self.phases.begin(self.phases.deadline.phase)
                 continue
-            cause = cause or self.phases.late([self._coordinator], "not answered")
+            if cause is None:
+                elsewhere = self._elsewhere() if self._round_number == 1 else ""
+                cause = self.phases.late([self._coordinator], "not answered", elsewhere)
             release = self._give_up_waiting(cause, is_commit=is_commit)
             break
         return self._opened(release)
+
+    def _elsewhere(self) -> str:
+        with contextlib.suppress(LostStoreError):
+            return self.lane.find_elsewhere([COORDINATOR], self.phases.patience_s)
+        return ""
 
     def _look_end_s(self) -> float:
         return min(self.phases.end_s, self.phases.log_s)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
@@ -15,10 +16,18 @@ from ckpt_storage.options import Timeouts
 from .failures import add_context, as_checkpoint_errors
 from .keyvalue import KeyValues, LostStoreError, StoreClient, store_of
 from .lane import Lane
+from .liveness import Heartbeats
 from .operation import Operation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+_COMMON_LANES = ("main", "async/save_async", "async/default")
+"""Lanes that another rank may use though this one never did."""
+
+_MAX_SOUGHT = 8
+"""How many missing ranks are looked for."""
 
 
 class _Lanes:
@@ -32,6 +41,27 @@ class _Lanes:
         self.rank = process_group.rank()
         self.global_ranks = dist.get_process_group_ranks(process_group)
         self.by_name: dict[str, RankGroup] = {}
+
+    def find_elsewhere(self, own: str, ranks: Sequence[int], timeout_s: float) -> str:
+        """Say which of `ranks` are in an operation of another lane than `own`.
+
+        Such as when one rank calls `save` and another `save_async`. Raises `LostStoreError`.
+        """
+        for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
+            here = self.by_name.get(name)
+            keys = KeyValues(self.client, f"ckpt_storage/{name}")
+            session = here.lane.session.encode() if here else keys.get("session", timeout_s)
+            if not session:
+                continue
+            number = (here.lane.number if here else 0) + 1
+            for rank in ranks[:_MAX_SOUGHT]:
+                beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
+                if beat is not None and Heartbeats.number_of(beat) == number:
+                    return (
+                        f"; rank {self.global_ranks[rank]} waits in another operation of this "
+                        f"group ({name}): all ranks must make the same calls"
+                    )
+        return ""
 
 
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Lanes] = weakref.WeakKeyDictionary()
@@ -84,6 +114,7 @@ class RankGroup:
             if ranks is None:
                 keys = KeyValues(lanes.client, f"ckpt_storage/{lane}")
                 state = Lane(keys, rank=lanes.rank, names=lanes.global_ranks)
+                state.find_elsewhere = partial(lanes.find_elsewhere, lane)
                 ranks = lanes.by_name[lane] = cls(state)
             if is_owned and ranks._is_owned:  # an object of this class
                 raise InvalidInputError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, RankMismatchError
@@ -45,7 +45,7 @@ class GivenUp:
 def find_disagreement(
     identities: Mapping[int, Identity],
     *,
-    read_earlier: Callable[[], Mapping[int, set[Identity]]],
+    read_earlier: Callable[[], Sequence[Mapping[int, Identity]]],
     phase: str,
     is_complete: bool,
 ) -> GivenUp | None:
@@ -55,8 +55,8 @@ def find_disagreement(
     that failed since all ranks met. `is_complete`: all ranks have arrived.
 
     Of operations whose steps differ, the lowest is given up: its ranks fail, and those ahead try
-    the next number. Where steps are not known, a rank is behind if it comes now for what another
-    rank has come for before and left behind. Otherwise all ranks fail.
+    the next number. Where steps are not known, a rank is behind if it comes for what another rank,
+    but not it, came for under an earlier number, and has left behind. Otherwise all ranks fail.
     """
     distinct = set(identities.values())
     stepped = [identity for identity in distinct if identity.step is not None]
@@ -74,14 +74,15 @@ def _agree_on_step(a: Identity, b: Identity) -> bool:
 
 
 def _find_behind(
-    identities: Mapping[int, Identity], earlier: Mapping[int, set[Identity]]
+    identities: Mapping[int, Identity], earlier: Sequence[Mapping[int, Identity]]
 ) -> Identity | None:
-    """Return what a rank comes for now for the first time, and another rank has left behind."""
-    for rank, identity in identities.items():
-        others = (name for name in earlier if name != rank and identities.get(name) != identity)
-        is_left_behind = any(identity in earlier[name] for name in others)
-        if is_left_behind and identity not in earlier.get(rank, set()):
-            return identity
+    """Return what a rank comes for now, and under an earlier number another rank, but not it."""
+    for before in earlier:
+        for rank, identity in identities.items():
+            if before.get(rank) != identity and any(
+                before[other] == identity != identities.get(other) for other in before
+            ):
+                return identity
     return None
 
 

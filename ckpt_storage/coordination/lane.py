@@ -45,6 +45,7 @@ class Lane:
     `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
     the last operation that this rank took part in, or gave up. `has_met`: an operation of this
     session had all ranks. `processes` are those of the other ranks of this host, from then on.
+    `find_elsewhere` says, for an error, which of some ranks are in an operation of another lane.
     """
 
     def __init__(self, keys: KeyValues, *, rank: int, names: Sequence[int]) -> None:
@@ -57,7 +58,8 @@ class Lane:
         self.session = ""
         self.has_met = False
         self.processes: Mapping[int, RankProcess] = {}
-        self.own_identities: list[Identity] = []
+        self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
+        self.own_identities: dict[int, Identity] = {}
         self._met_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
@@ -74,10 +76,13 @@ class Lane:
         """Return a round of the present operation."""
         return self._round_of(self.session, self.number, number)
 
-    def failed_rounds(self) -> list[Round]:
-        """Return the first rounds of the last numbers that failed since all ranks met."""
-        first = max(self._met_number + 1, self.number - _MAX_EARLIER)
-        return [self._round_of(self.session, number, 1) for number in range(first, self.number)]
+    def failed_numbers(self) -> range:
+        """Return the last numbers that failed since all ranks met."""
+        return range(max(self._met_number + 1, self.number - _MAX_EARLIER), self.number)
+
+    def first_round_of(self, number: int) -> Round:
+        """Return the first round of an earlier operation."""
+        return self._round_of(self.session, number, 1)
 
     def _round_of(self, session: str, number: int, round_number: int) -> Round:
         prefix = f"{session}/{number}/{round_number}"
@@ -91,7 +96,7 @@ class Lane:
         """Take the next number."""
         self.number += 1
         if identity is not None:
-            self.own_identities.append(identity)
+            self.own_identities[self.number] = identity
 
     # Sessions.
 

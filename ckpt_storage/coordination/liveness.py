@@ -171,6 +171,12 @@ class Heartbeats:
         slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
         return pickle.dumps((self.number, next(self._counter), own, slowest))
 
+    @staticmethod
+    def number_of(packed: bytes) -> int:
+        """Return the number of the operation that a heartbeat belongs to."""
+        number: int = pickle.loads(packed)[0]  # noqa: S301  # our own ranks
+        return number
+
     def hear(self, packed: bytes) -> bool:
         """Take in a heartbeat of another rank; return whether it is of this operation."""
         number, _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks

@@ -230,7 +230,8 @@ class Operation:
             arrivals |= self._talk.collect()
         except LateRanksError as error:
             arrivals |= error.payloads
-            late = self._phases.late(self.lane.names_of(error.missing), "not come")
+            known = self.lane.find_elsewhere(error.missing, self._phases.patience_s)
+            late = self._phases.late(self.lane.names_of(error.missing), "not come", known)
         self._give_up_if_different(arrivals, is_complete=late is None)
         if late is not None:
             raise late
@@ -269,16 +270,20 @@ class Operation:
         )
         self._talk.give_up(failed)
 
-    def _read_earlier(self) -> Mapping[int, set[Identity]]:
-        """Return what the ranks came for under the numbers that failed since all ranks met."""
-        lane, earlier = self.lane, dict[int, set[Identity]]()
-        for first_round in lane.failed_rounds():
+    def _read_earlier(self) -> list[Mapping[int, Identity]]:
+        """Return what ranks came for under each number that failed since all ranks met."""
+        lane, earlier = self.lane, list[Mapping[int, Identity]]()
+        for number in lane.failed_numbers():
+            first_round = lane.first_round_of(number)
             ranks = first_round.arrived(self._talk.others, self._phases.patience_s)
             payloads = first_round.payloads(ranks, self._phases.patience_s)
-            for rank, packed in zip(ranks, payloads, strict=True):
-                identity = pickle.loads(packed).identity  # noqa: S301  # our own ranks
-                earlier.setdefault(lane.names[rank], set()).add(identity)
-        earlier[self.global_rank] = set(lane.own_identities[:-1])
+            identities = {
+                lane.names[rank]: pickle.loads(packed).identity  # noqa: S301  # our own ranks
+                for rank, packed in zip(ranks, payloads, strict=True)
+            }
+            if (own := lane.own_identities.get(number)) is not None:
+                identities[self.global_rank] = own
+            earlier.append(identities)
         return earlier
 
     # Later rounds.

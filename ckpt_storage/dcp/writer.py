@@ -66,6 +66,7 @@ class CheckpointStorageWriter(StorageWriter):
             passed to `dcp.save`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (pandas' and Dask's word).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        step: the training step, for a writer of one save: ranks must agree on it.
         thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
         part_bytes: bytes per upload request.
         memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
@@ -93,6 +94,7 @@ class CheckpointStorageWriter(StorageWriter):
         *,
         storage_options: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        step: int | None = None,
         thread_count: int | None = None,
         part_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
@@ -105,10 +107,10 @@ class CheckpointStorageWriter(StorageWriter):
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         super().__init__()
         self._path = path
-        self._options = SaveOptions.of(given, timeouts=Timeouts.of(timeout))
+        self._options = SaveOptions.of(arguments, timeouts=Timeouts.of(timeout))
         self._base = self._options.place(path)
         self._process_group = process_group
         self._threads = _OfThread()
@@ -171,7 +173,7 @@ class CheckpointStorageWriter(StorageWriter):
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
-        of, options = self._threads, self._options
+        of, options, group = self._threads, self._options, self._process_group
         checkpoint_id, of.pending, of.asked = of.pending, None, False
         of.session = SaveSession(
             self._path,
@@ -180,6 +182,7 @@ class CheckpointStorageWriter(StorageWriter):
             partial(Deadline.of, options.timeouts),
             is_coordinator=is_coordinator,
             checkpoint_id=checkpoint_id,
+            global_ranks=None if group is None else dist.get_process_group_ranks(group),
         )
 
     def _session(self) -> SaveSession:

@@ -43,7 +43,7 @@ class CheckpointStorageIO(CheckpointIO):
     one step. For strategies where rank 0 saves for all: one device, DDP.
 
     `storage_options` go to the fsspec file system; those of a call win. `timeout`: seconds,
-    `timedelta` or `Timeouts`; default an hour a phase (`plan`: ten minutes).
+    `timedelta` or `Timeouts`; default an hour a phase (`plan`: four minutes).
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class CheckpointStorageCallback(TrainerCallback):
 
     `keep` is as for `CheckpointManager` (default: everything), `mode` ("thread" or "process") as
     for `AsyncSaver`. `timeout`: seconds, `timedelta` or `Timeouts`; default an hour a phase
-    (`plan`: ten minutes).
+    (`plan`: four minutes).
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def load(  # the public surface, all keyword-only
             `load_state_dict` called, plain values are replaced.
         url: URL or local path of anything that `CheckpointStorageReader` opens.
         process_group: the ranks that load; default: the default group; without one, this process.
-        timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default ten
+        timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default four
             minutes and an hour.
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.

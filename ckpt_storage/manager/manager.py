@@ -83,7 +83,7 @@ class CheckpointManager:
         mirror_storage_options: passed to the fsspec file system of `mirror`.
         process_group: the ranks; default: the default group; without one, this process.
         storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase (`plan`: ten minutes).
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase (`plan`: four minutes).
         retry: how failed storage requests are repeated.
         mode: of the `AsyncSaver` that `save_async` uses, made by its first call.
         max_pending: background saves that may be in flight.

@@ -81,7 +81,7 @@ def save(  # the public surface, all keyword-only
         url: URL or local path; the same on every rank.
         process_group: the ranks that save; default: the default group; without one, this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
-            (`plan`: five minutes).
+            (`plan`: four minutes).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
         step: the training step. Ranks that come with different steps never commit together: the
             save of the lower step fails, so that a rank which skipped a save loses that save only.
