@@ -74,8 +74,9 @@ class CheckpointManager:
         every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
         signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
             was there is called as well; without one the signal no longer ends the process.
-        preemption: called now and then on each rank, on a thread that takes part in nothing
-            collective; `should_save` once it returns something true anywhere. It may hang.
+        preemption: called a few times a second on each rank, on a thread of its own, so it must
+            not call collectives; `should_save` once it has returned something true on any rank.
+            No step waits for it, and it may hang.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
         mirror: a second, slower root. The coordinator copies each committed checkpoint there in
             the background. Until then it stays at the first root, whatever `keep` says.

@@ -39,10 +39,9 @@ _POLL_S = 0.25
 _REQUEST_S = 10.0
 """How long such a request may take."""
 
-_ANSWER_S = 0.05
-"""How long a look waits for a hook that was just asked; the next look has what comes later."""
-
 _END_S = 1.0
+"""How long closing waits for a hook that is running."""
+
 _AHEAD_TURNS = 2
 _NONE = b"none"
 
@@ -187,10 +186,12 @@ class Notices:
         return not self._is_closed and (bool(self._before) or self._hook is not None)
 
     def given(self, *, asks_hook: bool = True) -> str | None:
-        """Return what the notice was, None if there was none yet. Never raises."""
+        """Return what the notice was, None if there was none yet. Never raises, never waits.
+
+        `asks_hook`: call the hook on its own thread; a later look returns its answer.
+        """
         if asks_hook and self._hook is not None and self._noted is None and self._asking.wait(0):
             self._asking.wake()
-            self._asking.wait(_ANSWER_S)
         return self._noted
 
     def _ask(self, _: object) -> None:
@@ -202,7 +203,7 @@ class Notices:
         if self._is_closed:
             return
         self._is_closed = True
-        self._asking.close(_END_S if self._asking.wait(0) else 0.0, stop_s=0.0)
+        self._asking.close(_END_S, stop_s=0.0)
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():

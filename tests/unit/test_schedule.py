@@ -273,36 +273,37 @@ def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with manager_of(tmp_path, preemption=mock.Mock(side_effect=[None, away, "soon"])) as manager:
         clock_s = itertools.count()
         manager._schedule._clock = lambda: float(next(clock_s))  # noqa: SLF001  # not public
-        ask = manager.should_save
-        assert len([step for step in range(1, 200) if ask(step) and ask(step)]) == 1
+        steps = itertools.count(1)
+        first = next(step for step in steps if manager.should_save(step))
+        assert manager.should_save(first)
+        assert not [step for step in range(first + 1, first + 200) if manager.should_save(step)]
         assert manager.preempted == "the preemption hook on rank 0"
     assert "the metadata server is away" in caplog.text
 
 
-def test_a_hook_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked on a thread of its own, once at a time; what it says later counts."""
-    go, said = threading.Event(), threading.Event()
-    count = 0
+def test_no_step_waits_for_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the hook blocks, `should_save` waits for nothing; the answer counts at a later step."""
+    go = threading.Event()
+    waits_s: list[float] = []
+    wait = threading.Condition.wait
 
-    def hook() -> object:
-        nonlocal count
-        count += 1
-        assert go.wait(LONG_S)
-        said.set()
-        return count == 2
+    def recorded_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        # `Thread.start` waits without a timeout.
+        if threading.current_thread() is threading.main_thread() and timeout:
+            waits_s.append(timeout)
+        return wait(condition, timeout)
 
-    notices = Notices((), hook)
-    assert [notices.given() for _ in range(100)] == [None] * 100
-    assert count == 1
-    go.set()
-    assert said.wait(LONG_S)
-    while notices.given() is None:
-        assert count <= 2
-    assert notices.given() == "the preemption hook"
-    notices.close()
-    assert not [thread for thread in threading.enumerate() if "preemption" in thread.name]
+    with manager_of(tmp_path, preemption=lambda: go.wait(LONG_S)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Condition, "wait", recorded_wait)
+            assert not any(manager.should_save(step) for step in range(1, 100))
+        assert waits_s == []
+        go.set()
+        assert next(step for step in itertools.count(100) if manager.should_save(step))
 
-    # Closing does not wait for one that hangs, and what it raises afterwards harms nobody.
+
+def test_a_hook_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Closing goes on without it, and what it raises afterwards harms nobody."""
     late = threading.Event()
     notices = Notices((), lambda: late.wait(LONG_S) and 1 / 0)
     assert notices.given() is None
@@ -313,3 +314,27 @@ def test_a_hook_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture
         late.set()
         thread.join(LONG_S)
     assert not thread.is_alive()
+
+
+def test_a_hook_is_asked_again_only_after_it_answered() -> None:
+    """It runs once at a time, on one thread, which ends with its answer."""
+    go, answered = threading.Event(), threading.Event()
+    count = 0
+
+    def hook() -> object:
+        nonlocal count
+        count += 1
+        assert go.wait(LONG_S)
+        answered.set()
+        return count == 2
+
+    notices = Notices((), hook)
+    assert [notices.given() for _ in range(100)] == [None] * 100
+    assert count <= 1
+    go.set()
+    assert answered.wait(LONG_S)
+    while notices.given() is None:
+        assert count <= 2
+    assert notices.given() == "the preemption hook"
+    notices.close()
+    assert not [thread for thread in threading.enumerate() if "preemption" in thread.name]
