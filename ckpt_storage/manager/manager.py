@@ -46,7 +46,7 @@ from .retention import (
     seconds_of,
 )
 from .root import Root, all_of, newest_of
-from .schedule import Job, Notices, Schedule, StepSave
+from .schedule import Job, PreemptionNotices, Schedule, StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -73,7 +73,9 @@ class CheckpointManager:
         every_steps: `should_save` at each multiple.
         every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
         signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
-            was there is called as well; without one the signal no longer ends the process.
+            was there is called as well; without one the signal no longer ends the process. Python's
+            own handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
+            after the first.
         preemption: called a few times a second on each rank, on a thread of its own, so it must
             not call collectives; `should_save` once it has returned something true on any rank.
             No step waits for it, and it may hang.
@@ -145,7 +147,7 @@ class CheckpointManager:
         with contextlib.ExitStack() as undo:
             self._ranks = RankGroup.of(process_group, lane=channel)
             undo.callback(self._ranks.close)
-            self._notices = Notices(signals, preemption)
+            self._notices = PreemptionNotices(signals, preemption)
             undo.callback(self._notices.close)
             self._schedule = Schedule(
                 self._ranks,

@@ -39,8 +39,11 @@ _POLL_S = 0.25
 _REQUEST_S = 10.0
 """How long such a request may take."""
 
-_END_S = 1.0
+_HOOK_END_S = 1.0
 """How long closing waits for a hook that is running."""
+
+_REPEATED_S = 1.0
+"""A SIGINT so soon after the first is the same: launchers signal a process and its group."""
 
 _AHEAD_TURNS = 2
 _NONE = b"none"
@@ -136,82 +139,109 @@ class Job(Watch):
             log.exception("%s failed.", self._name)
 
 
-class Notices:
-    """Takes signals, for handlers before it as well, and asks a hook on its own thread."""
+class PreemptionNotices:
+    """Signals, and a hook on a thread of its own, that announce the end of this process.
+
+    A handler that was there before is called as well, but for Python's own handler of SIGINT. It
+    raises KeyboardInterrupt only at a second SIGINT, a second or more after the first.
+    """
 
     def __init__(
-        self, signals: Sequence[int] = (), hook: Callable[[], object] | None = None
+        self,
+        signals: Sequence[int] = (),
+        hook: Callable[[], object] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hook = hook
-        self._asking = Job(self._ask, name="ckpt-storage preemption", timeout_s=0.0)
+        self._hook_job = Job(self._call_hook, name="ckpt-storage preemption", timeout_s=0.0)
+        self._clock = clock
         self._pid = os.getpid()
         self._is_closed = False
-        self._noted: str | None = None
-        self._before: dict[int, Any] = {}
+        self._notice: str | None = None
+        self._first_s: dict[int, float] = {}
+        self._handlers_before: dict[int, Any] = {}
         numbers = list(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
             raise InvalidInputError(
-                "Signals can be taken in the main thread only.",
-                next_step="Make the manager there, or pass preemption= instead of signals=.",
+                "Signals can be handled in the main thread only.",
+                next_step="Make the manager in the main thread, or pass preemption= instead.",
             )
         try:
             for number in numbers:
-                # Kept first: it must be called by a signal that comes at once.
-                self._before[number] = signal.getsignal(number)
-                signal.signal(number, self._take)
+                # Recorded first: a signal that arrives at once needs it.
+                self._handlers_before[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
         except (OSError, ValueError, TypeError) as error:
             self.close()
             raise InvalidInputError(
-                f"The signals {list(signals)!r} cannot be taken: {error}.",
-                next_step="Give numbers such as signal.SIGTERM; SIGKILL and SIGSTOP never come.",
+                f"The signals {list(signals)!r} cannot be handled: {error}.",
+                next_step="Give numbers such as signal.SIGTERM; no process can handle SIGKILL and "
+                "SIGSTOP.",
             ) from error
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number)
-        if not self._is_closed and os.getpid() == self._pid:
-            # A real-time one has no name of its own.
-            known = (one.name for one in signal.Signals if one == number)
-            self._noted = self._noted or next(known, f"signal {number}")
-        elif signal.getsignal(number) == self._take:
-            # As had this handler never been installed.
+    @property
+    def are_expected(self) -> bool:
+        """Whether there can be a notice at all."""
+        return not self._is_closed and (bool(self._handlers_before) or self._hook is not None)
+
+    def pending(self, *, asks_hook: bool = True) -> str | None:
+        """Return the first notice of this process, None before there was one.
+
+        Never raises and never waits. `asks_hook`: call the hook, unless it is running; a later call
+        of this method returns its answer.
+        """
+        is_asked = asks_hook and self._hook is not None and self._notice is None
+        if is_asked and self._hook_job.wait(0):
+            self._hook_job.wake()
+        return self._notice
+
+    def _call_hook(self, _: object) -> None:
+        if self._hook is not None and self._hook():
+            self._notice = self._notice or "the preemption hook"
+
+    @property
+    def _is_active(self) -> bool:
+        """Whether signals of this process are notices: not after `close`, nor in a forked child."""
+        return not self._is_closed and os.getpid() == self._pid
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._handler_before(number)
+        if self._is_active:
+            # A real-time signal has no name.
+            names = (known.name for known in signal.Signals if known == number)
+            self._notice = self._notice or next(names, f"signal {number}")
+            since_s = self._clock() - self._first_s.setdefault(number, self._clock())
+            if before == signal.default_int_handler and since_s < _REPEATED_S:
+                return
+        elif signal.getsignal(number) == self._handle:
+            # As if this handler had never been installed.
             signal.signal(number, signal.SIG_DFL if before is None else before)
             if not callable(before):
                 signal.raise_signal(number)
         if callable(before):
             before(number, frame)
 
-    @property
-    def are_asked_for(self) -> bool:
-        """Whether there can be a notice at all."""
-        return not self._is_closed and (bool(self._before) or self._hook is not None)
-
-    def given(self, *, asks_hook: bool = True) -> str | None:
-        """Return what the notice was, None if there was none yet. Never raises, never waits.
-
-        `asks_hook`: call the hook on its own thread; a later look returns its answer.
-        """
-        if asks_hook and self._hook is not None and self._noted is None and self._asking.wait(0):
-            self._asking.wake()
-        return self._noted
-
-    def _ask(self, _: object) -> None:
-        if self._hook is not None and self._hook():
-            self._noted = self._noted or "the preemption hook"
+    def _handler_before(self, number: int) -> Any:  # noqa: ANN401  # as the signal module's
+        """Return the handler that was there before, past those of notices that are not active."""
+        handler = self._handlers_before.get(number)
+        while isinstance(owner := getattr(handler, "__self__", None), PreemptionNotices):
+            if owner._is_active:  # noqa: SLF001  # of the same class
+                break
+            handler = owner._handlers_before.get(number)  # noqa: SLF001  # as above
+        return handler
 
     def close(self) -> None:
-        """Put back the handlers that were there; outside the main thread, when the signal comes."""
+        """Restore the earlier handlers; outside the main thread, when the next signal arrives."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._asking.close(_END_S, stop_s=0.0)
+        self._hook_job.close(_HOOK_END_S, stop_s=0.0)
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before in self._before.items():
-            while isinstance(owner := getattr(before, "__self__", None), Notices):
-                if not owner._is_closed:  # noqa: SLF001  # one of us
-                    break
-                before = owner._before.get(number)  # noqa: PLW2901, SLF001  # the same
-            if signal.getsignal(number) == self._take and before is not None:
+        for number in self._handlers_before:
+            before = self._handler_before(number)
+            if signal.getsignal(number) == self._handle and before is not None:
                 signal.signal(number, before)
 
 
@@ -305,7 +335,7 @@ class Schedule:
     def __init__(
         self,
         ranks: RankGroup,
-        notices: Notices,
+        notices: PreemptionNotices,
         *,
         every_steps: int | None,
         every_s: float | None,
@@ -324,7 +354,7 @@ class Schedule:
         self._terms = {
             "every_steps": str(every_steps),
             "every_s": str(every_s),
-            "signals or preemption": "given" if notices.are_asked_for else "not given",
+            "signals or preemption": "given" if notices.are_expected else "not given",
         }
         self._clock = clock
         self._saved_s = clock()
@@ -349,12 +379,12 @@ class Schedule:
         self._answer = bool(self._every_steps and step > 0 and step % self._every_steps == 0)
         if not self._has_met:
             self._meet(step)
-        elif self._every_s is not None or self._notices.are_asked_for:
+        elif self._every_s is not None or self._notices.are_expected:
             now_s = self._clock()
             is_time = now_s - self._polled_s >= _POLL_S
             if is_time:
                 self._polled_s = now_s
-            notice = self._notices.given(asks_hook=is_time)
+            notice = self._notices.pending(asks_hook=is_time)
             if self._ranks.world_size == 1:
                 self._decide([notice or ""])
             elif (is_time or self._call.has_promised) and self._is_called(step, notice):
@@ -377,7 +407,7 @@ class Schedule:
 
     def _meet(self, step: int) -> None:
         what = f"the look whether to save at step {step}"
-        notice = self._notices.given(asks_hook=False) or ""
+        notice = self._notices.pending(asks_hook=False) or ""
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet({"the step": str(step), **({} if self._has_met else self._terms)})
             notices = operation.gather(notice)

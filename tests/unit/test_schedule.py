@@ -24,7 +24,7 @@ from rank_threads import MemoryKeys
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.schedule import Call, Notices, Schedule
+from ckpt_storage.manager.schedule import Call, PreemptionNotices, Schedule
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.upload_facts import together
 
@@ -35,7 +35,9 @@ def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
 
     def train(rank: int) -> list[int]:
         ranks = RankGroup(boards, rank=rank, world_size=2, look_s=0.001)
-        schedule = Schedule(ranks, Notices(), every_steps=5, every_s=None, timeouts=Timeouts())
+        schedule = Schedule(
+            ranks, PreemptionNotices(), every_steps=5, every_s=None, timeouts=Timeouts()
+        )
         due = [schedule.is_due(1)]
         boards_left = ranks.number
         due += [schedule.is_due(step) for step in range(2, 21)]
@@ -65,8 +67,8 @@ def in_step(
 
     def train(rank: int) -> None:
         now_s = [0.0]
-        notices = mock.Mock(are_asked_for=True)
-        notices.given.return_value = None
+        notices = mock.Mock(are_expected=True)
+        notices.pending.return_value = None
         schedule = Schedule(
             RankGroup(board, rank=rank, world_size=world_size, look_s=0.001),
             notices,
@@ -78,7 +80,7 @@ def in_step(
         for step in range(1, last):
             now_s[0] += 20.0 if step >= long_from else 0.001
             if rank == noticed and step == notice_at:
-                notices.given.return_value = "SIGTERM"
+                notices.pending.return_value = "SIGTERM"
             if schedule.is_due(step):
                 found[rank].append(step)
                 schedule.saved()
@@ -212,8 +214,8 @@ def test_a_forked_child_is_ended_by_the_signal() -> None:
     """A child inherits the handler, and the signal does to it what it did before there was one."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.schedule import Notices
-notices = Notices([signal.SIGTERM])
+from ckpt_storage.manager.schedule import PreemptionNotices
+notices = PreemptionNotices([signal.SIGTERM])
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
@@ -225,9 +227,9 @@ os.read(read, 1)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
-assert notices.given() is None
+assert notices.pending() is None
 os.kill(os.getpid(), signal.SIGTERM)
-assert notices.given() == "SIGTERM"
+assert notices.pending() == "SIGTERM"
 print("both lived as long as they should")
 """)
     assert found.stdout.startswith("both"), found.stderr
@@ -235,7 +237,7 @@ print("both lived as long as they should")
 
 def test_handlers_of_others_are_called_past_those_that_closed(taken: list[int]) -> None:
     """What was there before the first one comes back after both, and is called meanwhile."""
-    first, second = Notices([signal.SIGUSR1]), Notices([signal.SIGUSR1])
+    first, second = PreemptionNotices([signal.SIGUSR1]), PreemptionNotices([signal.SIGUSR1])
     first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert taken == [signal.SIGUSR1]
@@ -263,8 +265,98 @@ def test_a_signal_asks_for_one_save(tmp_path: Path, taken: list[int]) -> None:
         refused = thread.submit(manager_of, tmp_path, signals=[signal.SIGUSR1])
         with pytest.raises(InvalidInputError, match="main thread"):
             refused.result(LONG_S)
-    with pytest.raises(InvalidInputError, match="cannot be taken"):
+    with pytest.raises(InvalidInputError, match="cannot be handled"):
         manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGKILL])
+
+
+@pytest.fixture
+def python_handler() -> Iterator[None]:
+    """Let SIGINT be handled as Python does, whatever the test runner does with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def interrupted() -> bool:
+    """Send SIGINT to this process; return whether that raised KeyboardInterrupt."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_an_interrupt_is_a_notice(tmp_path: Path) -> None:
+    """With `signals=[SIGINT]` Ctrl-C asks for a save and raises no KeyboardInterrupt."""
+    with manager_of(tmp_path, signals=[signal.SIGINT]) as manager:
+        assert not interrupted()
+        assert manager.should_save(1)
+        assert manager.preempted == "SIGINT on rank 0"
+    assert interrupted(), "a closed manager leaves SIGINT to Python"
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_a_second_interrupt_ends_the_process() -> None:
+    """A SIGINT soon after the first is the same notice, sent twice; a later one is Python's."""
+    now_s = 0.0
+    notices = PreemptionNotices([signal.SIGINT], clock=lambda: now_s)
+    assert not interrupted()
+    now_s = 0.5
+    assert not interrupted(), "launchers signal a process and its group"
+    now_s = 2.0
+    assert interrupted()
+    notices.close()
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_an_interrupt_is_a_notice_to_every_manager_that_is_open() -> None:
+    """Also when the one that was made first is closed."""
+    first, second = PreemptionNotices([signal.SIGINT]), PreemptionNotices([signal.SIGINT])
+    assert not interrupted()
+    assert first.pending() == second.pending() == "SIGINT"
+    second.close()
+    second = PreemptionNotices([signal.SIGINT])
+    first.close()
+    assert not interrupted()
+    assert second.pending() == "SIGINT"
+    second.close()
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_a_signal_that_was_ignored_is_a_notice() -> None:
+    """A shell starts background jobs with SIGINT ignored; it is ignored again after `close`."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    notices = PreemptionNotices([signal.SIGINT])
+    assert not interrupted()
+    assert notices.pending() == "SIGINT"
+    notices.close()
+    assert not interrupted()
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
+
+
+def test_an_interrupted_child_of_fork_raises_as_python_does() -> None:
+    """Also where it has made notices of its own, and closed them."""
+    result = run("""
+import os, signal
+from ckpt_storage.manager.schedule import PreemptionNotices
+notices = PreemptionNotices([signal.SIGINT])
+child = os.fork()
+if child == 0:
+    own = PreemptionNotices([signal.SIGINT])
+    os.kill(os.getpid(), signal.SIGINT)
+    assert own.pending() == "SIGINT"
+    own.close()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os._exit(7)
+    os._exit(1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+print("raised")
+""")
+    assert result.stdout.startswith("raised"), result.stderr
 
 
 def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,8 +397,8 @@ def test_no_step_waits_for_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_hook_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     """Closing goes on without it, and what it raises afterwards harms nobody."""
     late = threading.Event()
-    notices = Notices((), lambda: late.wait(LONG_S) and 1 / 0)
-    assert notices.given() is None
+    notices = PreemptionNotices((), lambda: late.wait(LONG_S) and 1 / 0)
+    assert notices.pending() is None
     (thread,) = [thread for thread in threading.enumerate() if "preemption" in thread.name]
     notices.close()
     assert thread.is_alive()
@@ -328,13 +420,13 @@ def test_a_hook_is_asked_again_only_after_it_answered() -> None:
         answered.set()
         return count == 2
 
-    notices = Notices((), hook)
-    assert [notices.given() for _ in range(100)] == [None] * 100
+    notices = PreemptionNotices((), hook)
+    assert [notices.pending() for _ in range(100)] == [None] * 100
     assert count <= 1
     go.set()
     assert answered.wait(LONG_S)
-    while notices.given() is None:
+    while notices.pending() is None:
         assert count <= 2
-    assert notices.given() == "the preemption hook"
+    assert notices.pending() == "the preemption hook"
     notices.close()
     assert not [thread for thread in threading.enumerate() if "preemption" in thread.name]
