@@ -33,20 +33,17 @@ from ckpt_storage.saves.session import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
+from .job import BackgroundJob
 from .mirror import Mirror
+from .names import DEFAULT_TEMPLATE, StepNames
+from .notices import PreemptionNotices
+from .policies import Candidate, Keep, KeepBest, seconds_of
 from .prune import Pruner, delete_step
 from .resume import Check, Restored, Resumer
-from .retention import (
-    DEFAULT_TEMPLATE,
-    Candidate,
-    Keep,
-    KeepBest,
-    PruneReport,
-    StepNames,
-    seconds_of,
-)
+from .retention import PruneReport
 from .root import Root, all_of, newest_of
-from .schedule import Job, PreemptionNotices, Schedule, StepSave
+from .schedule import Schedule
+from .step_save import StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -163,7 +160,9 @@ class CheckpointManager:
         self._highest_saved = -1
         self._has_warned = False
         self._tidying, self._copying = (
-            Job(work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit)
+            BackgroundJob(
+                work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit
+            )
             for what, work in (("prune", self._tidy), ("mirror", self._copy))
         )
         if self._mirror is not None:
@@ -255,7 +254,7 @@ class CheckpointManager:
         only; or if it is the save that `restore` passed over as damaged, so that training which
         comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
-        return self._begun(locals()).run(RankGroup.of(self._process_group), state)
+        return self._new_save(locals()).run(RankGroup.of(self._process_group), state)
 
     def save_async(
         self,
@@ -277,17 +276,17 @@ class CheckpointManager:
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save as `save`, in the background, as `AsyncSaver.save` does it."""
-        save = self._begun(locals())
+        save = self._new_save(locals())
         return save.begin(self.saver, state, block_until_staged=block_until_staged)
 
-    def _begun(self, given: Mapping[str, Any]) -> StepSave:
-        """Begin a save with the arguments of a call."""
+    def _new_save(self, arguments: Mapping[str, Any]) -> StepSave:
+        """Return the save of a call with these arguments."""
         self._check_open()
-        self._schedule.saved()
-        return StepSave(self._root, given, self._committed)
+        self._schedule.restart_timer()
+        return StepSave(self._root, arguments, self._on_commit)
 
-    def _committed(self, name: str) -> None:
-        """Let the background do what a commit asks for; from any thread."""
+    def _on_commit(self, name: str) -> None:
+        """Start the prune and the copy that follow a commit; from any thread."""
         self._highest_saved = max(self._root.names.step_of(name) or 0, self._highest_saved)
         if self._pruner is not None:
             # Its step may be lower than those of a run that was given up.

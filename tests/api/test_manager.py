@@ -24,8 +24,8 @@ from commit_tools import body_of
 
 import ckpt_storage
 from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, RetentionPolicy, errors
+from ckpt_storage.manager.job import BackgroundJob
 from ckpt_storage.manager.root import Root, Uses
-from ckpt_storage.manager.schedule import Job
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -289,7 +289,7 @@ def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
     now_s = 0.0
     with cases.manager_of(tmp_path, every_s=10) as manager:
         manager._schedule._clock = lambda: now_s  # noqa: SLF001  # not public
-        manager._schedule.saved()  # noqa: SLF001  # the same
+        manager._schedule.restart_timer()  # noqa: SLF001  # the same
         for step in range(1, 12):
             now_s += 3.0
             if manager.should_save(step):
@@ -310,7 +310,7 @@ def test_a_wish_during_a_run_gets_a_run_of_its_own(monkeypatch: pytest.MonkeyPat
         assert go.acquire(timeout=LONG_S)
         runs.append(1)
 
-    job = Job(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
     assert job.wait(0), "nothing was asked for"
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -344,7 +344,7 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
         deadline.sleep(LONG_S)
         deadline.check("The job")
 
-    job = Job(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
     job.wake()
     assert begun.wait(LONG_S)
     job.wake()

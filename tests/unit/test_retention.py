@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.retention import (
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import (
     Candidate,
-    Found,
     KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
-    PruneReport,
     RetentionPolicy,
-    StepNames,
-    plan_retention,
     policies_of,
 )
+from ckpt_storage.manager.retention import FolderState, PruneReport, plan_retention
 
 
 def info(
@@ -55,7 +53,7 @@ def plan_of(
 ) -> PruneReport:
     """Plan for what was found, as the two say who is damaged and how old each is."""
     found = [
-        Found(
+        FolderState(
             name=one.name,
             step=one.step,
             status="committed" if one.format == "ckpt_storage" else "foreign",

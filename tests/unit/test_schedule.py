@@ -1,4 +1,4 @@
-"""When ranks meet to save: at first, and when one calls, all at one turn; on notice of a signal."""
+"""When ranks meet to decide on a save: at first, at a rank's request, and on notice of a signal."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from rank_threads import MemoryKeys
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
-from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.schedule import Call, PreemptionNotices, Schedule
+from ckpt_storage.errors import InvalidInputError, RankMismatchError
+from ckpt_storage.manager.early_rendezvous import EarlyRendezvous
+from ckpt_storage.manager.notices import PreemptionNotices
+from ckpt_storage.manager.schedule import Schedule
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.upload_facts import together
 
 
-def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
+def test_ranks_compare_their_arguments_at_the_first_step() -> None:
     """Also where each knows by itself when to save; and only then do they meet."""
-    boards = MemoryKeys()
+    keys = MemoryKeys()
 
     def train(rank: int) -> list[int]:
-        ranks = RankGroup(boards, rank=rank, world_size=2, look_s=0.001)
+        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
         schedule = Schedule(
             ranks, PreemptionNotices(), every_steps=5, every_s=None, timeouts=Timeouts()
         )
         due = [schedule.is_due(1)]
-        boards_left = ranks.number
+        met_count = ranks.number
         due += [schedule.is_due(step) for step in range(2, 21)]
-        assert ranks.number == boards_left, "no second meeting"
+        assert ranks.number == met_count, "no second meeting"
         return [step for step, is_due in enumerate(due, 1) if is_due]
 
     assert together([partial(train, rank) for rank in range(2)]) == [[5, 10, 15, 20]] * 2
@@ -60,7 +62,7 @@ def in_step(
 
     Steps take a millisecond each, from `long_from` on 20 s, by clocks of their own.
     """
-    board = MemoryKeys()
+    keys = MemoryKeys()
     turns = [threading.Semaphore(0) for _ in range(world_size)]
     last = notice_at + more
     found: list[list[int]] = [[] for _ in range(world_size)]
@@ -70,7 +72,7 @@ def in_step(
         notices = mock.Mock(are_expected=True)
         notices.pending.return_value = None
         schedule = Schedule(
-            RankGroup(board, rank=rank, world_size=world_size, look_s=0.001),
+            RankGroup(keys, rank=rank, world_size=world_size, look_s=0.001),
             notices,
             every_steps=None,
             every_s=every_s,
@@ -83,7 +85,7 @@ def in_step(
                 notices.pending.return_value = "SIGTERM"
             if schedule.is_due(step):
                 found[rank].append(step)
-                schedule.saved()
+                schedule.restart_timer()
             # As in an all-reduce: nobody ends the next step before all have begun it.
             for other in turns:
                 other.release()
@@ -118,76 +120,137 @@ def test_a_notice_and_seconds_are_answered_by_all_ranks_at_one_step() -> None:
         assert all(5 <= b - a <= most for a, b in itertools.pairwise([0, *first]))
 
 
+def test_ranks_that_failed_to_meet_meet_at_their_next_step() -> None:
+    """A rank that was at another step ends one meeting, not all later ones."""
+    keys = MemoryKeys()
+    at_next_step = threading.Barrier(2)
+
+    def train(rank: int) -> tuple[str | None, list[str]]:
+        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
+        notices = mock.Mock(are_expected=True)
+        notices.pending.return_value = None
+        clock_s = itertools.count()
+        schedule = Schedule(
+            ranks,
+            notices,
+            every_steps=None,
+            every_s=None,
+            timeouts=Timeouts(plan=LONG_S),
+            clock=lambda: float(next(clock_s)),
+        )
+        failures: list[str] = []
+        for step in range(1, 20):
+            at_next_step.wait(LONG_S)
+            if rank == 1 and step == 5:
+                notices.pending.return_value = "SIGTERM"
+            is_apart = rank == 1 and step > 5 and not failures
+            try:
+                schedule.is_due(step + (1000 if is_apart else 0))
+            except RankMismatchError as error:
+                failures.append(str(error))
+        return schedule.preempted, failures
+
+    for outcome in together([partial(train, rank) for rank in range(2)]):
+        assert not isinstance(outcome, BaseException)
+        preempted, failures = outcome
+        assert (preempted, len(failures)) == ("SIGTERM on rank 1", 1)
+
+
+def test_the_keys_of_a_rendezvous_are_deleted_after_it() -> None:
+    """Its own keys go with the meeting at which all ranks came together."""
+    keys = MemoryKeys()
+    groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+    rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
+    for turn in range(1, 4):
+        agreed = [one.poll(turn, wants_meeting=turn == 1) for one in rendezvous]
+    assert agreed == [3, 3]
+    assert keys.keys
+    for one in rendezvous:
+        one.reset("the meeting")
+    assert keys.keys == []
+
+
 @given(world_size=st.integers(1, 4), data=st.data())
 def test_all_ranks_meet_at_one_turn_whatever_their_pace(
     world_size: int, data: st.DataObject
 ) -> None:
-    """In any order of turns, with any wishes and looks left out, nobody meets alone or too late.
+    """In any order of turns, requests and polls, no rank meets alone or at a turn that is past.
 
-    In the end all look at each turn, and at no great distance: then they do meet.
+    In the end all ranks poll at each turn and keep pace: then they do meet.
     """
-    board = MemoryKeys()
-    groups = [RankGroup(board, rank=r, world_size=world_size) for r in range(world_size)]
-    calls = [Call(ranks, timeout_s=1) for ranks in groups]
+    keys = MemoryKeys()
+    groups = [RankGroup(keys, rank=r, world_size=world_size) for r in range(world_size)]
+    rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
     for epoch in range(2):
         turns = [0] * world_size
-        came: dict[int, int] = {}
+        met: dict[int, int] = {}
         drawn = 0
-        while len(came) < world_size:
+        while len(met) < world_size:
             drawn += 1
-            waiting = [r for r in range(world_size) if r not in came]
+            waiting = [r for r in range(world_size) if r not in met]
             if drawn < 40:
                 rank = data.draw(st.sampled_from(waiting))
             else:
                 rank = min(waiting, key=lambda r: turns[r])
-            call = calls[rank]
+            own = rendezvous[rank]
             if epoch and not turns[rank]:
-                call.anew("second")  # others may be on their way already
+                own.reset("second")  # others may be on their way already
             turns[rank] += 1
-            is_asked = call.has_promised or drawn >= 40 or data.draw(st.booleans())
-            wants = is_asked and (drawn >= 40 or data.draw(st.integers(0, 3)) == 0)
-            agreed = call.look(turns[rank], wants=wants) if is_asked else None
+            polls = own.is_committed or drawn >= 40 or data.draw(st.booleans())
+            wants = polls and (drawn >= 40 or data.draw(st.integers(0, 3)) == 0)
+            agreed = own.poll(turns[rank], wants_meeting=wants) if polls else None
             assert agreed is None or agreed >= turns[rank]
             if agreed == turns[rank]:
-                came[rank] = turns[rank]
+                met[rank] = turns[rank]
             assert drawn < 2000
-        assert len(set(came.values())) == 1
+        assert len(set(met.values())) == 1
 
 
-def test_what_ranks_left_that_were_ended_is_no_call() -> None:
-    """Those after them share their board, and would meet alone at a turn that others are past."""
-    board = MemoryKeys()
+def test_a_request_of_ranks_that_were_killed_is_no_request() -> None:
+    """Restarted ranks share their store, and would meet at a turn that some of them are past."""
+    keys = MemoryKeys()
 
-    def ranks(meeting_id: str) -> list[Call]:
-        groups = [RankGroup(board, rank=r, world_size=2) for r in range(2)]
-        calls = [Call(group, timeout_s=1) for group in groups]
-        for one in calls:
-            one.anew(meeting_id)
-        return calls
+    def rendezvous_of(meeting_id: str) -> list[EarlyRendezvous]:
+        groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+        rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
+        for one in rendezvous:
+            one.reset(meeting_id)
+        return rendezvous
 
-    ended = ranks("of the first attempt")
+    killed = rendezvous_of("of the first attempt")
     for turn in range(1, 4):
-        agreed = [one.look(turn, wants=turn == 1) for one in ended]
+        agreed = [one.poll(turn, wants_meeting=turn == 1) for one in killed]
     assert agreed == [3, 3]
-    assert board.keys
-    late, early = ranks("of the second")
-    assert early.look(1, wants=False) is None
-    assert late.look(5, wants=False) is None
-    assert not early.has_promised
-    assert not late.has_promised
+    assert keys.keys
+    late, early = rendezvous_of("of the second")
+    assert early.poll(1, wants_meeting=False) is None
+    assert late.poll(5, wants_meeting=False) is None
+    assert not early.is_committed
+    assert not late.is_committed
 
 
-def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
-    """Before, the next meeting tells; after it, nobody may go on without the word."""
-    board = MemoryKeys()
-    call = Call(RankGroup(board, rank=0, world_size=2), timeout_s=1)
-    gone = mock.patch.object(board, "get", side_effect=LostStoreError("gone"))
-    with gone:
-        assert call.look(1, wants=False) is None
-    assert call.look(2, wants=True) is None
-    assert call.has_promised
-    with gone, pytest.raises(LostStoreError):
-        call.look(3, wants=False)
+def test_a_lost_store_matters_only_to_a_rank_that_is_committed() -> None:
+    """Before that the next meeting raises; afterwards no rank may go on without the agreement."""
+    keys = MemoryKeys()
+    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=2), timeout_s=1)
+    lost = mock.patch.object(keys, "get", side_effect=LostStoreError("gone"))
+    with lost:
+        assert rendezvous.poll(1, wants_meeting=False) is None
+    assert rendezvous.poll(2, wants_meeting=True) is None
+    assert rendezvous.is_committed
+    with lost, pytest.raises(LostStoreError):
+        rendezvous.poll(3, wants_meeting=False)
+
+
+def test_a_lost_store_ends_no_meeting_that_has_ended() -> None:
+    """Keys that cannot be deleted stay; the decision that all ranks took counts."""
+    keys = MemoryKeys()
+    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=1), timeout_s=1)
+    assert [rendezvous.poll(turn, wants_meeting=True) for turn in (1, 2, 3)] == [None, None, 3]
+    with mock.patch.object(keys, "delete", side_effect=LostStoreError("gone")):
+        rendezvous.reset("the meeting")
+    rendezvous.reset("the next meeting")
+    assert keys.keys == []
 
 
 LONG_S = 60.0
@@ -214,7 +277,7 @@ def test_a_forked_child_is_ended_by_the_signal() -> None:
     """A child inherits the handler, and the signal does to it what it did before there was one."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.schedule import PreemptionNotices
+from ckpt_storage.manager.notices import PreemptionNotices
 notices = PreemptionNotices([signal.SIGTERM])
 read, write = os.pipe()
 child = os.fork()
@@ -339,7 +402,7 @@ def test_an_interrupted_child_of_fork_raises_as_python_does() -> None:
     """Also where it has made notices of its own, and closed them."""
     result = run("""
 import os, signal
-from ckpt_storage.manager.schedule import PreemptionNotices
+from ckpt_storage.manager.notices import PreemptionNotices
 notices = PreemptionNotices([signal.SIGINT])
 child = os.fork()
 if child == 0:
