@@ -50,6 +50,7 @@ from .loads.load import load as load
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.policies import Candidate as Candidate
 from .manager.policies import KeepBest as KeepBest
+from .manager.policies import KeepClosest as KeepClosest
 from .manager.policies import KeepEvery as KeepEvery
 from .manager.policies import KeepLatest as KeepLatest
 from .manager.policies import KeepNewerThan as KeepNewerThan

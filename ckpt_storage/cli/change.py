@@ -21,6 +21,7 @@ from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
 from ckpt_storage.manager.policies import (
     KeepBest,
+    KeepClosest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
@@ -248,6 +249,18 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     "--keep-every", type=click.IntRange(min=1), metavar="N", help="Steps that N divides, for good."
 )
 @click.option(
+    "--keep-closest-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The step closest to each multiple of N.",
+)
+@click.option(
+    "--keep-closest-time",
+    metavar="TIME",
+    callback=duration,
+    help="The one saved closest to each multiple of TIME: 1h, 1d.",
+)
+@click.option(
     "--keep-best",
     multiple=True,
     metavar="METRIC:min|max[:N]",
@@ -262,6 +275,8 @@ def prune(  # one parameter for each option
     *,
     keep_latest: int | None,
     keep_every: int | None,
+    keep_closest_steps: int | None,
+    keep_closest_time: float | None,
     keep_best: tuple[str, ...],
     keep_newer_than: float | None,
     names: str,
@@ -278,6 +293,10 @@ def prune(  # one parameter for each option
     policies: list[RetentionPolicy] = [_best(text) for text in keep_best]
     policies += [KeepLatest(keep_latest)] if keep_latest is not None else []
     policies += [KeepEvery(keep_every)] if keep_every is not None else []
+    if keep_closest_steps is not None:
+        policies.append(KeepClosest(every_steps=keep_closest_steps))
+    if keep_closest_time is not None:
+        policies.append(KeepClosest(every_s=keep_closest_time))
     policies += [KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")

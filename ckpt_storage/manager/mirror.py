@@ -16,9 +16,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.copy import copy
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
-from .policies import Keep
+from .policies import Keep, begun_s
 from .prune import Pruner
-from .retention import FolderState, begun_of, plan_retention
+from .retention import FolderState, plan_retention
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -60,7 +60,7 @@ class Mirror:
         if copied is None or copied.info is None:
             return True
         is_same = copied.status == "foreign" or copied.save_id == found.save_id
-        return not is_same and begun_of(copied.info) <= begun_of(found.info)
+        return not is_same and begun_s(copied.info) <= begun_s(found.info)
 
     def fill(self, job: Deadline) -> bool:
         """Copy what the mirror lacks, newest first, then prune it; return whether it tried any."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Literal, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -46,6 +46,13 @@ class RetentionPolicy(ABC):
         another call a damaged one is among them, as if it were sound.
         """
 
+    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
+        """Return the names that are read again before a prune: without them others are kept.
+
+        By default all that are kept. A rule that judges each candidate alone rests on none.
+        """
+        return self.kept(candidates)
+
     def __or__(self, other: RetentionPolicy) -> KeepAny:
         return KeepAny(policies_of([self, other]))
 
@@ -81,6 +88,74 @@ class KeepEvery(RetentionPolicy):
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names of multiples."""
         return {one.name: f"{self}" for one in candidates if one.step % self.n == 0}
+
+    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
+        """Return nothing: each step is judged alone."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepClosest(RetentionPolicy):
+    """Keep, for each multiple of `every_steps` or of `every_s` seconds, the closest checkpoint.
+
+    For runs whose steps are not multiples. Each checkpoint counts for its nearest multiple; of two
+    that are equally close, the later counts. It gives way to a closer one only: a run that prunes
+    after each save keeps what it would keep had it never pruned. Seconds count from 1970 (UTC) to
+    when the save began, by the clock of its rank 0: `every_s=3600` means full hours.
+    """
+
+    every_steps: int | None = None
+    every_s: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if (self.every_steps is None) == (self.every_s is None):
+            raise InvalidInputError(
+                "KeepClosest has not exactly one interval.",
+                next_step="Give every_steps, such as 1000, or every_s, such as 3600.",
+            )
+        if self.every_s is None:
+            _check_count(self, self.every_steps)
+        elif not self._interval:
+            raise InvalidInputError("every_s of KeepClosest is 0.", next_step="Give more seconds.")
+
+    @property
+    def _interval(self) -> float:
+        if self.every_s is None:
+            return self.every_steps or 0
+        return seconds_of(self.every_s, what="every_s of KeepClosest")
+
+    def _position(self, candidate: Candidate) -> float | None:
+        return candidate.step if self.every_s is None else begun_s(candidate.info) or None
+
+    def _ranked(self, candidates: Sequence[Candidate]) -> Iterable[list[tuple[float, float, int]]]:
+        """Return distance, position and index of each multiple's candidates, the closest last."""
+        interval = self._interval
+        groups: dict[float, list[tuple[float, float, int]]] = {}
+        for index, candidate in enumerate(candidates):
+            if (position := self._position(candidate)) is not None:
+                # The higher of two that are equally near. Whole numbers stay exact.
+                multiple = (2 * position + interval) // (2 * interval) * interval
+                rank = (-abs(position - multiple), position, index)
+                groups.setdefault(multiple, []).append(rank)
+        return map(sorted, groups.values())
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the names of the closest, each with its distance."""
+        unknown = [one.name for one in candidates if self._position(one) is None]
+        kept = dict.fromkeys(unknown, f"{self}: when its save began is not known")
+        unit = "steps" if self.every_s is None else "s"
+        for *_, (distance, _, index) in self._ranked(candidates):
+            kept[candidates[index].name] = f"{self}: {-distance:.12g} {unit} from a multiple"
+        return kept
+
+    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
+        """Return the closest of multiples that have others, too."""
+        return [candidates[group[-1][2]].name for group in self._ranked(candidates) if group[1:]]
+
+    def __str__(self) -> str:
+        return (
+            f"KeepClosest(every_{'steps' if self.every_s is None else 's'}={self._interval:.12g})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +211,10 @@ class KeepNewerThan(RetentionPolicy):
             elif one.age_s < self.age_s:
                 found[one.name] = f"{self}: {one.age_s:.0f} s old"
         return found
+
+    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
+        """Return nothing: each age is judged alone."""
+        return ()
 
     def __str__(self) -> str:
         return f"KeepNewerThan({self.age_s:g} s)"
@@ -193,3 +272,12 @@ def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
             next_step="Give one or more, such as KeepLatest(3); or keep=None, which keeps all.",
         )
     return found
+
+
+def begun_s(info: CheckpointInfo | None) -> float:
+    """Return when a save began, in seconds since 1970 by the clock of its rank 0; 0 if unknown."""
+    stamp = "" if info is None else (info.save_id or "")[:16]
+    try:
+        return datetime.strptime(stamp, "%Y%m%dT%H%M%S%z").timestamp()
+    except ValueError:  # the id of another tool
+        return 0.0

@@ -10,7 +10,7 @@ from typing import Literal
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError
 
-from .policies import Candidate, Keep, KeepAny, KeepEvery, KeepLatest, KeepNewerThan, policies_of
+from .policies import Candidate, Keep, KeepAny, KeepLatest, begun_s, policies_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +125,13 @@ def plan_retention(
 def counted_by(keep: Keep, found: Collection[FolderState]) -> set[str]:
     """Return the names on which a plan rests: were one of them gone, others would be kept."""
     sound = _candidates(sorted((one for one in found if one.is_sound), key=by_step))
-    policies = [one for one in policies_of(keep) if not isinstance(one, KeepEvery | KeepNewerThan)]
-    return {name for policy in (*policies, KeepLatest(1)) for name in policy.kept(sound)}
+    policies = (*policies_of(keep), KeepLatest(1))
+    return {name for policy in policies for name in policy.rests_on(sound)}
 
 
 def by_step(one: FolderState | Decision | CheckpointInfo) -> tuple[int, str]:
     """Return the key of the order of steps; what has none comes first."""
     return (-1 if one.step is None else one.step, one.name)
-
-
-def begun_of(info: CheckpointInfo | None) -> int:
-    """Return when a save began, as a number that only grows; 0 for those of other tools."""
-    save_id = (info.save_id if info is not None else None) or ""
-    return int("".join(filter(str.isdigit, save_id[:16])) or 0)
 
 
 def _candidates(found: Iterable[FolderState]) -> list[Candidate]:
@@ -148,7 +142,7 @@ def _last_committed(sound: Sequence[FolderState]) -> FolderState | None:
     """Return the last by the storage's clock; by when saves began, if it does not tell all ages."""
     if all(one.age_s is not None for one in sound):
         return max(sound, key=lambda one: (-(one.age_s or 0.0), by_step(one)), default=None)
-    return max(sound, key=lambda one: (begun_of(one.info), by_step(one)))
+    return max(sound, key=lambda one: (begun_s(one.info), by_step(one)))
 
 
 def _protections(

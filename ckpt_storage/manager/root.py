@@ -40,7 +40,8 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import some_at_once
 
 from .names import StepNames
-from .retention import FolderState, begun_of, by_step
+from .policies import begun_s
+from .retention import FolderState, by_step
 
 USELESS = (CheckpointGoneError, CheckpointInProgressError, CheckpointNotFoundError, IntegrityError)
 """Errors that say that another checkpoint is to be taken."""
@@ -257,7 +258,7 @@ class Root:
 def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Root, FolderState]]:
     """Yield each step with its root, newest first; of one step the later save first."""
     streams = [root.newest_first(deadline) for root in roots]
-    return heapq.merge(*streams, key=lambda one: (-(one[1].step or 0), -begun_of(one[1].info)))
+    return heapq.merge(*streams, key=lambda one: (-(one[1].step or 0), -begun_s(one[1].info)))
 
 
 def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
@@ -279,7 +280,7 @@ def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
         doubles = root.doubles()
         names = [name for name in root.folders(deadline) if name not in doubles]
         infos += filter(None, map(listed, root.look(names, deadline, fresh=True).values()))
-    by_name = {info.name: info for info in sorted(infos, key=begun_of)}
+    by_name = {info.name: info for info in sorted(infos, key=begun_s)}
     return sorted(by_name.values(), key=by_step)
 
 

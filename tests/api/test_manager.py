@@ -23,7 +23,15 @@ import torch.distributed.checkpoint as dcp
 from commit_tools import body_of
 
 import ckpt_storage
-from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, RetentionPolicy, errors
+from ckpt_storage import (
+    KeepBest,
+    KeepClosest,
+    KeepEvery,
+    KeepLatest,
+    PruneReport,
+    RetentionPolicy,
+    errors,
+)
 from ckpt_storage.manager.job import BackgroundJob
 from ckpt_storage.manager.root import Root, Uses
 from ckpt_storage.store.deadline import Deadline
@@ -100,6 +108,17 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         assert cases.step_in(state) == step
     with pytest.raises(errors.CheckpointGoneError):
         ckpt_storage.load(cases.blank(), tmp_path / "step-00000001")
+
+
+def test_a_run_off_the_grid_keeps_the_closest(tmp_path: Path) -> None:
+    """Also when each save is followed by a prune, and two jobs of the run have different steps."""
+    for steps in ((3, 7, 9, 12), (18, 21, 26)):
+        keep = KeepClosest(every_steps=10) | KeepLatest(1)
+        with cases.manager_of(tmp_path, keep=keep) as manager:
+            for step in steps:
+                cases.save(manager, step)
+                assert manager.wait_pruned(60)
+    assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 9, 21, 26)]
 
 
 def die_beside(checkpoint: Path, save_id: str) -> Path:
