@@ -157,6 +157,7 @@ class CheckpointManager:
         is_first = self._ranks.is_coordinator
         self._mirror = copies if is_first else None
         self._prunes = is_first and pruning == "background" and keep is not None
+        self._restore_count = 0
         self._highest_saved = -1
         self._has_warned = False
         self._tidying, self._copying = (
@@ -283,7 +284,7 @@ class CheckpointManager:
         """Return the save of a call with these arguments."""
         self._check_open()
         self._schedule.restart_timer()
-        return StepSave(self._root, arguments, self._on_commit)
+        return StepSave(self._root, arguments, self._on_commit, restores=self._restore_count)
 
     def _on_commit(self, name: str) -> None:
         """Start the prune and the copy that follow a commit; from any thread."""
@@ -397,6 +398,8 @@ class CheckpointManager:
         for own in ("self", "state", "step", "check"):
             del given[own]
         self._check_open()
+        # Counted before anything can fail, so that it is the same on every rank.
+        self._restore_count += 1
         self._meet()
         given |= {"process_group": self._process_group, "retry": self._retry}
         one = partial(load, state, timeout=self._timeouts, **given)

@@ -21,11 +21,18 @@ from .root import Root
 class StepSave:
     """The save of one step; `arguments` are those of `CheckpointManager.save` or `save_async`.
 
-    `on_commit` is called with the name of the checkpoint once it is committed, in any thread.
+    `restores` counts the restores of the manager so far: a run that went back to an earlier step is
+    not behind other ranks. `on_commit` is called with the name of the checkpoint once it is
+    committed, in any thread.
     """
 
     def __init__(
-        self, root: Root, arguments: Mapping[str, Any], on_commit: Callable[[str], None]
+        self,
+        root: Root,
+        arguments: Mapping[str, Any],
+        on_commit: Callable[[str], None],
+        *,
+        restores: int,
     ) -> None:
         self._root = root
         self._on_commit = on_commit
@@ -39,8 +46,9 @@ class StepSave:
         except Exception as error:  # noqa: BLE001  # raised by `_prepare`, so that all ranks get it
             self._argument_error = error
         self._target = place.target
+        identity = {"step": root.names.step_of(self._name), "restores": restores}
         self._options = replace(
-            SaveOptions.of(arguments, timeouts=root.timeouts),
+            SaveOptions.of({**arguments, **identity}, timeouts=root.timeouts),
             retry=root.retry,
             storage_options=place.storage_options,
             user=user,

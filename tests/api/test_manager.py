@@ -17,6 +17,7 @@ from unittest import mock
 
 import dcp_cases
 import manager_cases as cases
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,6 +35,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.manager.job import BackgroundJob
 from ckpt_storage.manager.root import Root, Uses
+from ckpt_storage.saves.session import SaveOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -275,6 +277,39 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointExistsError):
         manager.close()
     assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_is_known_by_its_step_and_by_the_restores_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_background: bool
+) -> None:
+    """Restores that fail count, as all ranks begin them; a step of any integer type is a number."""
+    known: list[tuple[Any, Any]] = []
+    make = SaveOptions.of
+
+    def recorded(arguments: dict[str, Any], **more: Any) -> Any:
+        known.append((arguments["step"], arguments["restores"]))
+        return make(arguments, **more)
+
+    monkeypatch.setattr("ckpt_storage.manager.step_save.SaveOptions.of", recorded)
+
+    def save(step: Any) -> None:
+        if in_background:
+            manager.save_async(step, cases.state_of(1), sync_files=False).result(60)
+        else:
+            manager.save(step, cases.state_of(1), sync_files=False)
+
+    with cases.manager_of(tmp_path) as manager:
+        assert manager.restore(cases.blank()) is None
+        save(np.int64(1))
+        cases.restore(manager)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            manager.restore(cases.blank(), step=9)
+        save(2)
+        with pytest.raises(errors.InvalidInputError):
+            save(-1)
+    assert known == [(1, 1), (2, 3), (None, 3)]
+    assert [type(step) for step, _ in known] == [int, int, type(None)]
 
 
 def test_a_prune_that_fails_does_not_stop_training(
