@@ -18,9 +18,18 @@ from ckpt_storage.export.convert import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.manager import retention
+from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
+from ckpt_storage.manager.policies import (
+    KeepBest,
+    KeepClosest,
+    KeepEvery,
+    KeepLatest,
+    KeepNewerThan,
+    RetentionPolicy,
+)
 from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.prune import prune as run
+from ckpt_storage.manager.retention import Decision, PruneReport
 
 from . import output
 from .options import (
@@ -240,15 +249,25 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     "--keep-every", type=click.IntRange(min=1), metavar="N", help="Steps that N divides, for good."
 )
 @click.option(
+    "--keep-closest-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The step closest to each multiple of N.",
+)
+@click.option(
+    "--keep-closest-time",
+    metavar="TIME",
+    callback=duration,
+    help="The one saved closest to each multiple of TIME: 1h, 1d.",
+)
+@click.option(
     "--keep-best",
     multiple=True,
     metavar="METRIC:min|max[:N]",
     help="The N best by a recorded metric, smallest or largest; by default one.",
 )
 @click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
-@click.option(
-    "--names", metavar="TEMPLATE", default=retention.DEFAULT_TEMPLATE, help="How steps are spelt."
-)
+@click.option("--names", metavar="TEMPLATE", default=DEFAULT_TEMPLATE, help="How steps are spelt.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
 @reads("ROOT")
 def prune(  # one parameter for each option
@@ -256,6 +275,8 @@ def prune(  # one parameter for each option
     *,
     keep_latest: int | None,
     keep_every: int | None,
+    keep_closest_steps: int | None,
+    keep_closest_time: float | None,
     keep_best: tuple[str, ...],
     keep_newer_than: float | None,
     names: str,
@@ -269,10 +290,14 @@ def prune(  # one parameter for each option
     are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
     it they go by the storage's, for which a probe is written and removed.
     """
-    policies: list[retention.RetentionPolicy] = [_best(text) for text in keep_best]
-    policies += [retention.KeepLatest(keep_latest)] if keep_latest is not None else []
-    policies += [retention.KeepEvery(keep_every)] if keep_every is not None else []
-    policies += [retention.KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
+    policies: list[RetentionPolicy] = [_best(text) for text in keep_best]
+    policies += [KeepLatest(keep_latest)] if keep_latest is not None else []
+    policies += [KeepEvery(keep_every)] if keep_every is not None else []
+    if keep_closest_steps is not None:
+        policies.append(KeepClosest(every_steps=keep_closest_steps))
+    if keep_closest_time is not None:
+        policies.append(KeepClosest(every_s=keep_closest_time))
+    policies += [KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")
     report = run(root, policies, names=names, dry_run=not yes, **options)
@@ -287,7 +312,7 @@ def prune(  # one parameter for each option
 
 def _check_names(template: str, folders: list[str]) -> None:
     """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
-    if folders and all(retention.StepNames(template).step_of(name) is None for name in folders):
+    if folders and all(StepNames(template).step_of(name) is None for name in folders):
         templates = Counter(filter(None, map(_template_of, folders)))
         best, count = next(iter(templates.most_common(1)), ("", 0))
         fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
@@ -305,20 +330,20 @@ def _template_of(name: str) -> str:
     return f"{name[: found.start()]}{{step{padded}}}{name[found.end() :]}"
 
 
-def _best(text: str) -> retention.KeepBest:
+def _best(text: str) -> KeepBest:
     match = _BEST.fullmatch(text)
     if match is None:
         raise click.BadParameter(
             f"{text!r}: write METRIC:min, METRIC:max or METRIC:min:3.", param_hint="--keep-best"
         )
-    return retention.KeepBest(match[1], "max" if match[2] == "max" else "min", int(match[3] or 1))
+    return KeepBest(match[1], "max" if match[2] == "max" else "min", int(match[3] or 1))
 
 
-def _told(decisions: tuple[retention.Decision, ...]) -> list[dict[str, object]]:
+def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
     return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
 
 
-def _lines(report: retention.PruneReport) -> Iterator[str]:
+def _lines(report: PruneReport) -> Iterator[str]:
     rows = [
         *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
         *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),

@@ -18,7 +18,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.loads.load import load
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.save import save
 

@@ -23,8 +23,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import IntegrityError, InvalidInputError
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.policies import Keep
 from ckpt_storage.manager.resume import Check
-from ckpt_storage.manager.retention import Keep
 from ckpt_storage.options import Timeouts
 
 from .packing import WholePlanner

@@ -33,20 +33,17 @@ from ckpt_storage.saves.options import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
+from .job import BackgroundJob
 from .mirror import Mirror
+from .names import DEFAULT_TEMPLATE, StepNames
+from .notices import PreemptionNotices
+from .policies import Candidate, Keep, KeepBest, seconds_of
 from .prune import Pruner, delete_step
 from .resume import Check, Restored, Resumer
-from .retention import (
-    DEFAULT_TEMPLATE,
-    Candidate,
-    Keep,
-    KeepBest,
-    PruneReport,
-    StepNames,
-    seconds_of,
-)
+from .retention import PruneReport
 from .root import Root, all_of, newest_of
-from .schedule import Job, Notices, Schedule, StepSave
+from .schedule import Schedule
+from .step_save import StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -73,9 +70,12 @@ class CheckpointManager:
         every_steps: `should_save` at each multiple.
         every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
         signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
-            was there is called as well; without one the signal no longer ends the process.
-        preemption: called now and then on each rank, on a thread that takes part in nothing
-            collective; `should_save` once it returns something true anywhere. It may hang.
+            was there is called as well; without one the signal no longer ends the process. Python's
+            own handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
+            after the first.
+        preemption: called a few times a second on each rank, on a thread of its own, so it must
+            not call collectives; `should_save` once it has returned something true on any rank.
+            No step waits for it, and it may hang.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
         mirror: a second, slower root. The coordinator copies each committed checkpoint there in
             the background. Until then it stays at the first root, whatever `keep` says.
@@ -144,7 +144,7 @@ class CheckpointManager:
         with contextlib.ExitStack() as undo:
             self._ranks = RankGroup.of(process_group, lane=channel)
             undo.callback(self._ranks.close)
-            self._notices = Notices(signals, preemption)
+            self._notices = PreemptionNotices(signals, preemption)
             undo.callback(self._notices.close)
             self._schedule = Schedule(
                 self._ranks,
@@ -157,10 +157,13 @@ class CheckpointManager:
         is_first = self._ranks.is_coordinator
         self._mirror = copies if is_first else None
         self._prunes = is_first and pruning == "background" and keep is not None
+        self._restore_count = 0
         self._highest_saved = -1
         self._has_warned = False
         self._tidying, self._copying = (
-            Job(work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit)
+            BackgroundJob(
+                work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit
+            )
             for what, work in (("prune", self._tidy), ("mirror", self._copy))
         )
         if self._mirror is not None:
@@ -252,7 +255,7 @@ class CheckpointManager:
         only; or if it is the save that `restore` passed over as damaged, so that training which
         comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
-        return self._begun(locals()).run(RankGroup.of(self._process_group), state)
+        return self._new_save(locals()).run(RankGroup.of(self._process_group), state)
 
     def save_async(
         self,
@@ -274,17 +277,17 @@ class CheckpointManager:
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save as `save`, in the background, as `AsyncSaver.save` does it."""
-        save = self._begun(locals())
+        save = self._new_save(locals())
         return save.begin(self.saver, state, block_until_staged=block_until_staged)
 
-    def _begun(self, given: Mapping[str, Any]) -> StepSave:
-        """Begin a save with the arguments of a call."""
+    def _new_save(self, arguments: Mapping[str, Any]) -> StepSave:
+        """Return the save of a call with these arguments."""
         self._check_open()
-        self._schedule.saved()
-        return StepSave(self._root, given, self._committed)
+        self._schedule.restart_timer()
+        return StepSave(self._root, arguments, self._on_commit, restores=self._restore_count)
 
-    def _committed(self, name: str) -> None:
-        """Let the background do what a commit asks for; from any thread."""
+    def _on_commit(self, name: str) -> None:
+        """Start the prune and the copy that follow a commit; from any thread."""
         self._highest_saved = max(self._root.names.step_of(name) or 0, self._highest_saved)
         if self._pruner is not None:
             # Its step may be lower than those of a run that was given up.
@@ -395,6 +398,8 @@ class CheckpointManager:
         for own in ("self", "state", "step", "check"):
             del given[own]
         self._check_open()
+        # Counted before anything can fail, so that it is the same on every rank.
+        self._restore_count += 1
         self._meet()
         given |= {"process_group": self._process_group, "retry": self._retry}
         one = partial(load, state, timeout=self._timeouts, **given)

@@ -16,8 +16,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.copy import copy
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
+from .policies import Keep, begun_s
 from .prune import Pruner
-from .retention import Found, Keep, begun_of, plan_retention
+from .retention import FolderState, plan_retention
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -39,7 +40,7 @@ class Mirror:
         # A copy has another save id where the mirror once deleted that of the original.
         self._copied: set[tuple[str, str | None]] = set()
 
-    def waiting(self, found: Collection[Found], deadline: Deadline) -> Mapping[str, str]:
+    def waiting(self, found: Collection[FolderState], deadline: Deadline) -> Mapping[str, str]:
         """Return which checkpoints of the root are still to be copied, each with a reason."""
         ours = {one.name: one for one in found if one.is_sound}
         listed = self._target.steps(self._target.folders(deadline))
@@ -52,14 +53,14 @@ class Mirror:
             missing = {one.name: missing[one.name] for one in kept if one.name in missing}
         return dict.fromkeys(missing, "the mirror has no copy of it yet")
 
-    def _lacks(self, copied: Found | None, found: Found) -> bool:
+    def _lacks(self, copied: FolderState | None, found: FolderState) -> bool:
         """Return whether a checkpoint is to be copied: an older save, or none, is in the mirror."""
         if (found.name, found.save_id) in self._copied:
             return False
         if copied is None or copied.info is None:
             return True
         is_same = copied.status == "foreign" or copied.save_id == found.save_id
-        return not is_same and begun_of(copied.info) <= begun_of(found.info)
+        return not is_same and begun_s(copied.info) <= begun_s(found.info)
 
     def fill(self, job: Deadline) -> bool:
         """Copy what the mirror lacks, newest first, then prune it; return whether it tried any."""

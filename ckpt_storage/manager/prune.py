@@ -42,23 +42,14 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 
-from .retention import (
-    DEFAULT_TEMPLATE,
-    Decision,
-    Found,
-    Keep,
-    PruneReport,
-    StepNames,
-    by_step,
-    counted_by,
-    plan_retention,
-    policies_of,
-)
+from .names import DEFAULT_TEMPLATE, StepNames
+from .policies import Keep, policies_of
+from .retention import Decision, FolderState, PruneReport, by_step, counted_by, plan_retention
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
 
-Others = Callable[[Collection[Found], Deadline], Mapping[str, str]]
+Others = Callable[[Collection[FolderState], Deadline], Mapping[str, str]]
 """Takes what lies below a root; returns names that nobody may delete, each with the reason."""
 
 _LINK = "it is a link"
@@ -117,7 +108,9 @@ class Pruner:
         finally:
             self._turn.release()
 
-    def _plan(self, deadline: Deadline, *, is_dry_run: bool) -> tuple[PruneReport, list[Found]]:
+    def _plan(
+        self, deadline: Deadline, *, is_dry_run: bool
+    ) -> tuple[PruneReport, list[FolderState]]:
         """Return a plan, and what was deleted so long ago that its slots may go."""
         root = self._root
         folders, links = root.folders(deadline), root.links()
@@ -153,7 +146,7 @@ class Pruner:
         return plan, tombstones
 
     def execute(
-        self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[Found] = ()
+        self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[FolderState] = ()
     ) -> PruneReport:
         """Delete what `plan` says, then free leftovers; one thread at a time. Raises as `prune`.
 
@@ -191,7 +184,7 @@ class Pruner:
         told = replace(plan, is_dry_run=False, skipped=skipped, failed=failed)
         return replace(told, deleted=tuple(deleted), freed=tuple(freed))
 
-    def _to_clean(self, kept: Sequence[Decision], tombstones: Sequence[Found]) -> list[str]:
+    def _to_clean(self, kept: Sequence[Decision], tombstones: Sequence[FolderState]) -> list[str]:
         """Return tombstones, each once in a process, and the kept step whose turn it is."""
         new = {(one.name, one.slot) for one in tombstones} - self._tried_tombstones
         used = self._root.uses.now()

@@ -21,7 +21,7 @@ from ckpt_storage.inspect.verify import check_part, part_bytes
 from ckpt_storage.options import check_choice
 from ckpt_storage.store.deadline import Deadline
 
-from .retention import Found
+from .retention import FolderState
 from .root import USELESS, Root, damage_of, newest_first, newest_of
 
 log = logging.getLogger("ckpt_storage")
@@ -169,7 +169,7 @@ class Resumer:
         candidates = newest_first(self._roots, deadline)
         if self._step is not None:
             name = self._roots[0].names.name_of(self._step)
-            meant = Found(name=name, step=self._step, status="committed")
+            meant = FolderState(name=name, step=self._step, status="committed")
             candidates = iter([(root, meant) for root in self._roots])
         for root, found in candidates:
             if (root, found.name) in self._tried:
@@ -239,7 +239,7 @@ class Resumer:
         return (causes[0] if causes else None), now_id
 
 
-def _skipped(one: Found | CheckpointInfo, problem: CheckpointError) -> SkippedCheckpoint:
+def _skipped(one: FolderState | CheckpointInfo, problem: CheckpointError) -> SkippedCheckpoint:
     return SkippedCheckpoint(name=one.name, url=one.url, reason=str(problem), save_id=one.save_id)
 
 

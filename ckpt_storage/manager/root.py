@@ -39,7 +39,9 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import some_at_once
 
-from .retention import Found, StepNames, begun_of, by_step
+from .names import StepNames
+from .policies import begun_s
+from .retention import FolderState, by_step
 
 USELESS = (CheckpointGoneError, CheckpointInProgressError, CheckpointNotFoundError, IntegrityError)
 """Errors that say that another checkpoint is to be taken."""
@@ -72,7 +74,7 @@ class Root:
         self.retry = retry or RetryPolicy()
         self.timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
-        self._seen: dict[str, Found] = {}
+        self._seen: dict[str, FolderState] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
         self._slot_times_s: dict[tuple[str, str | None, int], float | None] = {}
         self._verdicts: dict[tuple[str, str | None], bool] = {}
@@ -108,7 +110,9 @@ class Root:
         """Forget a folder: somebody changed it."""
         self._seen.pop(name, None)
 
-    def look(self, names: Sequence[str], deadline: Deadline, *, fresh: bool) -> dict[str, Found]:
+    def look(
+        self, names: Sequence[str], deadline: Deadline, *, fresh: bool
+    ) -> dict[str, FolderState]:
         """Look at folders, several at a time; without `fresh`, what was seen before will do."""
         found = {} if fresh else self._seen.copy()
         missing = [name for name in names if name not in found]
@@ -116,10 +120,10 @@ class Root:
         found |= zip(missing, looks, strict=True)
         return {name: self._judged(found[name]) for name in names}
 
-    def look_at(self, name: str, deadline: Deadline) -> Found:
+    def look_at(self, name: str, deadline: Deadline) -> FolderState:
         """Look at one folder anew. Raises `StorageError`, but for a missing right."""
         url = self.location.child(name).url
-        found = Found(name=name, step=self.names.step_of(name), url=url, status="unreadable")
+        found = FolderState(name=name, step=self.names.step_of(name), url=url, status="unreadable")
         try:
             found = self._looked(self.open(deadline, name), found)
         except CheckpointError as error:
@@ -131,7 +135,7 @@ class Root:
             self._seen[name] = found
         return self._judged(found)
 
-    def _looked(self, store: Store, found: Found) -> Found:
+    def _looked(self, store: Store, found: FolderState) -> FolderState:
         slots, url = slotlog.read_log(store), found.url
         if slots.head is not None:
             info = CheckpointInfo.of(url, slots.head, name=found.name)
@@ -153,11 +157,13 @@ class Root:
         is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
         return replace(found, status="empty" if is_empty else "uncommitted", slot=slots.last_slot)
 
-    def _judged(self, found: Found) -> Found:
+    def _judged(self, found: FolderState) -> FolderState:
         is_damaged = self._verdicts.get((found.name, found.save_id)) is False
         return replace(found, is_damaged=is_damaged)
 
-    def dated(self, found: Iterable[Found], deadline: Deadline, now_s: float) -> list[Found]:
+    def dated(
+        self, found: Iterable[FolderState], deadline: Deadline, now_s: float
+    ) -> list[FolderState]:
         """Return the same with the ages of their slots up to `now_s`; asks once for each slot."""
         everything = {(one.name, one.save_id, one.slot): one for one in found}
         times_s = self._slot_times_s
@@ -173,7 +179,7 @@ class Root:
             for key, one in everything.items()
         ]
 
-    def newest_first(self, deadline: Deadline) -> Iterator[tuple[Root, Found]]:
+    def newest_first(self, deadline: Deadline) -> Iterator[tuple[Root, FolderState]]:
         """Yield this root and what is found of each step, newest first, but doubles."""
         doubles, steps = self.doubles(), self.steps(self.folders(deadline))
         names = [name for name in reversed(steps) if name not in doubles]
@@ -249,10 +255,10 @@ class Root:
         return some_at_once(calls, _REMOTE_THREADS if is_remote else _LOCAL_THREADS)
 
 
-def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Root, Found]]:
+def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Root, FolderState]]:
     """Yield each step with its root, newest first; of one step the later save first."""
     streams = [root.newest_first(deadline) for root in roots]
-    return heapq.merge(*streams, key=lambda one: (-(one[1].step or 0), -begun_of(one[1].info)))
+    return heapq.merge(*streams, key=lambda one: (-(one[1].step or 0), -begun_s(one[1].info)))
 
 
 def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
@@ -274,7 +280,7 @@ def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
         doubles = root.doubles()
         names = [name for name in root.folders(deadline) if name not in doubles]
         infos += filter(None, map(listed, root.look(names, deadline, fresh=True).values()))
-    by_name = {info.name: info for info in sorted(infos, key=begun_of)}
+    by_name = {info.name: info for info in sorted(infos, key=begun_s)}
     return sorted(by_name.values(), key=by_step)
 
 
@@ -311,7 +317,7 @@ def list_checkpoints(
     return infos
 
 
-def listed(found: Found) -> CheckpointInfo | None:
+def listed(found: FolderState) -> CheckpointInfo | None:
     """Return what is told of a folder in a list; warn if it cannot be read."""
     if found.problem is not None:
         log.warning("%s is left out of the list: %s", found.url, found.problem)
@@ -361,7 +367,7 @@ class Uses:
             return dict(self._uses.values())
 
 
-def damage_of(found: Found) -> IntegrityError | None:
+def damage_of(found: FolderState) -> IntegrityError | None:
     """Return the damage for which whoever resumes takes an older one; None without one.
 
     That this release is too old, or lacks a right, is raised: another job would resume from it.

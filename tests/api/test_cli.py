@@ -233,6 +233,16 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
         refused("prune", root, *wrong)
 
 
+def test_prune_keeps_the_closest(tmp_path: Path) -> None:
+    """To multiples of a number of steps, and of a length of time."""
+    root = make_run(tmp_path / "run")
+    body = answer("prune", root, "--keep-closest-steps", "1000")
+    assert [one["step"] for one in body["planned"]] == [900]
+    body = answer("prune", root, "--keep-closest-time", "1d")
+    reasons = [reason for one in body["kept"] for reason in one["reasons"]]
+    assert any(reason.startswith("KeepClosest(every_s=86400): ") for reason in reasons)
+
+
 def test_rm_shows_and_deletes_one_checkpoint_when_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

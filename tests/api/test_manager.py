@@ -17,15 +17,25 @@ from unittest import mock
 
 import dcp_cases
 import manager_cases as cases
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import body_of
 
 import ckpt_storage
-from ckpt_storage import KeepBest, KeepEvery, KeepLatest, PruneReport, RetentionPolicy, errors
+from ckpt_storage import (
+    KeepBest,
+    KeepClosest,
+    KeepEvery,
+    KeepLatest,
+    PruneReport,
+    RetentionPolicy,
+    errors,
+)
+from ckpt_storage.manager.job import BackgroundJob
 from ckpt_storage.manager.root import Root, Uses
-from ckpt_storage.manager.schedule import Job
+from ckpt_storage.saves.session import SaveOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
 
@@ -100,6 +110,17 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         assert cases.step_in(state) == step
     with pytest.raises(errors.CheckpointGoneError):
         ckpt_storage.load(cases.blank(), tmp_path / "step-00000001")
+
+
+def test_a_run_off_the_grid_keeps_the_closest(tmp_path: Path) -> None:
+    """Also when each save is followed by a prune, and two jobs of the run have different steps."""
+    for steps in ((3, 7, 9, 12), (18, 21, 26)):
+        keep = KeepClosest(every_steps=10) | KeepLatest(1)
+        with cases.manager_of(tmp_path, keep=keep) as manager:
+            for step in steps:
+                cases.save(manager, step)
+                assert manager.wait_pruned(60)
+    assert cases.names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 9, 21, 26)]
 
 
 def die_beside(checkpoint: Path, save_id: str) -> Path:
@@ -258,6 +279,39 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
     assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_is_known_by_its_step_and_by_the_restores_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_background: bool
+) -> None:
+    """Restores that fail count, as all ranks begin them; a step of any integer type is a number."""
+    known: list[tuple[Any, Any]] = []
+    make = SaveOptions.of
+
+    def recorded(arguments: dict[str, Any], **more: Any) -> Any:
+        known.append((arguments["step"], arguments["restores"]))
+        return make(arguments, **more)
+
+    monkeypatch.setattr("ckpt_storage.manager.step_save.SaveOptions.of", recorded)
+
+    def save(step: Any) -> None:
+        if in_background:
+            manager.save_async(step, cases.state_of(1), sync_files=False).result(60)
+        else:
+            manager.save(step, cases.state_of(1), sync_files=False)
+
+    with cases.manager_of(tmp_path) as manager:
+        assert manager.restore(cases.blank()) is None
+        save(np.int64(1))
+        cases.restore(manager)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            manager.restore(cases.blank(), step=9)
+        save(2)
+        with pytest.raises(errors.InvalidInputError):
+            save(-1)
+    assert known == [(1, 1), (2, 3), (None, 3)]
+    assert [type(step) for step, _ in known] == [int, int, type(None)]
+
+
 def test_a_prune_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,7 +343,7 @@ def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
     now_s = 0.0
     with cases.manager_of(tmp_path, every_s=10) as manager:
         manager._schedule._clock = lambda: now_s  # noqa: SLF001  # not public
-        manager._schedule.saved()  # noqa: SLF001  # the same
+        manager._schedule.restart_timer()  # noqa: SLF001  # the same
         for step in range(1, 12):
             now_s += 3.0
             if manager.should_save(step):
@@ -310,7 +364,7 @@ def test_a_wish_during_a_run_gets_a_run_of_its_own(monkeypatch: pytest.MonkeyPat
         assert go.acquire(timeout=LONG_S)
         runs.append(1)
 
-    job = Job(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
     assert job.wait(0), "nothing was asked for"
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -344,7 +398,7 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
         deadline.sleep(LONG_S)
         deadline.check("The job")
 
-    job = Job(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
     job.wake()
     assert begun.wait(LONG_S)
     job.wake()

@@ -13,7 +13,7 @@ from prune_cases import name_of
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager, CheckpointNotFoundError, FormatError, IntegrityError
-from ckpt_storage.manager.retention import KeepEvery, KeepLatest
+from ckpt_storage.manager.policies import KeepEvery, KeepLatest
 
 
 def mirrored(tmp_path: Path, **options: Any) -> CheckpointManager:

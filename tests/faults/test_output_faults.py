@@ -29,8 +29,9 @@ from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.mirror import Mirror
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.options import MIB
 from ckpt_storage.store import Location, open_store, probe

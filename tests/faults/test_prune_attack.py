@@ -14,8 +14,8 @@ from fault_tools import each_fault
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.format.exports import Holder
+from ckpt_storage.manager.policies import KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.store import probe
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash

@@ -22,8 +22,9 @@ from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import FormatError, PhaseTimeoutError
 from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import Candidate, KeepAny
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import Candidate, KeepAny, StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Backend, ObjectInfo

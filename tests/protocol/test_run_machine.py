@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager
 from ckpt_storage.manager.mirror import Mirror
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import KeepLatest, StepNames
 from ckpt_storage.manager.root import Root, newest_of
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.deadline import Deadline

@@ -23,8 +23,8 @@ from ckpt_storage import copy
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.policies import KeepBest, KeepLatest, KeepNewerThan
 from ckpt_storage.manager.prune import prune
-from ckpt_storage.manager.retention import KeepBest, KeepLatest, KeepNewerThan
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.store import Store

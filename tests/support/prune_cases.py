@@ -20,8 +20,10 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.cleaning import delete
 from ckpt_storage.format.exports import Holder, Names
 from ckpt_storage.manager import root as root_module
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import Keep, KeepEvery, KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.retention import Keep, KeepEvery, KeepLatest, PruneReport, StepNames
+from ckpt_storage.manager.retention import PruneReport
 from ckpt_storage.manager.root import Root
 from ckpt_storage.source import model as source
 from ckpt_storage.store import Location, probe

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,23 @@ from hypothesis import strategies as st
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.retention import (
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import (
     Candidate,
-    Found,
     KeepAny,
     KeepBest,
+    KeepClosest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
-    PruneReport,
     RetentionPolicy,
-    StepNames,
-    plan_retention,
     policies_of,
+)
+from ckpt_storage.manager.retention import (
+    FolderState,
+    PruneReport,
+    counted_by,
+    plan_retention,
 )
 
 
@@ -55,7 +60,7 @@ def plan_of(
 ) -> PruneReport:
     """Plan for what was found, as the two say who is damaged and how old each is."""
     found = [
-        Found(
+        FolderState(
             name=one.name,
             step=one.step,
             status="committed" if one.format == "ckpt_storage" else "foreign",
@@ -136,6 +141,11 @@ def test_what_is_no_policy_is_refused() -> None:
         (KeepEvery, 0),
         (KeepBest, "loss", "least"),
         (KeepNewerThan, math.nan),
+        (partial(KeepClosest, every_steps=0),),
+        (partial(KeepClosest, every_s=0),),
+        (partial(KeepClosest, every_s=math.inf),),
+        (partial(KeepClosest, every_steps=1, every_s=1),),
+        (KeepClosest,),
         (KeepNewerThan, "1h"),
         (plan_of, RUN, []),
         (plan_of, RUN, "KeepLatest"),
@@ -169,6 +179,7 @@ POLICIES = st.lists(
     st.one_of(
         st.integers(1, 5).map(KeepLatest),
         st.integers(1, 7).map(KeepEvery),
+        st.builds(KeepClosest, every_steps=st.integers(1, 12)),
         st.builds(KeepBest, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
         st.integers(0, 50).map(KeepNewerThan),
     ),
@@ -195,6 +206,10 @@ def oracle(infos: Sequence[CheckpointInfo], policy: RetentionPolicy, now_s: floa
                 wins = theirs < loss if policy.mode == "min" else theirs > loss
                 better += wins or (theirs == loss and (other.step or 0) > step)
             kept = math.isfinite(loss) and better < policy.n
+        elif isinstance(policy, KeepClosest):
+            kept = step in closest(
+                {(other.step or 0): (other.step or 0) for other in infos}, policy.every_steps or 1
+            )
         else:
             assert isinstance(policy, KeepNewerThan)
             kept = now_s - (1000.0 + step) < policy.age_s
@@ -224,6 +239,115 @@ def test_a_plan_is_the_union_and_never_takes_the_newest(
     }
     newest = max((one.step or 0 for one in sound), default=-1)
     assert all(-1 < (decision.step or 0) < newest for decision in plan.planned)
+
+
+def steps_kept(policy: RetentionPolicy, *saved: int) -> list[int]:
+    """Return the steps that the policy keeps of those that were saved at these steps."""
+    names = policy.kept([Candidate.of(info(step), step) for step in sorted(saved)])
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def test_the_closest_to_each_multiple_is_kept_of_a_run_off_the_grid() -> None:
+    """A run that saved by the clock, or was preempted, has no step that is a multiple."""
+    saved = (130, 410, 700, 960, 1230, 1490, 1510, 1760, 2100, 2900)
+    assert steps_kept(KeepEvery(1000), *saved) == []
+    assert steps_kept(KeepClosest(every_steps=1000), *saved) == [130, 960, 2100, 2900]
+
+
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ((8, 12), [12]),
+        ((5, 4), [4, 5]),
+        ((15, 14), [14, 15]),
+        ((10, 9, 11), [10]),
+        (((3 << 60) - 1, 3 << 60), [(3 << 60) - 1, 3 << 60]),
+    ],
+)
+def test_of_two_equally_close_the_later_is_kept(saved: tuple[int, ...], kept: list[int]) -> None:
+    """A step between two multiples counts for the higher; steps are compared as whole numbers."""
+    assert steps_kept(KeepClosest(every_steps=10 if max(saved) < 100 else 1 << 61), *saved) == kept
+
+
+def begun_at(step: int, time: str | None) -> CheckpointInfo:
+    """Return the checkpoint of a save that began at a time of one day."""
+    return replace(info(step), save_id=time and f"20260103T{time}Z-0123456789abcdef")
+
+
+def test_the_closest_to_each_full_hour_is_kept() -> None:
+    """A time is when the save began, as its id records it; without one it is kept."""
+    times = {1: "095500", 2: "101000", 3: "102959", 4: "103000", 5: "105000", 6: None, 7: "x"}
+    candidates = [Candidate.of(begun_at(step, time), step) for step, time in times.items()]
+    for every_s in (3600, 3600.0, timedelta(hours=1)):
+        policy = KeepClosest(every_s=every_s)
+        assert policy.kept(candidates) == {
+            "step-1": "KeepClosest(every_s=3600): 300 s from a multiple",
+            "step-5": "KeepClosest(every_s=3600): 600 s from a multiple",
+            "step-6": "KeepClosest(every_s=3600): when its save began is not known",
+            "step-7": "KeepClosest(every_s=3600): when its save began is not known",
+        }
+
+
+def test_a_damaged_one_is_the_closest_only_if_it_is_sound_after_all() -> None:
+    """It is kept, and so is the closest of the sound ones; what was pruned before is gone."""
+    plan = plan_of(RUN, KeepClosest(every_steps=5), damaged={5})
+    assert steps(plan) == [1, 5, 6, 8]
+    assert plan.kept[1].reasons == (
+        "KeepClosest(every_steps=5): 0 steps from a multiple, if it is sound after all",
+    )
+
+
+def closest(positions: Mapping[int, int], interval: int) -> set[int]:
+    """Return of each multiple the step with the closest position; of equal ones the later."""
+    multiples = range(0, 300, interval)
+    best: dict[int, tuple[int, int, int]] = {}
+    for step, position in positions.items():
+        nearest = min(multiples, key=lambda multiple: (abs(position - multiple), -multiple))
+        rank = (-abs(position - nearest), position, step)
+        best[nearest] = max(best.get(nearest, rank), rank)
+    return {step for _, _, step in best.values()}
+
+
+@given(
+    saves=st.lists(
+        st.tuples(st.integers(0, 120), st.integers(0, 120), st.booleans()),
+        unique_by=lambda save: save[0],
+        max_size=40,
+    ),
+    interval=st.sampled_from([1, 2, 5, 8, 15, 40]),
+    by_time=st.booleans(),
+    latest=st.integers(1, 4),
+)
+def test_no_prune_loses_the_closest_of_all_that_were_saved(
+    saves: list[tuple[int, int, bool]], interval: int, latest: int, *, by_time: bool
+) -> None:
+    """After any saves and prunes the run keeps what it would keep had it never pruned.
+
+    Steps and times come in any order, as runs go back, and clocks; another policy keeps others.
+    """
+    policy = KeepClosest(every_s=interval) if by_time else KeepClosest(every_steps=interval)
+    positions, present = dict[int, int](), dict[int, CheckpointInfo]()
+    for step, second, prunes in saves:
+        present[step] = begun_at(step, f"00{second // 60:02d}{second % 60:02d}")
+        positions[step] = second if by_time else step
+        if prunes:
+            plan = plan_of(list(present.values()), policy | KeepLatest(latest))
+            for decision in plan.planned:
+                del present[decision.step or 0]
+        candidates = [Candidate.of(present[one], one) for one in sorted(present)]
+        kept = {int(name.removeprefix("step-")) for name in policy.kept(candidates)}
+        assert kept == closest(positions, interval)
+
+
+def test_a_plan_rests_on_the_closest_only_where_others_are_there() -> None:
+    """What is alone at its multiple is not read again before each prune."""
+    folders = [
+        FolderState(name=f"step-{step}", step=step, status="committed", info=info(step))
+        for step in (10, 19, 20, 31, 50)
+    ]
+    assert counted_by(KeepClosest(every_steps=10), folders) == {"step-20", "step-50"}
+    assert counted_by(KeepEvery(10) | KeepNewerThan(9), folders) == {"step-50"}
+    assert counted_by(KeepLatest(2), folders) == {"step-31", "step-50"}
 
 
 class KeepOdd(RetentionPolicy):

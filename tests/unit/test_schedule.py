@@ -1,4 +1,4 @@
-"""When ranks meet to save: at first, and when one calls, all at one turn; on notice of a signal."""
+"""When ranks meet to decide on a save: at first, at a rank's request, and on notice of a signal."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ from rank_threads import MemoryKeys
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
-from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.schedule import Call, Notices, Schedule
+from ckpt_storage.errors import InvalidInputError, RankMismatchError
+from ckpt_storage.manager.early_rendezvous import EarlyRendezvous
+from ckpt_storage.manager.notices import PreemptionNotices
+from ckpt_storage.manager.schedule import Schedule
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.upload_facts import together
 
 
-def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
+def test_ranks_compare_their_arguments_at_the_first_step() -> None:
     """Also where each knows by itself when to save; and only then do they meet."""
-    boards = MemoryKeys()
+    keys = MemoryKeys()
 
     def train(rank: int) -> list[int]:
-        ranks = RankGroup(boards, rank=rank, world_size=2, look_s=0.001)
-        schedule = Schedule(ranks, Notices(), every_steps=5, every_s=None, timeouts=Timeouts())
+        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
+        schedule = Schedule(
+            ranks, PreemptionNotices(), every_steps=5, every_s=None, timeouts=Timeouts()
+        )
         due = [schedule.is_due(1)]
-        boards_left = ranks.number
+        met_count = ranks.number
         due += [schedule.is_due(step) for step in range(2, 21)]
-        assert ranks.number == boards_left, "no second meeting"
+        assert ranks.number == met_count, "no second meeting"
         return [step for step, is_due in enumerate(due, 1) if is_due]
 
     assert together([partial(train, rank) for rank in range(2)]) == [[5, 10, 15, 20]] * 2
@@ -58,17 +62,17 @@ def in_step(
 
     Steps take a millisecond each, from `long_from` on 20 s, by clocks of their own.
     """
-    board = MemoryKeys()
+    keys = MemoryKeys()
     turns = [threading.Semaphore(0) for _ in range(world_size)]
     last = notice_at + more
     found: list[list[int]] = [[] for _ in range(world_size)]
 
     def train(rank: int) -> None:
         now_s = [0.0]
-        notices = mock.Mock(are_asked_for=True)
-        notices.given.return_value = None
+        notices = mock.Mock(are_expected=True)
+        notices.pending.return_value = None
         schedule = Schedule(
-            RankGroup(board, rank=rank, world_size=world_size, look_s=0.001),
+            RankGroup(keys, rank=rank, world_size=world_size, look_s=0.001),
             notices,
             every_steps=None,
             every_s=every_s,
@@ -78,10 +82,10 @@ def in_step(
         for step in range(1, last):
             now_s[0] += 20.0 if step >= long_from else 0.001
             if rank == noticed and step == notice_at:
-                notices.given.return_value = "SIGTERM"
+                notices.pending.return_value = "SIGTERM"
             if schedule.is_due(step):
                 found[rank].append(step)
-                schedule.saved()
+                schedule.restart_timer()
             # As in an all-reduce: nobody ends the next step before all have begun it.
             for other in turns:
                 other.release()
@@ -116,76 +120,137 @@ def test_a_notice_and_seconds_are_answered_by_all_ranks_at_one_step() -> None:
         assert all(5 <= b - a <= most for a, b in itertools.pairwise([0, *first]))
 
 
+def test_ranks_that_failed_to_meet_meet_at_their_next_step() -> None:
+    """A rank that was at another step ends one meeting, not all later ones."""
+    keys = MemoryKeys()
+    at_next_step = threading.Barrier(2)
+
+    def train(rank: int) -> tuple[str | None, list[str]]:
+        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
+        notices = mock.Mock(are_expected=True)
+        notices.pending.return_value = None
+        clock_s = itertools.count()
+        schedule = Schedule(
+            ranks,
+            notices,
+            every_steps=None,
+            every_s=None,
+            timeouts=Timeouts(plan=LONG_S),
+            clock=lambda: float(next(clock_s)),
+        )
+        failures: list[str] = []
+        for step in range(1, 20):
+            at_next_step.wait(LONG_S)
+            if rank == 1 and step == 5:
+                notices.pending.return_value = "SIGTERM"
+            is_apart = rank == 1 and step > 5 and not failures
+            try:
+                schedule.is_due(step + (1000 if is_apart else 0))
+            except RankMismatchError as error:
+                failures.append(str(error))
+        return schedule.preempted, failures
+
+    for outcome in together([partial(train, rank) for rank in range(2)]):
+        assert not isinstance(outcome, BaseException)
+        preempted, failures = outcome
+        assert (preempted, len(failures)) == ("SIGTERM on rank 1", 1)
+
+
+def test_the_keys_of_a_rendezvous_are_deleted_after_it() -> None:
+    """Its own keys go with the meeting at which all ranks came together."""
+    keys = MemoryKeys()
+    groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+    rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
+    for turn in range(1, 4):
+        agreed = [one.poll(turn, wants_meeting=turn == 1) for one in rendezvous]
+    assert agreed == [3, 3]
+    assert keys.keys
+    for one in rendezvous:
+        one.reset("the meeting")
+    assert keys.keys == []
+
+
 @given(world_size=st.integers(1, 4), data=st.data())
 def test_all_ranks_meet_at_one_turn_whatever_their_pace(
     world_size: int, data: st.DataObject
 ) -> None:
-    """In any order of turns, with any wishes and looks left out, nobody meets alone or too late.
+    """In any order of turns, requests and polls, no rank meets alone or at a turn that is past.
 
-    In the end all look at each turn, and at no great distance: then they do meet.
+    In the end all ranks poll at each turn and keep pace: then they do meet.
     """
-    board = MemoryKeys()
-    groups = [RankGroup(board, rank=r, world_size=world_size) for r in range(world_size)]
-    calls = [Call(ranks, timeout_s=1) for ranks in groups]
+    keys = MemoryKeys()
+    groups = [RankGroup(keys, rank=r, world_size=world_size) for r in range(world_size)]
+    rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
     for epoch in range(2):
         turns = [0] * world_size
-        came: dict[int, int] = {}
+        met: dict[int, int] = {}
         drawn = 0
-        while len(came) < world_size:
+        while len(met) < world_size:
             drawn += 1
-            waiting = [r for r in range(world_size) if r not in came]
+            waiting = [r for r in range(world_size) if r not in met]
             if drawn < 40:
                 rank = data.draw(st.sampled_from(waiting))
             else:
                 rank = min(waiting, key=lambda r: turns[r])
-            call = calls[rank]
+            own = rendezvous[rank]
             if epoch and not turns[rank]:
-                call.anew("second")  # others may be on their way already
+                own.reset("second")  # others may be on their way already
             turns[rank] += 1
-            is_asked = call.has_promised or drawn >= 40 or data.draw(st.booleans())
-            wants = is_asked and (drawn >= 40 or data.draw(st.integers(0, 3)) == 0)
-            agreed = call.look(turns[rank], wants=wants) if is_asked else None
+            polls = own.is_committed or drawn >= 40 or data.draw(st.booleans())
+            wants = polls and (drawn >= 40 or data.draw(st.integers(0, 3)) == 0)
+            agreed = own.poll(turns[rank], wants_meeting=wants) if polls else None
             assert agreed is None or agreed >= turns[rank]
             if agreed == turns[rank]:
-                came[rank] = turns[rank]
+                met[rank] = turns[rank]
             assert drawn < 2000
-        assert len(set(came.values())) == 1
+        assert len(set(met.values())) == 1
 
 
-def test_what_ranks_left_that_were_ended_is_no_call() -> None:
-    """Those after them share their board, and would meet alone at a turn that others are past."""
-    board = MemoryKeys()
+def test_a_request_of_ranks_that_were_killed_is_no_request() -> None:
+    """Restarted ranks share their store, and would meet at a turn that some of them are past."""
+    keys = MemoryKeys()
 
-    def ranks(meeting_id: str) -> list[Call]:
-        groups = [RankGroup(board, rank=r, world_size=2) for r in range(2)]
-        calls = [Call(group, timeout_s=1) for group in groups]
-        for one in calls:
-            one.anew(meeting_id)
-        return calls
+    def rendezvous_of(meeting_id: str) -> list[EarlyRendezvous]:
+        groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+        rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
+        for one in rendezvous:
+            one.reset(meeting_id)
+        return rendezvous
 
-    ended = ranks("of the first attempt")
+    killed = rendezvous_of("of the first attempt")
     for turn in range(1, 4):
-        agreed = [one.look(turn, wants=turn == 1) for one in ended]
+        agreed = [one.poll(turn, wants_meeting=turn == 1) for one in killed]
     assert agreed == [3, 3]
-    assert board.keys
-    late, early = ranks("of the second")
-    assert early.look(1, wants=False) is None
-    assert late.look(5, wants=False) is None
-    assert not early.has_promised
-    assert not late.has_promised
+    assert keys.keys
+    late, early = rendezvous_of("of the second")
+    assert early.poll(1, wants_meeting=False) is None
+    assert late.poll(5, wants_meeting=False) is None
+    assert not early.is_committed
+    assert not late.is_committed
 
 
-def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
-    """Before, the next meeting tells; after it, nobody may go on without the word."""
-    board = MemoryKeys()
-    call = Call(RankGroup(board, rank=0, world_size=2), timeout_s=1)
-    gone = mock.patch.object(board, "get", side_effect=LostStoreError("gone"))
-    with gone:
-        assert call.look(1, wants=False) is None
-    assert call.look(2, wants=True) is None
-    assert call.has_promised
-    with gone, pytest.raises(LostStoreError):
-        call.look(3, wants=False)
+def test_a_lost_store_matters_only_to_a_rank_that_is_committed() -> None:
+    """Before that the next meeting raises; afterwards no rank may go on without the agreement."""
+    keys = MemoryKeys()
+    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=2), timeout_s=1)
+    lost = mock.patch.object(keys, "get", side_effect=LostStoreError("gone"))
+    with lost:
+        assert rendezvous.poll(1, wants_meeting=False) is None
+    assert rendezvous.poll(2, wants_meeting=True) is None
+    assert rendezvous.is_committed
+    with lost, pytest.raises(LostStoreError):
+        rendezvous.poll(3, wants_meeting=False)
+
+
+def test_a_lost_store_ends_no_meeting_that_has_ended() -> None:
+    """Keys that cannot be deleted stay; the decision that all ranks took counts."""
+    keys = MemoryKeys()
+    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=1), timeout_s=1)
+    assert [rendezvous.poll(turn, wants_meeting=True) for turn in (1, 2, 3)] == [None, None, 3]
+    with mock.patch.object(keys, "delete", side_effect=LostStoreError("gone")):
+        rendezvous.reset("the meeting")
+    rendezvous.reset("the next meeting")
+    assert keys.keys == []
 
 
 LONG_S = 60.0
@@ -212,8 +277,8 @@ def test_a_forked_child_is_ended_by_the_signal() -> None:
     """A child inherits the handler, and the signal does to it what it did before there was one."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.schedule import Notices
-notices = Notices([signal.SIGTERM])
+from ckpt_storage.manager.notices import PreemptionNotices
+notices = PreemptionNotices([signal.SIGTERM])
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
@@ -225,9 +290,9 @@ os.read(read, 1)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
-assert notices.given() is None
+assert notices.pending() is None
 os.kill(os.getpid(), signal.SIGTERM)
-assert notices.given() == "SIGTERM"
+assert notices.pending() == "SIGTERM"
 print("both lived as long as they should")
 """)
     assert found.stdout.startswith("both"), found.stderr
@@ -235,7 +300,7 @@ print("both lived as long as they should")
 
 def test_handlers_of_others_are_called_past_those_that_closed(taken: list[int]) -> None:
     """What was there before the first one comes back after both, and is called meanwhile."""
-    first, second = Notices([signal.SIGUSR1]), Notices([signal.SIGUSR1])
+    first, second = PreemptionNotices([signal.SIGUSR1]), PreemptionNotices([signal.SIGUSR1])
     first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert taken == [signal.SIGUSR1]
@@ -263,8 +328,98 @@ def test_a_signal_asks_for_one_save(tmp_path: Path, taken: list[int]) -> None:
         refused = thread.submit(manager_of, tmp_path, signals=[signal.SIGUSR1])
         with pytest.raises(InvalidInputError, match="main thread"):
             refused.result(LONG_S)
-    with pytest.raises(InvalidInputError, match="cannot be taken"):
+    with pytest.raises(InvalidInputError, match="cannot be handled"):
         manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGKILL])
+
+
+@pytest.fixture
+def python_handler() -> Iterator[None]:
+    """Let SIGINT be handled as Python does, whatever the test runner does with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def interrupted() -> bool:
+    """Send SIGINT to this process; return whether that raised KeyboardInterrupt."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_an_interrupt_is_a_notice(tmp_path: Path) -> None:
+    """With `signals=[SIGINT]` Ctrl-C asks for a save and raises no KeyboardInterrupt."""
+    with manager_of(tmp_path, signals=[signal.SIGINT]) as manager:
+        assert not interrupted()
+        assert manager.should_save(1)
+        assert manager.preempted == "SIGINT on rank 0"
+    assert interrupted(), "a closed manager leaves SIGINT to Python"
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_a_second_interrupt_ends_the_process() -> None:
+    """A SIGINT soon after the first is the same notice, sent twice; a later one is Python's."""
+    now_s = 0.0
+    notices = PreemptionNotices([signal.SIGINT], clock=lambda: now_s)
+    assert not interrupted()
+    now_s = 0.5
+    assert not interrupted(), "launchers signal a process and its group"
+    now_s = 2.0
+    assert interrupted()
+    notices.close()
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_an_interrupt_is_a_notice_to_every_manager_that_is_open() -> None:
+    """Also when the one that was made first is closed."""
+    first, second = PreemptionNotices([signal.SIGINT]), PreemptionNotices([signal.SIGINT])
+    assert not interrupted()
+    assert first.pending() == second.pending() == "SIGINT"
+    second.close()
+    second = PreemptionNotices([signal.SIGINT])
+    first.close()
+    assert not interrupted()
+    assert second.pending() == "SIGINT"
+    second.close()
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_a_signal_that_was_ignored_is_a_notice() -> None:
+    """A shell starts background jobs with SIGINT ignored; it is ignored again after `close`."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    notices = PreemptionNotices([signal.SIGINT])
+    assert not interrupted()
+    assert notices.pending() == "SIGINT"
+    notices.close()
+    assert not interrupted()
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
+
+
+def test_an_interrupted_child_of_fork_raises_as_python_does() -> None:
+    """Also where it has made notices of its own, and closed them."""
+    result = run("""
+import os, signal
+from ckpt_storage.manager.notices import PreemptionNotices
+notices = PreemptionNotices([signal.SIGINT])
+child = os.fork()
+if child == 0:
+    own = PreemptionNotices([signal.SIGINT])
+    os.kill(os.getpid(), signal.SIGINT)
+    assert own.pending() == "SIGINT"
+    own.close()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os._exit(7)
+    os._exit(1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+print("raised")
+""")
+    assert result.stdout.startswith("raised"), result.stderr
 
 
 def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,39 +428,40 @@ def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with manager_of(tmp_path, preemption=mock.Mock(side_effect=[None, away, "soon"])) as manager:
         clock_s = itertools.count()
         manager._schedule._clock = lambda: float(next(clock_s))  # noqa: SLF001  # not public
-        ask = manager.should_save
-        assert len([step for step in range(1, 200) if ask(step) and ask(step)]) == 1
+        steps = itertools.count(1)
+        first = next(step for step in steps if manager.should_save(step))
+        assert manager.should_save(first)
+        assert not [step for step in range(first + 1, first + 200) if manager.should_save(step)]
         assert manager.preempted == "the preemption hook on rank 0"
     assert "the metadata server is away" in caplog.text
 
 
-def test_a_hook_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked on a thread of its own, once at a time; what it says later counts."""
-    go, said = threading.Event(), threading.Event()
-    count = 0
+def test_no_step_waits_for_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the hook blocks, `should_save` waits for nothing; the answer counts at a later step."""
+    go = threading.Event()
+    waits_s: list[float] = []
+    wait = threading.Condition.wait
 
-    def hook() -> object:
-        nonlocal count
-        count += 1
-        assert go.wait(LONG_S)
-        said.set()
-        return count == 2
+    def recorded_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        # `Thread.start` waits without a timeout.
+        if threading.current_thread() is threading.main_thread() and timeout:
+            waits_s.append(timeout)
+        return wait(condition, timeout)
 
-    notices = Notices((), hook)
-    assert [notices.given() for _ in range(100)] == [None] * 100
-    assert count == 1
-    go.set()
-    assert said.wait(LONG_S)
-    while notices.given() is None:
-        assert count <= 2
-    assert notices.given() == "the preemption hook"
-    notices.close()
-    assert not [thread for thread in threading.enumerate() if "preemption" in thread.name]
+    with manager_of(tmp_path, preemption=lambda: go.wait(LONG_S)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Condition, "wait", recorded_wait)
+            assert not any(manager.should_save(step) for step in range(1, 100))
+        assert waits_s == []
+        go.set()
+        assert next(step for step in itertools.count(100) if manager.should_save(step))
 
-    # Closing does not wait for one that hangs, and what it raises afterwards harms nobody.
+
+def test_a_hook_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Closing goes on without it, and what it raises afterwards harms nobody."""
     late = threading.Event()
-    notices = Notices((), lambda: late.wait(LONG_S) and 1 / 0)
-    assert notices.given() is None
+    notices = PreemptionNotices((), lambda: late.wait(LONG_S) and 1 / 0)
+    assert notices.pending() is None
     (thread,) = [thread for thread in threading.enumerate() if "preemption" in thread.name]
     notices.close()
     assert thread.is_alive()
@@ -313,3 +469,27 @@ def test_a_hook_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture
         late.set()
         thread.join(LONG_S)
     assert not thread.is_alive()
+
+
+def test_a_hook_is_asked_again_only_after_it_answered() -> None:
+    """It runs once at a time, on one thread, which ends with its answer."""
+    go, answered = threading.Event(), threading.Event()
+    count = 0
+
+    def hook() -> object:
+        nonlocal count
+        count += 1
+        assert go.wait(LONG_S)
+        answered.set()
+        return count == 2
+
+    notices = PreemptionNotices((), hook)
+    assert [notices.pending() for _ in range(100)] == [None] * 100
+    assert count <= 1
+    go.set()
+    assert answered.wait(LONG_S)
+    while notices.pending() is None:
+        assert count <= 2
+    assert notices.pending() == "the preemption hook"
+    notices.close()
+    assert not [thread for thread in threading.enumerate() if "preemption" in thread.name]

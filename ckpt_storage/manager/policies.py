@@ -1,0 +1,283 @@
+"""Policies of retention: which checkpoints of a run to keep. Pure: no I/O, and no clock."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime, timedelta
+from typing import Literal, Self
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import check_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One committed checkpoint of the run, as policies see it.
+
+    `age_s` counts from its commit; None where that is not known.
+    """
+
+    name: str
+    step: int
+    metrics: Mapping[str, float]
+    age_s: float | None
+    info: CheckpointInfo | None
+
+    @classmethod
+    def of(cls, info: CheckpointInfo, step: int, age_s: float | None = None) -> Self:
+        """Return what policies see of a checkpoint."""
+        return cls(name=info.name, step=step, metrics=info.metrics, age_s=age_s, info=info)
+
+
+class RetentionPolicy(ABC):
+    """One rule of retention; `a | b` keeps what either keeps."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
+        """Return the names that the rule keeps, each with the reason.
+
+        `candidates` are all sound committed checkpoints of the run, the lowest step first; in
+        another call a damaged one is among them, as if it were sound.
+        """
+
+    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
+        """Return the names that are read again before a prune: without them others are kept.
+
+        By default all that are kept. A rule that judges each candidate alone rests on none.
+        """
+        return self.kept(candidates)
+
+    def __or__(self, other: RetentionPolicy) -> KeepAny:
+        return KeepAny(policies_of([self, other]))
+
+    def __str__(self) -> str:
+        policy: object = self  # a user's own need not be a dataclass
+        values = [getattr(self, one.name) for one in fields(policy)] if is_dataclass(policy) else ()
+        return f"{type(self).__name__}({', '.join(map(repr, values))})"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(RetentionPolicy):
+    """Keep the `n` newest, by step. Damaged ones do not count."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.n)
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return names with the reason."""
+        return {one.name: f"{self}" for one in candidates[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(RetentionPolicy):
+    """Keep those whose step is a multiple of `n`, for good."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.n)
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the names of multiples."""
+        return {one.name: f"{self}" for one in candidates if one.step % self.n == 0}
+
+    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
+        """Return nothing: each step is judged alone."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepClosest(RetentionPolicy):
+    """Keep, for each multiple of `every_steps` or of `every_s` seconds, the closest checkpoint.
+
+    For runs whose steps are not multiples. Each checkpoint counts for its nearest multiple; of two
+    that are equally close, the later counts. It gives way to a closer one only: a run that prunes
+    after each save keeps what it would keep had it never pruned. Seconds count from 1970 (UTC) to
+    when the save began, by the clock of its rank 0: `every_s=3600` means full hours.
+    """
+
+    every_steps: int | None = None
+    every_s: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if (self.every_steps is None) == (self.every_s is None):
+            raise InvalidInputError(
+                "KeepClosest has not exactly one interval.",
+                next_step="Give every_steps, such as 1000, or every_s, such as 3600.",
+            )
+        if self.every_s is None:
+            _check_count(self, self.every_steps)
+        elif not self._interval:
+            raise InvalidInputError("every_s of KeepClosest is 0.", next_step="Give more seconds.")
+
+    @property
+    def _interval(self) -> float:
+        if self.every_s is None:
+            return self.every_steps or 0
+        return seconds_of(self.every_s, what="every_s of KeepClosest")
+
+    def _position(self, candidate: Candidate) -> float | None:
+        return candidate.step if self.every_s is None else begun_s(candidate.info) or None
+
+    def _ranked(self, candidates: Sequence[Candidate]) -> Iterable[list[tuple[float, float, int]]]:
+        """Return distance, position and index of each multiple's candidates, the closest last."""
+        interval = self._interval
+        groups: dict[float, list[tuple[float, float, int]]] = {}
+        for index, candidate in enumerate(candidates):
+            if (position := self._position(candidate)) is not None:
+                # The higher of two that are equally near. Whole numbers stay exact.
+                multiple = (2 * position + interval) // (2 * interval) * interval
+                rank = (-abs(position - multiple), position, index)
+                groups.setdefault(multiple, []).append(rank)
+        return map(sorted, groups.values())
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the names of the closest, each with its distance."""
+        unknown = [one.name for one in candidates if self._position(one) is None]
+        kept = dict.fromkeys(unknown, f"{self}: when its save began is not known")
+        unit = "steps" if self.every_s is None else "s"
+        for *_, (distance, _, index) in self._ranked(candidates):
+            kept[candidates[index].name] = f"{self}: {-distance:.12g} {unit} from a multiple"
+        return kept
+
+    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
+        """Return the closest of multiples that have others, too."""
+        return [candidates[group[-1][2]].name for group in self._ranked(candidates) if group[1:]]
+
+    def __str__(self) -> str:
+        return (
+            f"KeepClosest(every_{'steps' if self.every_s is None else 's'}={self._interval:.12g})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(RetentionPolicy):
+    """Keep the `n` whose recorded `metric` is smallest ("min") or largest ("max").
+
+    Of equal ones the later step is better. One without the metric, or with a value that is not
+    finite, is never best: training that diverged would be. Damaged ones do not count.
+    """
+
+    metric: str
+    mode: Literal["min", "max"]
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.n)
+        check_choice("mode", self.mode, Literal["min", "max"])
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the best names, the best first."""
+        sign = 1.0 if self.mode == "max" else -1.0
+        values = [one.metrics.get(self.metric, math.nan) for one in candidates]
+        finite = [place for place, value in enumerate(values) if math.isfinite(value)]
+        best = sorted(finite, key=lambda place: (sign * values[place], place))[: -self.n - 1 : -1]
+        return {
+            candidates[place].name: f"{self}: {self.metric} is {values[place]:g}" for place in best
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNewerThan(RetentionPolicy):
+    """Keep those that were committed less than `age` (seconds or `timedelta`) ago.
+
+    The storage's clock counts, then and now; one whose age cannot be told is kept.
+    """
+
+    age: float | timedelta
+
+    def __post_init__(self) -> None:
+        _ = self.age_s
+
+    @property
+    def age_s(self) -> float:
+        """The age in seconds."""
+        return seconds_of(self.age, what="The age of KeepNewerThan")
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the young names."""
+        found = {}
+        for one in candidates:
+            if one.age_s is None:
+                found[one.name] = f"{self}: the storage does not tell its age"
+            elif one.age_s < self.age_s:
+                found[one.name] = f"{self}: {one.age_s:.0f} s old"
+        return found
+
+    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
+        """Return nothing: each age is judged alone."""
+        return ()
+
+    def __str__(self) -> str:
+        return f"KeepNewerThan({self.age_s:g} s)"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAny(RetentionPolicy):
+    """Keep what any of the policies keeps; what `a | b` makes."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
+        """Return the names, each with the first reason."""
+        pairs = [pair for one in reversed(self.policies) for pair in one.kept(candidates).items()]
+        return dict(pairs)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.policies))
+
+
+Keep = RetentionPolicy | Iterable[RetentionPolicy]
+"""One policy or several; kept is what any of them keeps."""
+
+
+def seconds_of(value: float | timedelta, *, what: str) -> float:
+    """Return a length of time in seconds. Raises `InvalidInputError` unless 0 or more, finite."""
+    seconds: object = value.total_seconds() if isinstance(value, timedelta) else value
+    number = float(seconds) if isinstance(seconds, int | float) else math.nan
+    if isinstance(seconds, bool) or not 0 <= number < math.inf:
+        raise InvalidInputError(
+            f"{what} is {value!r}.",
+            next_step="Give seconds or a datetime.timedelta, 0 or more and finite.",
+        )
+    return number
+
+
+def _check_count(policy: object, n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InvalidInputError(
+            f"n of {type(policy).__name__} is {n!r}.", next_step="Give 1 or more."
+        )
+
+
+def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
+    """Return single policies, `|` and nesting resolved. Raises `InvalidInputError` for none."""
+    given: object = keep.policies if isinstance(keep, KeepAny) else keep
+    if isinstance(given, RetentionPolicy):
+        return (given,)
+    found: tuple[RetentionPolicy, ...] = ()
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        found = tuple(policy for one in given for policy in policies_of(one))
+    if not found:
+        raise InvalidInputError(
+            f"{keep!r} is no policy of retention, so nothing would be kept.",
+            next_step="Give one or more, such as KeepLatest(3); or keep=None, which keeps all.",
+        )
+    return found
+
+
+def begun_s(info: CheckpointInfo | None) -> float:
+    """Return when a save began, in seconds since 1970 by the clock of its rank 0; 0 if unknown."""
+    stamp = "" if info is None else (info.save_id or "")[:16]
+    try:
+        return datetime.strptime(stamp, "%Y%m%dT%H%M%S%z").timestamp()
+    except ValueError:  # the id of another tool
+        return 0.0
