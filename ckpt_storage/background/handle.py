@@ -209,16 +209,17 @@ class SaveHandle:
         return True
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
-        """Call `callback(handle)` once the save has ended, in the thread that ends it.
+        """Call `callback(handle)` when the save ends, in the saver's thread; now if it has ended.
 
-        What it raises is logged.
+        An exception that the callback raises is logged. In the saver's thread that includes
+        `SystemExit` and `KeyboardInterrupt`, which would end the thread and every later save.
         """
         self._check_process()
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
                 return
-        self._call(callback)
+        self._call(callback, Exception)
 
     def _check_process(self) -> None:
         check_process(self._process_id, f"The handle of the save to {self.url}")
@@ -241,10 +242,10 @@ class SaveHandle:
         with self._lock:
             self._asker_count += count
 
-    def _call(self, callback: Callable[[SaveHandle], object]) -> None:
+    def _call(self, callback: Callable[[SaveHandle], object], logged: type[BaseException]) -> None:
         try:
             callback(self)
-        except Exception:  # the save has ended, whatever this is
+        except logged:
             log.exception("A callback of the save to %s failed.", self.url)
 
 
@@ -306,7 +307,7 @@ class SaveStatus(SaveHandle):
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._call(callback)
+            self._call(callback, BaseException)
 
 
 STALL_S = 30.0
