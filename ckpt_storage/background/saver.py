@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -148,6 +149,8 @@ class AsyncSaver:
     ) -> SaveHandle:
         """Begin to save `state` to `url`; all ranks call. Arguments as for `ckpt_storage.save`.
 
+        A `planner` is copied shallowly, so that saves in flight do not share its state.
+
         Returns once the state is copied and may be changed; with `block_until_staged=False` at
         once: then run the optimizer's step inside `step_guard`, or call `handle.wait_staged`.
 
@@ -220,13 +223,13 @@ class AsyncSaver:
         # The trainer's working folder counts, as it is now.
         job.url, job.options = anchored(job.url), job.options.anchored()
         planner = job.options.planner
+        if planner is not None:
+            planner = _shallow_copy(planner)
         if queue.has_worker:
-            # Before the planner knows the state, which is not to travel; so another one does.
+            # The planner that will be set up holds the state, and is not sent to the worker.
             job.packed = pack(job.options)
-            if planner is not None:
-                twin: SavePlanner = object.__new__(type(planner))
-                vars(twin).update(vars(planner))
-                planner = twin
+        else:
+            job.options = replace(job.options, planner=planner)
         job.staging = StagingJob(
             state,
             queue.arenas,
@@ -303,6 +306,19 @@ class AsyncSaver:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+
+def _shallow_copy(planner: SavePlanner) -> SavePlanner:
+    """Return a planner with the same attributes, which can be set up apart from the first.
+
+    Not `copy.copy`: a planner's own `__getstate__` is for the worker process.
+    """
+    copied: SavePlanner = object.__new__(type(planner))
+    state = object.__getstate__(planner)
+    for attributes in state if isinstance(state, tuple) else (state,):
+        for name, value in (attributes or {}).items():
+            object.__setattr__(copied, name, value)
+    return copied
 
 
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()

@@ -23,6 +23,7 @@ from saver_cases import (
     MODES,
     Hold,
     held,
+    hold_here,
     is_alive,
     loaded,
     quick_saver,
@@ -32,6 +33,9 @@ from saver_cases import (
     told,
     until,
 )
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt_storage
 from ckpt_storage import (
@@ -223,6 +227,30 @@ def test_cancel_on_one_rank_ends_the_save_alike_on_all(
         assert ("step-0" in there) == (where == "committed")
     if where == "write":
         assert ended[2] == (errors.SaveCancelledError, canceller)
+
+
+class NotingPlanner(DefaultSavePlanner):
+    """A planner that appends the names it knows to its list as it plans for all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.seen.append([*self.state_dict])
+        return super().create_global_plan(all_plans)
+
+
+def test_saves_with_one_planner_object_do_not_share_its_state(tmp_path: Path) -> None:
+    """Global planning of a save sees that save's state, though a later save is set up already."""
+    planner = NotingPlanner()
+    with quick_saver("thread", max_pending=2) as saver:
+        hold_here(hold := Hold(tmp_path, "local plan", 0))
+        saver.save({"first": torch.ones(3)}, tmp_path / "a", planner=planner, sync_files=False)
+        hold.reached()
+        saver.save({"second": torch.ones(3)}, tmp_path / "b", planner=planner, sync_files=False)
+        hold.go()
+    assert planner.seen == [["first"], ["second"]]
 
 
 class SlowCopies:
