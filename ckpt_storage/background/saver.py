@@ -102,6 +102,7 @@ class AsyncSaver:
         self._queue = SaveQueue(ranks, silence_s, has_worker=mode == "process")
         self._saves: list[SaveStatus] = []
         self._closed = False
+        self._keeps_arenas = True
         # A signal's handler may save in the middle of a save.
         self._turn = threading.RLock()
         self._exit_timeout_s = exit_timeout_s
@@ -190,6 +191,8 @@ class AsyncSaver:
             )
         try:
             status = SaveStatus(place_of(url), rank, limit_s=limit_s)
+            if not self._keeps_arenas:
+                status.add_done_callback(self._release_idle_arenas)
             job = SaveJob(status=status, options=options, url=url)
             try:
                 self._make_room(status, t)
@@ -289,6 +292,10 @@ class AsyncSaver:
     def _check_process(self) -> None:
         check_process(self._queue.process_id, "The AsyncSaver")
 
+    def _release_idle_arenas(self, _: SaveHandle) -> None:
+        if all(save.done() for save in self._saves[:]):
+            self._queue.arenas.release()
+
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
         for save in saves:
@@ -370,4 +377,6 @@ def save_async(  # all that `save` takes, and one argument more
                 on_error="warn",
                 name="save_async",
             )
+            # Nobody closes this saver.
+            saver._keeps_arenas = False  # noqa: SLF001  # of this module
     return saver.begin(state, url, options, block_until_staged=block_until_staged)

@@ -120,42 +120,51 @@ class Arena:
 
 
 class Arenas:
-    """Arenas that nobody uses now, reused from save to save. Thread-safe."""
+    """The free arenas of a saver, reused from save to save.
+
+    Thread-safe without a lock: a finalizer or a signal handler may call a method in the middle of
+    another call of the same thread.
+    """
 
     def __init__(self, kind: Kind = "private") -> None:
         self._kind: Kind = kind
-        self._lock = threading.Lock()
-        self._free: list[Arena] = []
+        self._free: deque[Arena] = deque()
         self._is_closed = False
 
     def take(self, need_bytes: int) -> Arena:
-        """Return an arena of at least `need_bytes`, the one used last first."""
-        with self._lock:
-            held = self._free.pop() if self._free else None
-        if held is not None:
-            if held.size_bytes >= need_bytes:
-                return held
-            # Before the new one is made, so that the old memory can go first.
-            held.close()
-            del held
+        """Return an arena of at least `need_bytes`, if possible the one that was used last."""
+        arena = self._pop()
+        if arena is not None:
+            if arena.size_bytes >= need_bytes:
+                return arena
+            # Before the larger one is allocated, so that the process never holds both.
+            arena.close()
+            del arena
         rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
         return Arena(self._kind, rounded)
 
     def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next `take`; nobody reads or writes there any more."""
-        with self._lock:
-            if not self._is_closed:
-                self._free.append(arena)
-                return
-        arena.close()
+        """Keep an arena for the next `take`. No copy or reader uses it any more."""
+        self._free.append(arena)
+        # Also if `close` was called between the two lines.
+        if self._is_closed:
+            self.release()
+
+    def release(self) -> None:
+        """Free the arenas that no save uses."""
+        while (arena := self._pop()) is not None:
+            arena.close()
 
     def close(self) -> None:
-        """Let go of all memory, of what is in use when it is given back; idempotent."""
-        with self._lock:
-            self._is_closed = True
-            free, self._free = self._free, []
-        for arena in free:
-            arena.close()
+        """Free all arenas, those in use when they are given back; idempotent."""
+        self._is_closed = True
+        self.release()
+
+    def _pop(self) -> Arena | None:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
 
 def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:

@@ -179,6 +179,17 @@ def test_memory_and_descriptors_are_stable(rank: int, tmp_path: Path, mode: Any)
     assert threads[2] <= threads[0] + 1
 
 
+def test_save_async_keeps_no_copy_of_the_state(tmp_path: Path) -> None:
+    """Once no save is in flight, the process holds as much memory as before the first one."""
+    state = {"w": torch.ones(10_000_000)}
+    save_async({"w": torch.ones(1)}, tmp_path / "first", sync_files=False).result(END_S)
+    before = _held(os.getpid())[0]
+    handles = [save_async(state, tmp_path / f"{n}", sync_files=False) for n in range(2)]
+    for handle in handles:
+        handle.result(END_S)
+    until(lambda: _held(os.getpid())[0] - before < 20_000_000, "half of one copy", limit_s=5.0)
+
+
 @pytest.mark.parametrize(
     ("mode", "where", "canceller"),
     [
