@@ -25,6 +25,8 @@ from ckpt_storage.errors import (
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.threads import halt_threads
 
+from .events import ReentrantEvent
+
 log = logging.getLogger("ckpt_storage")
 
 
@@ -105,8 +107,8 @@ class SaveHandle:
         self._limit_s = limit_s
         self._process_id = os.getpid()
         self._lock = threading.RLock()  # a signal's handler may call in the middle
-        self._staged = threading.Event()  # the state is copied, or the save has ended
-        self._ended = threading.Event()  # what follows is final
+        self._staged = ReentrantEvent()  # the state is copied, or the save has ended
+        self._ended = ReentrantEvent()  # what follows is final
         self._state = SaveState.STAGING
         self._info: CheckpointInfo | None = None
         self._error: CheckpointError | None = None
@@ -225,7 +227,7 @@ class SaveHandle:
         check_process(self._process_id, f"The handle of the save to {self.url}")
 
     def _await(
-        self, event: threading.Event, timeout: float | None, not_yet: str, phase: str | None = None
+        self, event: ReentrantEvent, timeout: float | None, not_yet: str, phase: str | None = None
     ) -> None:
         self._check_process()
         limit_s = self._limit_s if timeout is None else timeout

@@ -33,6 +33,8 @@ from ckpt_storage.saves.items import LiveItems, is_as_stored
 from ckpt_storage.saves.planning import PLANS, Kept, LocalPlan, checked, kept_of
 from ckpt_storage.saves.shardfile import Item
 
+from .events import ReentrantEvent
+
 log = logging.getLogger("ckpt_storage")
 
 Kind = Literal["private", "shared"]
@@ -285,7 +287,7 @@ class StagingJob:
             self.arena.memory[start:end] = np.frombuffer(view, dtype=np.uint8)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
         self._error: Exception | None = None
-        self._ended = threading.Event()
+        self._ended = ReentrantEvent()
 
     def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
         """Decide where each item goes and what is copied; return blobs, and the bytes of all."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from dcp_cases import assert_holds, planner, raw_bytes, seeded
+from reentry import interrupt_each_line
 from saver_cases import END_S, Hold, hold_here, quick_saver, save_spoilt
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import load
 from ckpt_storage.background import staging
-from ckpt_storage.background.staging import Arenas, Kind, StagingJob
+from ckpt_storage.background.staging import Arena, Arenas, Kind, StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 MIB = 1024 * 1024
@@ -145,6 +146,21 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
             state = {f"w{kind}": seeded(step, 700_000 * (kind + 1)), "step": [step, {kind}]}
             saver.save(state, tmp_path / f"{step}", sync_files=False).result(END_S)
             assert_holds(tmp_path / f"{step}", state, [load], unsafe_pickle=True)
+
+
+@pytest.mark.parametrize("name", ["take and give back", "close"])
+def test_arenas_may_be_used_in_the_middle_of_a_call(name: str) -> None:
+    """A finalizer or a signal handler that uses or closes them there neither hangs nor leaks."""
+    arenas = Arenas("shared")
+    made: list[Arena] = []
+
+    def use() -> None:
+        made.append(arena := arenas.take(1))
+        arenas.give_back(arena)
+
+    interrupt_each_line(use, use if name.startswith("take") else arenas.close)
+    arenas.close()
+    assert {arena.file for arena in made} == {None}
 
 
 class FakeRuntime:
