@@ -11,11 +11,11 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
+from ckpt_storage.saves.devices import clear_last_error, fork_stream, warn_unlocked
 from ckpt_storage.saves.items import LiveItems, is_as_stored
 from ckpt_storage.saves.planning import PLANS, Kept, LocalPlan, checked, kept_of
 from ckpt_storage.saves.shardfile import Item
@@ -48,6 +49,10 @@ _WIPE_ON_FORK = 18
 # cuda.h: memory that every CUDA context sees as page-locked.
 _REGISTER_PORTABLE = 1
 
+_SYNCHRONIZE_S = 5.0
+"""How long the streams of a failed copy may go on before their arena is retired."""
+
+_LOOK_S = 0.01
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
@@ -59,11 +64,8 @@ _planned: deque[Kept] = deque(maxlen=PLANS.maxlen)
 """Local plans of the last few structures: torch plans some 50 us an item."""
 
 
-def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindings as a module
-    """Return torch's binding of the CUDA runtime, or None where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+_written_by_devices: list[NDArray[np.uint8]] = []
+"""Memory of retired arenas."""
 
 
 class Arena:
@@ -72,6 +74,7 @@ class Arena:
     def __init__(self, kind: Kind, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.file: int | None = None
+        self.is_retired = False
         self._was_pinned = False
         try:
             if kind == "shared":
@@ -94,26 +97,33 @@ class Arena:
                 mapping.madvise(_WIPE_ON_FORK)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
 
-    def pin(self, device: torch.device | None = None) -> None:
-        """Lock the pages for copies from `device`, if that is possible; idempotent."""
-        runtime = None if self._was_pinned else cuda_runtime()
-        self._was_pinned = True
-        if runtime is None:
+    def pin(self, device: torch.device) -> None:
+        """Lock the pages for copies from a CUDA device, if that is possible; idempotent."""
+        if self._was_pinned:
             return
+        self._was_pinned = True
         address = self.memory.ctypes.data
-        with _on(device):
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
         if code:
-            log.warning(
-                "%d bytes of staging memory cannot be page-locked (CUDA error %d); copies from the "
-                "GPU will be slower. Check the limit on locked memory (ulimit -l).",
-                *(self.size_bytes, code),
-            )
+            clear_last_error(runtime, device)
+            warn_unlocked(self.size_bytes, f"CUDA error {code}")
             return
         # On the array, not on the mapping: CPython unmaps before it runs a mapping's finalizers.
         unlock = weakref.finalize(self.memory, _unlock, runtime, address, device)
         # At exit CUDA may be gone already, and the kernel unlocks.
         unlock.atexit = False
+
+    def retire(self) -> None:
+        """Keep the memory mapped for good, and from every later save: a device may write there."""
+        self.is_retired = True
+        _written_by_devices.append(self.memory)
+        log.error(
+            "%d bytes of staging memory stay mapped and unused: a copy from a GPU that failed may "
+            "still write there.",
+            self.size_bytes,
+        )
 
     def close(self) -> None:
         """Close the descriptor, so that no further process can map the memory; idempotent."""
@@ -146,7 +156,10 @@ class Arenas:
         return Arena(self._kind, rounded)
 
     def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next `take`. No copy or reader uses it any more."""
+        """Keep an arena for the next `take`. No copy or reader uses it, unless it is retired."""
+        if arena.is_retired:
+            arena.close()
+            return
         self._free.append(arena)
         # Also if `close` was called between the two lines.
         if self._is_closed:
@@ -189,14 +202,11 @@ def _close(file: int | None) -> None:
         os.close(file)
 
 
-def _on(device: torch.device | None) -> AbstractContextManager[object]:
-    """Make `device` current: a thread's first call would make a context on device 0 otherwise."""
-    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
-
-
-def _unlock(runtime: Any, address: int, device: torch.device | None) -> None:  # noqa: ANN401  # as cuda_runtime
-    with _on(device):
-        runtime.cudaHostUnregister(address)
+def _unlock(runtime: Any, address: int, device: torch.device) -> None:  # noqa: ANN401  # torch types it as a module
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostUnregister(address))
+    if code:
+        clear_last_error(runtime, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +296,7 @@ class StagingJob:
             end = start + item.payload_bytes
             self.arena.memory[start:end] = np.frombuffer(view, dtype=np.uint8)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
-        self._error: Exception | None = None
+        self._error: CheckpointError | None = None
         self._ended = ReentrantEvent()
 
     def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
@@ -317,22 +327,52 @@ class StagingJob:
         threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
 
     def run(self) -> None:
-        """Copy the tensors' bytes. Raises `CheckpointError`."""
-        self._run()
+        """Copy the tensors' bytes. Raises `CheckpointError`, or the interrupt that came."""
+        interrupt = self._run()
+        if interrupt is not None:
+            raise interrupt
         self.wait(0)
 
-    def _run(self) -> None:
+    def _run(self) -> BaseException | None:
+        """Copy; keep an error for `wait`. Return an interrupt, which belongs to the caller."""
         try:
             self._copy()
-        except Exception as error:  # noqa: BLE001  # raised by `wait`, whatever it is
+        except BaseException as error:  # noqa: BLE001  # no save may take this copy for the state
+            self._settle()
             # Frames hold tensors of the trainer, and the error lives as long as the job.
-            for told in (error, error.__cause__):
-                traceback.clear_frames(told.__traceback__ if told else None)
-            self._error = error
+            for failed in (error, error.__cause__):
+                traceback.clear_frames(failed.__traceback__ if failed else None)
+            if isinstance(error, CheckpointError):
+                self._error = error
+                return None
+            self._error = CheckpointError(
+                f"The state could not be copied to host memory: {type(error).__name__}: {error}.",
+                phase="stage",
+                next_step="Free host and device memory, then save again.",
+            )
+            self._error.__cause__ = error
+            return None if isinstance(error, Exception) else error
         finally:
             # Before anyone goes on: the trainer may want the memory of the sources.
             self._sources.clear()
             self._ended.set()
+        return None
+
+    def _settle(self) -> None:
+        """Wait until no stream copies to the arena any more; retire it if that is not known."""
+        end_s = time.monotonic() + _SYNCHRONIZE_S
+        for device, stream in self._streams.items():
+            try:
+                with torch.cuda.device(device):
+                    while not (is_idle := stream.query()) and time.monotonic() < end_s:
+                        time.sleep(_LOOK_S)
+            except Exception as error:  # noqa: BLE001  # a device that is lost
+                # The text only: a record's arguments may live long, and an error holds frames.
+                log.warning("A failed copy from %s cannot be awaited: %s", device, str(error))
+                is_idle = False
+            if not is_idle:
+                self.arena.retire()
+                return
 
     def done(self) -> bool:
         """Return whether the copies have ended, well or not."""
@@ -354,33 +394,34 @@ class StagingJob:
         memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        try:
-            if self._streams:
-                self.arena.pin(next(iter(self._streams)))
-            for tensor, start in zip(self._sources, self._starts, strict=True):
-                size_bytes = tensor.nbytes
-                if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
-                    ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
-                    continue
-                targets, sources = pairs.setdefault(tensor.device, ([], []))
-                source = _copyable(tensor)
-                run = torch.from_numpy(memory[start : start + size_bytes])
-                targets.append(run.view(source.dtype).view(source.shape))
-                sources.append(source)
-            for device, (targets, sources) in pairs.items():
-                stream = self._streams.get(device)
-                on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
-                with torch.no_grad(), on_stream:
-                    # One call for many: half of their own, and other threads run meanwhile.
-                    torch._foreach_copy_(targets, sources, stream is not None)
-            for stream in self._streams.values():
+        if self._streams:
+            self.arena.pin(next(iter(self._streams)))
+        for tensor, start in zip(self._sources, self._starts, strict=True):
+            size_bytes = tensor.nbytes
+            if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
+                ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
+                continue
+            targets, sources = pairs.setdefault(tensor.device, ([], []))
+            source = _copyable(tensor)
+            target = torch.from_numpy(memory[start : start + size_bytes])
+            targets.append(target.view(source.dtype).view(source.shape))
+            sources.append(source)
+        for device, (targets, sources) in pairs.items():
+            with torch.no_grad(), self._on_stream(device):
+                # One call for many: half of their own, and other threads run meanwhile.
+                torch._foreach_copy_(targets, sources, device in self._streams)
+        for device, stream in self._streams.items():
+            with torch.cuda.device(device):
                 stream.synchronize()
-        except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(
-                f"The state could not be copied to host memory: {error}.",
-                phase="stage",
-                next_step="Free host and device memory, then save again.",
-            ) from error
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        """Make the side stream of a CUDA device current in the block."""
+        if device not in self._streams:
+            yield
+            return
+        with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
+            yield
 
 
 def _planned_by(live: LocalPlan) -> Kept:
@@ -413,14 +454,9 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
         return plain if is_lazy else plain.view(_SAME_SIZE[plain.element_size()])
 
 
-def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
+def _fork_streams(devices: set[torch.device]) -> dict[torch.device, Any]:
     """Return a side stream per CUDA device, behind what is enqueued; await other accelerators."""
-    streams = {}
     for device in devices:
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            streams[device] = stream
-            stream.wait_stream(torch.cuda.current_stream(device))
-        elif device.type != "cpu":
+        if device.type not in {"cpu", "cuda"}:
             torch.accelerator.synchronize(device)
-    return streams
+    return {device: fork_stream(device) for device in devices if device.type == "cuda"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
 
+from .devices import DeviceReader, byte_view
 from .shardfile import Item
 
 MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
@@ -41,7 +42,7 @@ class LiveItems:
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
         self._plain = plain_names(planner)
-        self._streams: dict[torch.device, Any] = {}
+        self._devices = DeviceReader()
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
         """Yield each item of `plan`; its bytes are copied no sooner than they are asked for."""
@@ -116,7 +117,7 @@ class LiveItems:
                 next_step="Convert it before saving, or leave it out.",
             )
         length = data.nbytes
-        views: Callable[[int], Any] = partial(host_views, data, streams=self._streams)
+        views: Callable[[int], Any] = partial(host_views, data, devices=self._devices)
         if length <= _SMALL_BYTES:
             views = lambda _: (host_bytes(data),)  # noqa: E731  # as above
         made = Item(
@@ -170,85 +171,37 @@ def host_bytes(tensor: torch.Tensor) -> bytes:
         # A view, an array and a buffer cost ten times this, which many small tensors feel.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return bytes(_view(plain))
+    return bytes(byte_view(plain))
 
 
 def host_views(
-    tensor: torch.Tensor, window_bytes: int, streams: dict[torch.device, Any]
+    tensor: torch.Tensor, window_bytes: int, devices: DeviceReader
 ) -> Iterator[memoryview]:
     """Yield the elements of `tensor` in C order as consecutive byte views.
 
     A contiguous CPU tensor is one view of its own memory, not copied, and must not change
     while the view is in use. Anything else is copied window by window, each of at most
     `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
-    CUDA device the next window is copied while the one before is in use. `streams` has a side
-    stream of each device, for one thread.
+    CUDA device the next window is copied while the one before is in use.
     """
     tensor = tensor.detach()
     if is_as_stored(tensor):
-        yield _view(tensor)
+        yield byte_view(tensor)
         return
     is_cuda = tensor.device.type == "cuda"
     most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
     windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
     if is_cuda:
-        yield from from_device(tensor.device, windows, streams)
+        yield from devices.views(tensor.device, windows)
         return
     for window in windows:
-        yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
-
-
-def from_device(
-    device: torch.device, windows: Iterator[torch.Tensor], streams: dict[torch.device, Any]
-) -> Iterator[memoryview]:
-    """Yield the copied bytes of each window while the next one is being copied."""
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-    stream = streams[device]
-    # What the producer has enqueued must be in the tensors before they are copied.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    pending: deque[tuple[torch.Tensor, Any]] = deque()
-    try:
-        for window in windows:
-            target = _pinned(window)
-            with torch.cuda.stream(stream):
-                target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
-                # An intermediate copy made here belongs to this stream, and is not given to
-                # another before this stream has read it.
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-                event.record(stream)
-            pending.append((target, event))
-            if len(pending) > 1:
-                yield _arrived(*pending.popleft())
-        while pending:
-            yield _arrived(*pending.popleft())
-    finally:
-        # Nothing may be on its way when the tensor, or host memory, goes to somebody else.
-        stream.synchronize()
-
-
-def _pinned(window: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory for a window; torch uses it again once no view of it is left."""
-    return torch.empty(window.shape, dtype=window.dtype, device="cpu", pin_memory=True)
-
-
-def _arrived(target: torch.Tensor, event: Any) -> memoryview:  # noqa: ANN401  # an Event
-    event.synchronize()
-    return _view(target)
+        yield byte_view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is what is to be written."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    # Not `reshape`: it leaves the stride of a single element, which may be anything.
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
 
 
 def _windows(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
