@@ -32,7 +32,7 @@ from ckpt_storage.store import anchored
 
 from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
 from .link import SaveJob, SaveQueue, pack
-from .staging import StagingJob
+from .staging import StagingJob, warm_up
 
 Mode = Literal["process", "thread"]
 OnError = Literal["raise", "warn"]
@@ -173,10 +173,7 @@ class AsyncSaver:
     ) -> SaveHandle:
         """Begin a save; `prepare` is called first, and ranks hear what it raises."""
         self._check_process()
-        if self._closed:
-            raise InvalidInputError(
-                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
-            )
+        self._check_open()
         # What the phases of a save, and of those before it, may take together.
         t, rank = options.timeouts, self._queue.ranks.rank
         one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
@@ -233,19 +230,41 @@ class AsyncSaver:
             job.packed = pack(job.options)
         else:
             job.options = replace(job.options, planner=planner)
-        job.staging = StagingJob(
-            state,
-            queue.arenas,
-            planner,
-            url=job.status.url,
-            rank=job.status.rank,
-            world_size=queue.ranks.world_size,
-        )
+        job.staging = self._plan(state, planner, job.status.url)
         if block_until_staged:
             job.staging.run()
             job.status.mark_staged()
         else:
             job.staging.start()
+
+    def _plan(self, state: Mapping[str, Any], planner: SavePlanner | None, url: str) -> StagingJob:
+        ranks = self._queue.ranks
+        return StagingJob(
+            *(state, self._queue.arenas, planner),
+            url=url,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    def warm_up(self, state: Mapping[str, Any], *, planner: SavePlanner | None = None) -> None:
+        """Allocate the memory of `max_pending` saves of `state` now; optional, saves nothing.
+
+        The first saves then take no longer than later ones. Each rank may call it or not: it talks
+        to no other rank. The cost is that of a first copy without the copying: the kernel clears
+        `max_pending` times the bytes of the state, and the driver page-locks them if tensors are on
+        a CUDA device. The memory stays until `close`. `planner` is as for `save`.
+
+        Raises `InvalidInputError` for a state that cannot be staged, `CheckpointError` if the
+        memory cannot be had.
+        """
+        self._check_process()
+        self._check_open()
+        count = self._max_pending - sum(not save.done() for save in self._saves[:])
+        if count <= 0:
+            return
+        with as_checkpoint_errors("the warm-up", self._queue.ranks.rank):
+            job = self._plan(state, None if planner is None else _shallow_copy(planner), "")
+            warm_up(job, self._queue.arenas, count)
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
@@ -295,6 +314,12 @@ class AsyncSaver:
     def _release_idle_arenas(self, _: SaveHandle) -> None:
         if all(save.done() for save in self._saves[:]):
             self._queue.arenas.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError(
+                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
+            )
 
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None

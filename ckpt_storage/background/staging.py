@@ -115,6 +115,10 @@ class Arena:
         # At exit CUDA may be gone already, and the kernel unlocks.
         unlock.atexit = False
 
+    def touch(self) -> None:
+        """Have the kernel allocate every page; the bytes are of no use afterwards."""
+        self.memory[:: mmap.PAGESIZE] = 0
+
     def retire(self) -> None:
         """Keep the memory mapped for good, and from every later save: a device may write there."""
         self.is_retired = True
@@ -322,6 +326,11 @@ class StagingJob:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return blobs, end
 
+    @property
+    def cuda_devices(self) -> list[torch.device]:
+        """The CUDA devices that tensors are copied from."""
+        return list(self._streams)
+
     def start(self) -> None:
         """Copy in a thread; the tensors must not change before the job is done."""
         threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
@@ -394,8 +403,8 @@ class StagingJob:
         memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        if self._streams:
-            self.arena.pin(next(iter(self._streams)))
+        for device in self.cuda_devices[:1]:
+            self.arena.pin(device)
         for tensor, start in zip(self._sources, self._starts, strict=True):
             size_bytes = tensor.nbytes
             if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
@@ -422,6 +431,23 @@ class StagingJob:
             return
         with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
             yield
+
+
+def warm_up(job: StagingJob, arenas: Arenas, count: int) -> None:
+    """Allocate, touch and page-lock the memory of `count` saves like `job`, which is not run.
+
+    Raises `CheckpointError` if it cannot be had.
+    """
+    taken = [job.arena]
+    try:
+        taken.extend(arenas.take(job.arena.size_bytes) for _ in range(count - 1))
+        for arena in taken:
+            arena.touch()
+            for device in job.cuda_devices[:1]:
+                arena.pin(device)
+    finally:
+        for arena in taken:
+            arenas.give_back(arena)
 
 
 def _planned_by(live: LocalPlan) -> Kept:

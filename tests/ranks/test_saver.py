@@ -179,6 +179,31 @@ def test_memory_and_descriptors_are_stable(rank: int, tmp_path: Path, mode: Any)
     assert threads[2] <= threads[0] + 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_warm_up_has_the_memory_of_all_saves_before_the_first(tmp_path: Path, mode: Any) -> None:
+    """It takes memory for `max_pending` copies; saves after it take no more, and are right.
+
+    Also a save of another structure, which the warm-up knew nothing of.
+    """
+    state = {"w": torch.ones(10_000_000), "words": [1, {2}]}
+    other = {"w": torch.arange(3), "v": torch.ones(2, 2)}
+    with quick_saver(mode, max_pending=2) as saver:
+        saver.save(other, tmp_path / "first", sync_files=False).result(END_S)
+        before = _held(os.getpid())[0]
+        saver.warm_up(state)
+        warm = _held(os.getpid())[0]
+        assert warm - before > 2 * 38_000_000
+        for name, saved in (("a", state), ("b", state), ("c", other)):
+            saver.save(saved, tmp_path / name, sync_files=False)
+        saver.wait(END_S)
+        saver.warm_up(state)
+        assert _held(os.getpid())[0] - warm < 20_000_000
+    assert_holds(tmp_path / "b", {"w": state["w"]}, [load])
+    assert_holds(tmp_path / "c", other)
+    with pytest.raises(errors.InvalidInputError, match="closed"):
+        saver.warm_up(state)
+
+
 def test_save_async_keeps_no_copy_of_the_state(tmp_path: Path) -> None:
     """Once no save is in flight, the process holds as much memory as before the first one."""
     state = {"w": torch.ones(10_000_000)}

@@ -227,6 +227,17 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(cuda: FakeCuda) -> None
             cuda.calls.clear()
 
 
+def test_warm_up_locks_the_memory_of_all_saves(cuda: FakeCuda, tmp_path: Path) -> None:
+    """No later save registers memory."""
+    state = gpu_state()
+    with quick_saver("thread", max_pending=2) as saver:
+        saver.warm_up(state)
+        assert cuda.calls.count("cudaHostRegister") == 2
+        assert "copy" not in cuda.calls
+        saver.save(state, tmp_path / "run", sync_files=False).result(END_S)
+        assert cuda.calls.count("cudaHostRegister") == 2
+
+
 def test_a_copy_in_a_thread_makes_no_context_on_device_0(cuda: FakeCuda) -> None:
     """The thread that copies makes every call while the tensors' device is current."""
     state = gpu_state()
