@@ -70,6 +70,9 @@ class AsyncSaver:
             its handle was asked for the outcome. "warn": it is logged. `SaveHandle.result`
             raises in both cases.
         exit_timeout_s: how long an interpreter that ends waits for saves that make progress.
+        check_staging: for debugging: compare each copy with the state at the call, and fail the
+            save, naming the tensors, if something wrote to them while they were copied. `save`
+            hashes the state before it returns, which takes longer than the copy.
         name: by which the ranks' savers find each other; the same on every rank. Savers that are
             open at the same time need different names.
 
@@ -84,6 +87,7 @@ class AsyncSaver:
         max_pending: int = 1,
         on_error: OnError = "raise",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
+        check_staging: bool = False,
         name: str = "default",
     ) -> None:
         for name_, value, is_right, right in (
@@ -106,6 +110,7 @@ class AsyncSaver:
         # A signal's handler may save in the middle of a save.
         self._turn = threading.RLock()
         self._exit_timeout_s = exit_timeout_s
+        self._checks_staging = check_staging
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
         self._finalizer = weakref.finalize(self, self._queue.close)
         self._finalizer.atexit = False
@@ -153,7 +158,8 @@ class AsyncSaver:
         A `planner` is copied shallowly, so that saves in flight do not share its state.
 
         Returns once the state is copied and may be changed; with `block_until_staged=False` at
-        once: then run the optimizer's step inside `step_guard`, or call `handle.wait_staged`.
+        once: then whatever writes to the state, the optimizer or a forward pass that updates
+        buffers, runs inside `step_guard` or after `handle.wait_staged`.
 
         Raises `InvalidInputError` for a state that cannot be staged (the other ranks are told),
         `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
@@ -230,20 +236,28 @@ class AsyncSaver:
             job.packed = pack(job.options)
         else:
             job.options = replace(job.options, planner=planner)
-        job.staging = self._plan(state, planner, job.status.url)
+        job.staging = self._plan(state, planner, job.status.url, is_checked=self._checks_staging)
         if block_until_staged:
             job.staging.run()
             job.status.mark_staged()
         else:
             job.staging.start()
 
-    def _plan(self, state: Mapping[str, Any], planner: SavePlanner | None, url: str) -> StagingJob:
+    def _plan(
+        self,
+        state: Mapping[str, Any],
+        planner: SavePlanner | None,
+        url: str = "",
+        *,
+        is_checked: bool = False,
+    ) -> StagingJob:
         ranks = self._queue.ranks
         return StagingJob(
             *(state, self._queue.arenas, planner),
             url=url,
             rank=ranks.rank,
             world_size=ranks.world_size,
+            is_checked=is_checked,
         )
 
     def warm_up(self, state: Mapping[str, Any], *, planner: SavePlanner | None = None) -> None:
@@ -263,14 +277,16 @@ class AsyncSaver:
         if count <= 0:
             return
         with as_checkpoint_errors("the warm-up", self._queue.ranks.rank):
-            job = self._plan(state, None if planner is None else _shallow_copy(planner), "")
+            job = self._plan(state, None if planner is None else _shallow_copy(planner))
             warm_up(job, self._queue.arenas, count)
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
-        """Wait until no state is being copied, then run the block: the optimizer's step.
+        """Wait until no state is being copied, then run the block, which may write to the state.
 
-        Raises `PhaseTimeoutError` if the copying does not end in time.
+        With `block_until_staged=False` the first code that writes to a saved tensor belongs in it:
+        the optimizer's step, and a forward pass that updates buffers (running statistics, averages,
+        caches). Raises `PhaseTimeoutError` if the copying does not end in time.
         """
         self._check_process()
         for save in self._saves[:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import math
 import mmap
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
-from ckpt_storage.saves.devices import clear_last_error, fork_stream, warn_unlocked
-from ckpt_storage.saves.items import LiveItems, is_as_stored
+from ckpt_storage.saves.devices import DeviceReader, clear_last_error, fork_stream, warn_unlocked
+from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
 from ckpt_storage.saves.planning import PLANS, Kept, LocalPlan, checked, kept_of
 from ckpt_storage.saves.shardfile import Item
 
@@ -53,6 +54,7 @@ _SYNCHRONIZE_S = 5.0
 """How long the streams of a failed copy may go on before their arena is retired."""
 
 _LOOK_S = 0.01
+_MOST_NAMED = 8
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
@@ -273,8 +275,12 @@ class StagingJob:
         url: str | os.PathLike[str] = "",
         rank: int = 0,
         world_size: int = 1,
+        is_checked: bool = False,
     ) -> None:
-        """Plan this rank's part; take all that is no tensor."""
+        """Plan this rank's part and copy all that is no tensor; if `is_checked`, hash the tensors.
+
+        The copy of a tensor that has another hash was made while something wrote to the tensor.
+        """
         if not isinstance(state, Mapping):
             raise InvalidInputError(
                 f"The state is a {type(state).__qualname__}, not a dict.",
@@ -300,6 +306,7 @@ class StagingJob:
             end = start + item.payload_bytes
             self.arena.memory[start:end] = np.frombuffer(view, dtype=np.uint8)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
+        self._hashes = [_hash_of(tensor) for tensor in self._sources] if is_checked else []
         self._error: CheckpointError | None = None
         self._ended = ReentrantEvent()
 
@@ -346,6 +353,7 @@ class StagingJob:
         """Copy; keep an error for `wait`. Return an interrupt, which belongs to the caller."""
         try:
             self._copy()
+            self._check()
         except BaseException as error:  # noqa: BLE001  # no save may take this copy for the state
             self._settle()
             # Frames hold tensors of the trainer, and the error lives as long as the job.
@@ -423,6 +431,25 @@ class StagingJob:
             with torch.cuda.device(device):
                 stream.synchronize()
 
+    def _check(self) -> None:
+        """Raise `InvalidInputError` naming the tensors whose copies have other hashes."""
+        torn = set()
+        for tensor, start, expected in zip(self._sources, self._starts, self._hashes, strict=False):
+            copied = hashlib.blake2b(self.arena.memory[start : start + tensor.nbytes].data)
+            if copied.digest() != expected:
+                torn.add(start)
+        rows = self.staged.rows.items()
+        # The row of an empty tensor begins where the next one does.
+        names = sorted({index.fqn for index, (start, size, *_) in rows if size and start in torn})
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            raise InvalidInputError(
+                f"The state changed while it was copied: {', '.join(names[:_MOST_NAMED])}{more}.",
+                phase="stage",
+                next_step="Let nothing write to these tensors before the copy has ended: use "
+                "step_guard or handle.wait_staged, or save with block_until_staged=True.",
+            )
+
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
         """Make the side stream of a CUDA device current in the block."""
@@ -462,6 +489,14 @@ def _planned_by(live: LocalPlan) -> Kept:
         if live.structure is not None:
             _planned.append(kept)
     return kept
+
+
+def _hash_of(tensor: torch.Tensor) -> bytes:
+    """Return the hash of a tensor's elements as they are staged."""
+    hasher = hashlib.blake2b()
+    for view in host_views(tensor, ROUNDING_BYTES, DeviceReader()):
+        hasher.update(view)
+    return hasher.digest()
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

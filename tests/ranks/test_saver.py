@@ -324,6 +324,46 @@ def test_step_guard_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_holds(tmp_path / "a", {"w": torch.ones(1000), "words": [1]})
 
 
+def test_check_staging_names_what_changed_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that a forward pass changes fails the save, which names it, and it alone."""
+    slow = SlowCopies(monkeypatch)
+    shared = torch.ones(1000)
+    state = {
+        "empty": torch.ones(0),
+        "w": torch.ones(1000),
+        "running_mean": shared[:500],
+        "again": shared[:500],
+        "other": shared[500:],
+    }
+    with quick_saver("thread", check_staging=True, on_error="warn") as saver:
+        handle = saver.save(state, tmp_path / "a", block_until_staged=False)
+        state["running_mean"][7] = 2
+        slow.go.set()
+        with saver.step_guard():
+            state["w"].zero_()
+        error = handle.exception(END_S)
+        assert isinstance(error, errors.InvalidInputError)
+        assert "while it was copied: again, running_mean." in str(error)
+        saver.save(state, tmp_path / "b", sync_files=False).result(END_S)
+    assert [info.name for info in list_checkpoints(tmp_path)] == ["b"]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_check_staging_finds_nothing_in_a_state_that_stays(tmp_path: Path, *, blocks: bool) -> None:
+    """Tensors of all forms compare equal with their copies."""
+    state = {
+        "rows": seeded(1, 3000, 700)[:, ::2],
+        "complex": seeded(2, 40, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(3.5),
+        "nan": torch.full((9,), float("nan")),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+    }
+    with quick_saver("thread", check_staging=True) as saver:
+        saver.save(state, tmp_path / "a", block_until_staged=blocks).result(END_S)
+
+
 def test_copy_that_takes_too_long_harms_no_later_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
