@@ -32,6 +32,7 @@ from ckpt_storage.store import anchored
 
 from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
 from .link import SaveJob, SaveQueue, pack
+from .priorities import IoClass, check_priorities
 from .staging import StagingJob, warm_up
 
 Mode = Literal["process", "thread"]
@@ -73,6 +74,11 @@ class AsyncSaver:
         check_staging: for debugging: compare each copy with the state at the call, and fail the
             save, naming the tensors, if something wrote to them while they were copied. `save`
             hashes the state before it returns, which takes longer than the copy.
+        worker_nice: the nice value of the worker, from -20 to 19, so that it takes less processor
+            time from the training and its data loaders (10, say); default: that of the trainer.
+        worker_ionice: "best-effort" (at the lowest level) or "idle": the class in which the kernel
+            orders the worker's disk accesses, on Linux and with a scheduler that has classes. What
+            the system refuses is logged.
         name: by which the ranks' savers find each other; the same on every rank. Savers that are
             open at the same time need different names.
 
@@ -88,6 +94,8 @@ class AsyncSaver:
         on_error: OnError = "raise",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         check_staging: bool = False,
+        worker_nice: int | None = None,
+        worker_ionice: IoClass | None = None,
         name: str = "default",
     ) -> None:
         for name_, value, is_right, right in (
@@ -98,6 +106,7 @@ class AsyncSaver:
         ):
             if not is_right:
                 raise InvalidInputError(f"{name_} is {value!r}.", next_step=f"Give {right}.")
+        check_priorities(worker_nice, worker_ionice, has_worker=mode == "process")
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
