@@ -1,4 +1,4 @@
-"""A rank's part of a save, planned in the caller and copied into one arena: host memory, reused."""
+"""Staging: a rank's state, planned in the caller and copied to an arena of host memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Torch copies elements of some kinds only as integers."""
 
 _planned: deque[Kept] = deque(maxlen=PLANS.maxlen)
-"""Local plans of the last few structures: torch plans some 50 us an item."""
+"""Cached local plans of the last few structures: planning takes torch some 50 us an item."""
 
 
 _written_by_devices: list[NDArray[np.uint8]] = []
@@ -71,7 +71,7 @@ _written_by_devices: list[NDArray[np.uint8]] = []
 
 
 class Arena:
-    """One stretch of host memory, unmapped when the last view of `memory`, its bytes, is gone."""
+    """One mapping of host memory; the kernel frees it when the last view of `memory` is deleted."""
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -80,7 +80,7 @@ class Arena:
         self._was_pinned = False
         try:
             if kind == "shared":
-                self.file = _nameless_file()
+                self.file = _anonymous_file()
             self._close_file = weakref.finalize(self, _close, self.file)
             if self.file is None:
                 mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -89,12 +89,12 @@ class Arena:
                 mapping = mmap.mmap(self.file, size_bytes)
         except (OSError, MemoryError, OverflowError) as error:
             raise CheckpointError(
-                f"{size_bytes} bytes of host memory for staging cannot be had: {error}.",
+                f"{size_bytes} bytes of host memory for staging cannot be allocated: {error}.",
                 phase="stage",
                 next_step="Free host memory, lower max_pending, or save without staging.",
             ) from error
         if self.file is None and sys.platform == "linux":
-            # The mapping itself stays in a child, which would else unmap what came in its place.
+            # Not MADV_DONTFORK: a child would unmap whatever it has mapped at that address since.
             with contextlib.suppress(OSError):
                 mapping.madvise(_WIPE_ON_FORK)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
@@ -196,7 +196,7 @@ def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:
         os.close(file)
 
 
-def _nameless_file() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("ckpt_storage")
     with tempfile.TemporaryFile() as temporary:
@@ -217,9 +217,10 @@ def _unlock(runtime: Any, address: int, device: torch.device) -> None:  # noqa: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPlan:
-    """A rank's local plan and where its items lie in an arena; pickles.
+    """A rank's local plan and the place of each item in an arena; pickles.
 
-    `rows` has start, size in bytes, dtype (None: a blob) and the type that makes `load` refuse it.
+    `rows` has start, size in bytes, dtype (None: a blob), and the name of a type that only pickle
+    can hold, for which `load` refuses the item.
     """
 
     kept: Kept
@@ -227,7 +228,7 @@ class StagedPlan:
     rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
 
     def part(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
-        """Return what a save takes, with the bytes in `memory`; default planner: torch's."""
+        """Return the local plan of a save whose bytes are in `memory`; default planner: torch's."""
         return LocalPlan(
             plan=lambda: self.kept.plan,
             planner=planner or DefaultSavePlanner(),
@@ -264,7 +265,7 @@ def _windows(view: memoryview, window_bytes: int) -> Iterator[memoryview]:
 
 
 class StagingJob:
-    """A rank's part of a save: planned now, copied to `arena` by `run`, or in a thread."""
+    """A rank's state in a save: planned when it is made, copied to `arena` by `run` or `start`."""
 
     def __init__(
         self,
@@ -311,7 +312,7 @@ class StagingJob:
         self._ended = ReentrantEvent()
 
     def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
-        """Decide where each item goes and what is copied; return blobs, and the bytes of all."""
+        """Place each item and list the tensors to copy; return the blobs, and the bytes of all."""
         blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
         plan = self.staged.kept.plan
@@ -321,7 +322,7 @@ class StagingJob:
             if tensor is None:
                 blobs.append((start, item))
             elif size_bytes:
-                # What is the same elements of the same memory is copied once.
+                # Views of the same elements of the same memory are copied once.
                 first = known.setdefault(tensor.data_ptr(), len(self._sources))
                 if first < len(self._sources) and _form(self._sources[first]) == _form(tensor):
                     start = self._starts[first]
@@ -339,7 +340,7 @@ class StagingJob:
         return list(self._streams)
 
     def start(self) -> None:
-        """Copy in a thread; the tensors must not change before the job is done."""
+        """Copy in a thread; the tensors must not change before `done`."""
         threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
 
     def run(self) -> None:
@@ -392,11 +393,11 @@ class StagingJob:
                 return
 
     def done(self) -> bool:
-        """Return whether the copies have ended, well or not."""
+        """Return whether the copy has ended, with success or an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the copy is complete; raises `PhaseTimeoutError` while it goes on."""
+        """Wait until the copy is complete. Raises its error, or `PhaseTimeoutError`."""
         if not self._ended.wait(timeout_s):
             raise PhaseTimeoutError(
                 f"The state was not copied to host memory within {timeout_s} s.",
@@ -425,7 +426,7 @@ class StagingJob:
             sources.append(source)
         for device, (targets, sources) in pairs.items():
             with torch.no_grad(), self._on_stream(device):
-                # One call for many: half of their own, and other threads run meanwhile.
+                # One call for all: it takes half the time of many, and releases the GIL.
                 torch._foreach_copy_(targets, sources, device in self._streams)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
@@ -463,7 +464,7 @@ class StagingJob:
 def warm_up(job: StagingJob, arenas: Arenas, count: int) -> None:
     """Allocate, touch and page-lock the memory of `count` saves like `job`, which is not run.
 
-    Raises `CheckpointError` if it cannot be had.
+    Raises `CheckpointError` if the memory cannot be allocated.
     """
     taken = [job.arena]
     try:
@@ -478,12 +479,12 @@ def warm_up(job: StagingJob, arenas: Arenas, count: int) -> None:
 
 
 def _planned_by(live: LocalPlan) -> Kept:
-    """Return the plan of a planner that is set up, as the last time where nothing changed."""
+    """Return the local plan of a planner that is set up, from the cache if nothing changed."""
     kept = kept_of(_planned, live.structure)
     if kept is None:
         plan = live.plan()
         if not plan.usable:
-            # With plan caching: the same as the last time, which this rank copies all the same.
+            # With torch's plan caching this says "as before"; the items are staged all the same.
             plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
         kept = Kept(plan_id="", plan=plan, structure=live.structure)
         if live.structure is not None:

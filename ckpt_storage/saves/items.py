@@ -1,4 +1,4 @@
-"""What a planner's state holds: its items as they are written, as host bytes; and its ties."""
+"""The items of a planner's state, as host bytes in the order of the plan; and its ties."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _SMALL_BYTES = 64 << 10
 
 
 Items = Callable[[SavePlan], Iterable[Item]]
-"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be."""
+"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be saved."""
 
 
 class LiveItems:
-    """Items straight from the planner, which has been set up, as they are asked for."""
+    """Items that a planner, which has been set up, resolves one by one."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
@@ -45,11 +45,11 @@ class LiveItems:
         self._devices = DeviceReader()
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
-        """Yield each item of `plan`; its bytes are copied no sooner than they are asked for."""
+        """Yield each item of `plan`; its bytes are copied when `Item.views` is iterated."""
         return (item for item, _ in self.with_tensors(plan))
 
     def with_tensors(self, plan: SavePlan) -> Iterator[tuple[Item, torch.Tensor | None]]:
-        """Yield each item of `plan`, and the tensor that it is, if it is one."""
+        """Yield each item of `plan` and its tensor, None for a blob."""
         for item in plan.items:
             data = self._resolved(item)
             if item.type is WriteItemType.BYTE_IO:
@@ -59,7 +59,7 @@ class LiveItems:
 
     def _resolved(self, item: WriteItem) -> object:
         try:
-            # Else torch makes a view of each sharded tensor that gradients would flow through.
+            # With gradients torch makes a differentiable view of each sharded tensor.
             with torch.no_grad():
                 return self._planner.resolve_data(item)
         except CheckpointError:
@@ -79,7 +79,7 @@ class LiveItems:
                 next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
             )
         refusal = None if fqn in self._plain else refusal_of(data)
-        # Not getbuffer(): a file among garbage cannot be closed while there is a view of it.
+        # Not getbuffer(): the collector cannot close a file that has a view.
         view = memoryview(data.getvalue())
         return Item(
             fqn=fqn,
@@ -128,11 +128,11 @@ class LiveItems:
 
 def planned_bytes(plan: SavePlan) -> int:
     """Return how many bytes the elements of a plan's tensors have."""
-    found = 0
-    for item in plan.items:
-        if (data := item.tensor_data) is not None:
-            found += data.chunk.sizes.numel() * data.properties.dtype.itemsize
-    return found
+    return sum(
+        data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        for item in plan.items
+        if (data := item.tensor_data) is not None
+    )
 
 
 def fault_of(tensor: torch.Tensor) -> str | None:
@@ -168,7 +168,7 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
 def host_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the elements of a small tensor in C order."""
     if type(tensor) in PLAIN and is_as_stored(tensor):
-        # A view, an array and a buffer cost ten times this, which many small tensors feel.
+        # Ten times faster than a view, an array and a buffer; states have many small tensors.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return bytes(byte_view(plain))
@@ -229,9 +229,9 @@ def ties_in(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         tensors = dict(named_tensors(state, ""))
     except RecursionError:
-        # A state that holds itself: a planner may still save it, as a blob.
+        # A state that contains itself: a planner may still save it, as a blob.
         return {}
-    # Few share the byte that they begin at; only those are looked at closely.
+    # Few tensors share their first byte; only those are compared in full.
     addresses = list(map(_address, tensors.values()))
     shared = {address for address, count in Counter(addresses).items() if address and count > 1}
     firsts: dict[object, str] = {}
@@ -261,7 +261,7 @@ def named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the first local elements begin, 0 if there are none or it cannot be told."""
+    """Return the address of the first local element, 0 if there is none or it is unknown."""
     try:
         if type(tensor) in PLAIN:
             return tensor.data_ptr()
@@ -273,7 +273,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Return what is equal for tensors that are the same memory; None: no elements, or unknown."""
+    """Return a key equal for tensors of the same memory; None without elements, or if unknown."""
     try:
         parts = [
             (
@@ -285,12 +285,12 @@ def _memory(tensor: torch.Tensor) -> object:
         ]
     except RuntimeError:
         return None
-    # Most kinds without memory of their own raise; others begin nowhere.
+    # Most kinds without memory of their own raise; others have address 0.
     return frozenset(parts) if parts and all(part[2] for part in parts) else None
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return local tensors and where each lies in the whole; raises `RuntimeError` if unknown."""
+    """Return local tensors and their offsets in the whole; raises `RuntimeError` if unknown."""
     if isinstance(tensor, ShardedTensor):
         return [
             (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()
@@ -300,6 +300,6 @@ def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         if not local.numel():
             return []
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        # A local tensor of several chunks has no memory of its own, which is noticed later.
+        # A local tensor of several chunks has no memory of its own; `_memory` finds that.
         return [(tuple(chunk.offsets), local) for chunk in chunks]
     return [((0,) * tensor.ndim, tensor)]

@@ -104,7 +104,7 @@ def test_waits_end(status: SaveStatus) -> None:
             ) as caught:
                 call(limit_s)
             assert caught.value.rank == 1
-    assert not status.is_asked_for
+    assert not status.outcome_is_consumed
     with pytest.raises(PhaseTimeoutError, match="was not staged") as caught:
         status.wait_staged()
     assert caught.value.phase == "stage"
