@@ -1,4 +1,4 @@
-"""What the caller of a background save holds, and what an interpreter that ends waits for."""
+"""The handle of a background save, and the saves that an interpreter waits for at its end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from ckpt_storage.errors import (
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.threads import halt_threads
 
+from .events import ReentrantEvent
+
 log = logging.getLogger("ckpt_storage")
 
 
 class SaveState(enum.Enum):
-    """Where a save is. The last five are final and true.
+    """The state of a save. The last five are final.
 
-    COMMITTED: the checkpoint exists. FAILED, TIMED_OUT, CANCELLED: it does not, and will not.
-    UNKNOWN: whether it exists cannot be told.
+    COMMITTED: the checkpoint exists. FAILED, TIMED_OUT, CANCELLED: it does not exist, and this save
+    will not create it. UNKNOWN: the storage did not answer whether it exists.
     """
 
     STAGING = "staging"
@@ -65,16 +67,16 @@ _STATE_OF_ERROR = {
     PhaseTimeoutError: SaveState.TIMED_OUT,
 }
 
-Source = Callable[[], tuple[Mapping[int, RankProgress], str | None]]
-"""Tells how far the ranks are, and the save id."""
+ProgressSource = Callable[[], tuple[Mapping[int, RankProgress], str | None]]
+"""Returns the progress of each rank that is known, and the save id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveProgress:
-    """How far a save is: bytes and files of this rank, and the rank with most left to do.
+    """The progress of a save: bytes and files of this rank, and the slowest rank.
 
-    `slowest` is None until other ranks were heard of; on ranks other than 0 it is what rank 0
-    last told.
+    `slowest` is the rank with most bytes left to write, None before its first heartbeat. Rank 0
+    receives the heartbeats of all ranks and relays the slowest; other ranks have it from there.
     """
 
     state: SaveState
@@ -88,31 +90,31 @@ class SaveProgress:
 
 
 def check_process(process_id: int, what: str) -> None:
-    """Refuse `what` in any process but the one that made it: a fork has none of its threads."""
+    """Raise `InvalidInputError` in a forked child, which has none of the threads of `what`."""
     if os.getpid() != process_id:
         raise InvalidInputError(
-            f"{what} was made in process {process_id}, and this is process {os.getpid()}.",
-            next_step="Use it there; a child process makes a saver of its own.",
+            f"{what} belongs to process {process_id}, and this is process {os.getpid()}.",
+            next_step="Use it in its own process, and make a new AsyncSaver in a child process.",
         )
 
 
 class SaveHandle:
-    """One background save. All methods may be called from any thread of the process."""
+    """One background save. Any thread of the process may call any method."""
 
     def __init__(self, url: str, rank: int, *, limit_s: float) -> None:
         self.url = url
         self.rank = rank
         self._limit_s = limit_s
         self._process_id = os.getpid()
-        self._lock = threading.RLock()  # a signal's handler may call in the middle
-        self._staged = threading.Event()  # the state is copied, or the save has ended
-        self._ended = threading.Event()  # what follows is final
+        self._lock = threading.RLock()  # a signal handler may interrupt a method and call another
+        self._staged = ReentrantEvent()  # the state is copied, or the save has ended
+        self._ended = ReentrantEvent()  # state, info and error are final
         self._state = SaveState.STAGING
         self._info: CheckpointInfo | None = None
         self._error: CheckpointError | None = None
         self._is_copied = False
-        self._asker_count = 0
-        self._source: Source = lambda: ({}, None)
+        self._consumer_count = 0
+        self._source: ProgressSource = lambda: ({}, None)
         self._on_cancel: Callable[[SaveCancelledError], object] = lambda _: None
         self._cancelled: SaveCancelledError | None = None
         self._callbacks: list[Callable[[SaveHandle], object]] = []
@@ -122,7 +124,7 @@ class SaveHandle:
 
     @property
     def state(self) -> SaveState:
-        """Where the save is."""
+        """The state of the save."""
         own = self._source()[0].get(self.rank)
         with self._lock:
             if self._state is not SaveState.WRITING or own is None:
@@ -131,19 +133,19 @@ class SaveHandle:
 
     @property
     def save_id(self) -> str | None:
-        """The id that all ranks agreed on, once they did."""
+        """The save id; None until the ranks have agreed on one."""
         return self._info.save_id if self._info is not None else self._source()[1]
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
+        """Return whether the save has ended, with success or an error."""
         return self._ended.is_set()
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state is copied, and may be changed; at most `timeout` seconds.
+        """Wait at most `timeout` seconds until the state is copied and may be changed.
 
-        Raises `PhaseTimeoutError` if it is not by then, or why it could not be copied.
+        Raises `PhaseTimeoutError` when time is up, or the error of a copy that failed.
         """
-        self._await(self._staged, timeout, "was not staged", "stage")
+        self._wait_for(self._staged, timeout, "was not staged", "stage")
         if self._error is not None and not self._is_copied:
             raise self._error
 
@@ -152,11 +154,11 @@ class SaveHandle:
         return self._staged.is_set()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Wait at most `timeout` seconds and return what was committed.
+        """Wait at most `timeout` seconds and return the committed checkpoint.
 
-        Without `timeout` it waits as long as the deadlines of the save's own phases allow, which
-        are finite. Raises why the save failed (any `CheckpointError`), or `PhaseTimeoutError` if it
-        has not ended by then; it goes on in that case, and `state` is not final.
+        Without `timeout` the limit is the sum of the deadlines of the save's phases. Raises the
+        error of a failed save (any `CheckpointError`), or `PhaseTimeoutError` when time is up: then
+        the save goes on, and `state` is not final.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -165,21 +167,21 @@ class SaveHandle:
         return self._info
 
     def exception(self, timeout: float | None = None) -> CheckpointError | None:
-        """Return why the save failed, None if it did not; waits and raises as `result`."""
-        self._count_asker(1)
+        """Return the error of a failed save, None of a committed one; waits as `result`."""
+        self._count_consumer(1)
         try:
-            self._await(self._ended, timeout, "has not ended")
+            self._wait_for(self._ended, timeout, "has not ended")
         except BaseException:
-            self._count_asker(-1)
+            self._count_consumer(-1)
             raise
         return self._error
 
     def progress(self) -> SaveProgress:
-        """Return how far the save is."""
+        """Return the progress of the save, without waiting."""
         self._check_process()
-        signs, save_id = self._source()
-        own = signs.get(self.rank)
-        others = [sign for sign in signs.values() if sign.phase != "plan"]
+        ranks, save_id = self._source()
+        own = ranks.get(self.rank)
+        begun = [progress for progress in ranks.values() if progress.phase != "plan"]
         return SaveProgress(
             state=self.state,
             rank=self.rank,
@@ -187,15 +189,15 @@ class SaveHandle:
             total_bytes=own.total_bytes if own else 0,
             done_files=own.done_files if own else 0,
             save_id=save_id,
-            slowest=max(others, key=lambda sign: sign.left_bytes, default=None),
-            ranks=signs,
+            slowest=max(begun, key=lambda progress: progress.left_bytes, default=None),
+            ranks=ranks,
         )
 
     def cancel(self) -> bool:
-        """Ask all ranks to give the save up; return whether it had not ended yet.
+        """Cancel the save on all ranks; return False if it has ended already.
 
-        It takes effect soon unless the commit is faster: `state` tells. Called on one rank it
-        ends the save on all.
+        Call it on one rank or on several. Does not wait: a commit in flight may still succeed, so
+        see `result` or `state` for the outcome.
         """
         self._check_process()
         with self._lock:
@@ -209,64 +211,67 @@ class SaveHandle:
         return True
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
-        """Call `callback(handle)` once the save has ended, in the thread that ends it.
+        """Call `callback(handle)` when the save ends, in the saver's thread; now if it has ended.
 
-        What it raises is logged.
+        An exception that the callback raises is logged. In the saver's thread that includes
+        `SystemExit` and `KeyboardInterrupt`, which would end the thread and every later save.
         """
         self._check_process()
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
                 return
-        self._call(callback)
+        self._call(callback, Exception)
 
     def _check_process(self) -> None:
         check_process(self._process_id, f"The handle of the save to {self.url}")
 
-    def _await(
-        self, event: threading.Event, timeout: float | None, not_yet: str, phase: str | None = None
+    def _wait_for(
+        self, event: ReentrantEvent, timeout: float | None, missing: str, phase: str | None = None
     ) -> None:
         self._check_process()
         limit_s = self._limit_s if timeout is None else timeout
         if not event.wait(limit_s):
             raise PhaseTimeoutError(
-                f"The save to {self.url} {not_yet} within {limit_s:g} s; it is {self.state.value}.",
+                f"The save to {self.url} {missing} within {limit_s:g} s; it is {self.state.value}.",
                 timeout_s=limit_s,
                 rank=self.rank,
                 phase=phase,
                 next_step="Wait longer, look at progress(), or cancel() it.",
             )
 
-    def _count_asker(self, count: int) -> None:
+    def _count_consumer(self, count: int) -> None:
         with self._lock:
-            self._asker_count += count
+            self._consumer_count += count
 
-    def _call(self, callback: Callable[[SaveHandle], object]) -> None:
+    def _call(self, callback: Callable[[SaveHandle], object], logged: type[BaseException]) -> None:
         try:
             callback(self)
-        except Exception:  # the save has ended, whatever this is
+        except logged:
             log.exception("A callback of the save to %s failed.", self.url)
 
 
 class SaveStatus(SaveHandle):
-    """The handle of a save, as its saver and its queue see it."""
+    """The handle of a save, with the methods of its saver and its queue."""
 
     @property
-    def is_asked_for(self) -> bool:
-        """Whether somebody waits for the outcome or has got it."""
-        return self._asker_count > 0
+    def outcome_is_consumed(self) -> bool:
+        """Whether a caller has the outcome or waits for it, so that nobody else need raise it."""
+        return self._consumer_count > 0
 
-    def take(self) -> None:
-        """Note that the outcome is known to whoever began the save."""
-        self._count_asker(1)
+    def mark_outcome_consumed(self) -> None:
+        """Record that the caller of `save` has the outcome."""
+        self._count_consumer(1)
 
     def await_end(self, timeout: float | None) -> CheckpointError | None:
-        """Return why the save failed, as `exception`, without having asked for it."""
-        self._await(self._ended, timeout, "has not ended")
+        """Return the error as `exception` does, without consuming the outcome."""
+        self._wait_for(self._ended, timeout, "has not ended")
         return self._error
 
-    def follow(self, source: Source, on_cancel: Callable[[SaveCancelledError], object]) -> None:
-        """Take from `source` how far the ranks are; tell each `cancel`, also an earlier one."""
+    def follow(
+        self, source: ProgressSource, on_cancel: Callable[[SaveCancelledError], object]
+    ) -> None:
+        """Read progress from `source`, and pass cancel requests, an earlier one too, on."""
         with self._lock:
             self._source, self._on_cancel = source, on_cancel
             error = self._cancelled
@@ -274,7 +279,7 @@ class SaveStatus(SaveHandle):
             on_cancel(error)
 
     def mark_staged(self) -> None:
-        """Note that the state is copied."""
+        """Record that the state is copied."""
         with self._lock:
             if self._state is SaveState.STAGING:
                 self._state = SaveState.WRITING
@@ -282,11 +287,11 @@ class SaveStatus(SaveHandle):
         self._staged.set()
 
     def succeed(self, info: CheckpointInfo) -> None:
-        """End the save: it is committed."""
+        """End the save with a committed checkpoint."""
         self._end(SaveState.COMMITTED, info, None)
 
     def fail(self, error: CheckpointError) -> None:
-        """End the save with an error; one that carries `info` leaves it committed."""
+        """End the save with an error; the save is committed if the error has an `info`."""
         info: CheckpointInfo | None = getattr(error, "info", None)
         states = (state for kind, state in _STATE_OF_ERROR.items() if isinstance(error, kind))
         state = next(states, SaveState.FAILED) if info is None else SaveState.COMMITTED
@@ -295,30 +300,30 @@ class SaveStatus(SaveHandle):
     def _end(
         self, state: SaveState, info: CheckpointInfo | None, error: CheckpointError | None
     ) -> None:
-        # What it followed holds connections: what is known now stays.
-        known = self._source()
+        # The last progress stays; the source holds connections.
+        last_progress = self._source()
         with self._lock:
             if self._ended.is_set():
                 return
             self._state, self._info, self._error = state, info, error
-            self._source, self._on_cancel = lambda: known, lambda _: None
+            self._source, self._on_cancel = lambda: last_progress, lambda _: None
             self._staged.set()
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._call(callback)
+            self._call(callback, BaseException)
 
 
 STALL_S = 30.0
-"""A save that has made no progress for so long does not hold up an interpreter that ends."""
+"""An ending interpreter waits no longer than this for a save without progress."""
 
 _GRACE_S = 3.0
-"""What a save may take beyond the deadline of its phase, to give up and to tell the other ranks."""
+"""The time after the deadline of a phase in which a save reports its error to the other ranks."""
 
-_LOOK_S = 0.1
-_END_S = 5.0
-_HALT_S = 0.3
-"""Long enough for threads that wait for nothing to come to rest."""
+_POLL_S = 0.1
+_JOIN_S = 5.0
+_PARK_S = 0.3
+"""Long enough for a running thread to reach the call in which it is parked."""
 
 _in_flight: dict[SaveStatus, tuple[float, Timeouts]] = {}
 _lost: list[SaveStatus] = []
@@ -329,55 +334,61 @@ os.register_at_fork(after_in_child=_in_flight.clear)
 
 
 def flush_at_exit(save: SaveStatus, timeout_s: float, timeouts: Timeouts) -> None:
-    """Let an interpreter that ends wait for a save, as `flush` does, and name what it loses."""
+    """Have the interpreter wait for a save at its end, as `flush` does, and report lost saves."""
     _in_flight[save] = timeout_s, timeouts
     save.add_done_callback(lambda _: _in_flight.pop(save, None))
     if _hooks:
         return
-    _hooks.append(atexit.register(_rest))
-    # Before the executors of `concurrent.futures` are shut down, on which clients rely: their
-    # hook came with the import above, and the last to register is the first to run. `atexit` runs
-    # too late for that, but is all that a Python without this hook offers.
+    _hooks.append(atexit.register(_park_threads))
+    # Runs before `concurrent.futures` shuts down its executors, which storage clients use: that
+    # hook was registered by the import above, and hooks run in reverse order. `atexit` runs after
+    # them, and is the fallback for a Python without this function.
     try:
         getattr(threading, "_register_atexit", atexit.register)(_flush_all)
     except RuntimeError:
-        log.warning("The interpreter is ending already: no save is waited for.")
+        log.warning("The interpreter is ending: it does not wait for saves in flight.")
 
 
 def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
-    """Wait for saves in flight; return those that have not ended: nobody waits for them again.
+    """Wait for saves in flight; return those that have not ended, which are lost.
 
-    Each is waited for as long as `flush_at_exit` was told; and no longer without progress than
-    `STALL_S`, or than its phase may take and `_GRACE_S`.
+    The wait for a save ends at the timeout of its `flush_at_exit`, and earlier if no save has made
+    progress for `STALL_S`, or for the timeout of its phase and `_GRACE_S`.
     """
     limits = {save: limit for save in saves if (limit := _in_flight.get(save)) is not None}
-    start = moved = time.monotonic()
-    ended = 0
+    start_s = progress_s = time.monotonic()
+    ended_count = 0
     while True:
-        now, told = time.monotonic(), {save: save.progress() for save in limits}
-        # What moves or ends one save brings those behind it nearer, too.
-        ranks = [one for progress in told.values() for one in progress.ranks.values()]
-        before, ended = ended, sum(save.done() for save in limits)
-        moved = max([now if ended > before else moved, *(r.heard_s - r.idle_s for r in ranks)])
+        now_s = time.monotonic()
+        progress_of = {save: save.progress() for save in limits}
+        # Progress or the end of one save is progress of the saves queued behind it.
+        previous_count, ended_count = ended_count, sum(save.done() for save in limits)
+        if ended_count > previous_count:
+            progress_s = now_s
+        for progress in progress_of.values():
+            for rank in progress.ranks.values():
+                progress_s = max(progress_s, rank.heard_s - rank.idle_s)
         if all(
-            save.done() or now > min(start + timeout_s, moved + _patience_s(told[save], timeouts))
+            save.done()
+            or now_s
+            > min(start_s + timeout_s, progress_s + _patience_s(progress_of[save], timeouts))
             for save, (timeout_s, timeouts) in limits.items()
         ):
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     lost = [save for save in limits if _in_flight.pop(save, None) is not None]
     _lost.extend(lost)
     return lost
 
 
-def _patience_s(told: SaveProgress, timeouts: Timeouts) -> float:
-    """Return how long a save may stand still."""
-    own = told.ranks.get(told.rank)
+def _patience_s(progress: SaveProgress, timeouts: Timeouts) -> float:
+    """Return how long a save may make no progress."""
+    own = progress.ranks.get(progress.rank)
     if own is None:
-        # It is staged, or waits for its turn or for the other ranks.
+        # The state is being copied, or the save waits for earlier saves or for the other ranks.
         phase_s = max(timeouts.stage, timeouts.plan)
     else:
-        # Who waits for a commit waits first for the slowest write.
+        # A rank in the commit phase first waits for the slowest write.
         phase_s = getattr(timeouts, own.phase) + (timeouts.write if own.phase == "commit" else 0.0)
     return min(STALL_S, phase_s + _GRACE_S)
 
@@ -390,18 +401,18 @@ def _flush_all() -> None:
         )
         if log.hasHandlers():
             log.critical(message)
-        # Logging may be off or gone by now, and this must not be missed.
+        # Logging may be disabled or shut down by now.
         print(message, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _rest() -> None:
-    """Let our daemon threads come to rest before the interpreter takes itself down."""
+def _park_threads() -> None:
+    """Park our daemon threads before the interpreter is finalized."""
     halt_threads()
-    end = time.monotonic() + (_HALT_S if _lost else _END_S)
-    # One whose save has ended still lets go of tensors, in torch's C++.
+    end_s = time.monotonic() + (_PARK_S if _lost else _JOIN_S)
+    # A thread whose save has ended may still free tensors, in torch's C++.
     names = ("ckpt-storage save", "ckpt-storage watch")
-    ending = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
-    for thread in ending:
-        thread.join(max(0.0, end - time.monotonic()))
-    if ending:
-        time.sleep(_HALT_S)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    if threads:
+        time.sleep(_PARK_S)

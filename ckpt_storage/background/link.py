@@ -34,6 +34,7 @@ from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.threads import halted
 
 from .messages import FinishCall, Response, SaveRequest, Step, StepCall
+from .priorities import IoClass
 from .staging import StagingJob
 from .worker import LAUNCHER_SIGNALS, worker_main
 
@@ -58,15 +59,23 @@ class WorkerGoneError(Exception):
 class WorkerLink:
     """One worker process of a rank, and our end of its pipe; it runs one save at a time."""
 
-    def __init__(self, global_rank: int, rank: int, silence_s: float) -> None:
-        """Start it. Raises `InvalidInputError` where that is not possible, or `CheckpointError`."""
+    def __init__(
+        self,
+        global_rank: int,
+        rank: int,
+        silence_s: float,
+        *,
+        nice: int | None = None,
+        io_class: IoClass | None = None,
+    ) -> None:
+        """Start it, with its priorities. Raises `InvalidInputError`, `CheckpointError`."""
         context = multiprocessing.get_context(START_METHOD)
         self.global_rank = global_rank
         try:
             self._pipe, theirs = context.Pipe()
             self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # a stub
                 target=worker_main,
-                args=(rank, log.getEffectiveLevel(), theirs),
+                args=(rank, log.getEffectiveLevel(), theirs, nice, io_class),
                 name=f"ckpt-storage worker {global_rank}",
                 daemon=True,
             )

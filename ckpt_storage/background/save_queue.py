@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,30 +55,35 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Carries out saves in order, each one operation of `ranks`, in a thread that ends with them.
+    """Carries out saves in order, each an operation of `ranks`, in a thread that ends with them.
 
-    It owns ranks, arenas and, with `has_worker`, the worker, which is started anew once it died.
+    It owns ranks, arenas and, with `start_worker`, a worker process, which is started again after
+    it died.
     """
 
-    def __init__(self, ranks: RankGroup, silence_s: float, *, has_worker: bool) -> None:
+    def __init__(self, ranks: RankGroup, start_worker: Callable[[], WorkerLink] | None) -> None:
         self.ranks = ranks
-        self.has_worker = has_worker
         self.worker: WorkerLink | None = None
-        self._silence_s = silence_s
-        if has_worker:
+        self._start_worker = start_worker
+        if start_worker is not None:
             try:
-                self.worker = WorkerLink(ranks.global_rank, ranks.rank, silence_s)
+                self.worker = start_worker()
             except BaseException as error:
                 if not isinstance(error, CheckpointError) or isinstance(error, InvalidInputError):
                     ranks.close()
                     raise
-                # The next save tries again, and tells the other ranks.
+                # The next save tries again, and reports the failure to the other ranks.
                 log.warning("%s", error)
-        self.arenas = Arenas("shared" if has_worker else "private")
+        self.arenas = Arenas("shared" if self.has_worker else "private")
         self.process_id = os.getpid()
-        self._lock = threading.RLock()  # a signal's handler may save in the middle of a save
+        self._lock = threading.RLock()  # a signal handler may save in the middle of a save
         self._pending: deque[PendingSave] = deque()
         self._has_thread = self._is_busy = self._is_closed = False
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether saves are written by a worker process."""
+        return self._start_worker is not None
 
     def put(self, save: PendingSave) -> None:
         """Accept a save: its status ends. Raises `CheckpointError` where no thread is to be had."""
@@ -98,7 +104,7 @@ class SaveQueue:
                 phase="stage",
                 next_step="See how many threads the process has and may have (ulimit -u).",
             )
-            status.take()
+            status.mark_outcome_consumed()
             self._drain()
             raise failure from error
 
@@ -155,11 +161,11 @@ class SaveQueue:
             operation.phase("plan")
         save.status.mark_staged()
         save.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
-        if not self.has_worker:
+        if self._start_worker is None:
             memory, planner = staging.arena.memory, save.options.planner
             return RankSave(session, partial(staging.staged.part, memory, planner))
         if self.worker is None or not self.worker.is_ready():
-            self.worker = WorkerLink(self.ranks.global_rank, self.ranks.rank, self._silence_s)
+            self.worker = self._start_worker()
         return WorkerSave(self.worker, operation, session, save.options.progress, staging).begun(
             os.fspath(save.url), save.packed_options
         )

@@ -1,4 +1,4 @@
-"""Saving in the background: `save_async`, and `AsyncSaver`; every rank has one, and calls alike."""
+"""Saves in the background: `save_async` and `AsyncSaver`. All ranks make the same calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -30,9 +32,10 @@ from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
 from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
-from .link import pack
+from .link import WorkerLink, pack
+from .priorities import IoClass, check_priorities
 from .save_queue import PendingSave, SaveQueue
-from .staging import StagingJob
+from .staging import StagingJob, warm_up
 
 Mode = Literal["process", "thread"]
 OnError = Literal["raise", "warn"]
@@ -49,29 +52,36 @@ class AsyncSaver:
 
     `save` copies the state into reused host memory and returns; the rest happens in a thread, or
     in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
-    No collective runs on any process group, and no wait is without a deadline: a worker that is
-    killed, a rank that dies or a storage that hangs end in an error that names them, and training
-    may go on.
+    No collective runs on any process group, and every wait has a deadline. If a worker is killed, a
+    rank dies or a storage hangs, the save fails with an error that names it; training can go on.
 
     Args:
         process_group: the ranks that save; default: the default group; without one, this process.
-        mode: "process": each rank spawns a worker now, and anew after it died. The trainer makes
-            the local plan and copies the state; the worker writes, and that of rank 0 also makes
-            the global plan and commits. A consolidation runs in the trainer's thread for saves. A
-            worker killed before its part is written, or that of rank 0 before it commits, fails
-            the save on all ranks. If that of rank 0 is killed in the commit, the storage is asked
-            for the outcome. The script must be importable (`if __name__ == "__main__":`), planners
-            must pickle. "thread": a thread of this process.
+        mode: "process": each rank spawns a worker now, and a new one after that has died. The
+            trainer makes the local plan and copies the state; the worker writes it, and the worker
+            of rank 0 also makes the global plan and commits. A consolidation runs in the trainer,
+            in the saver's thread. If a worker is killed before its shard is written, or the worker
+            of rank 0 before it commits, the save fails on all ranks; if the worker of rank 0 is
+            killed in the commit, the storage is asked for the outcome. The script must be
+            importable (`if __name__ == "__main__":`), planners must pickle. "thread": a thread of
+            this process.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: four minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
             Each needs host memory for one state.
-        on_error: "raise": a failed save is raised by the next `save`, `wait` or `close` unless
-            its handle was asked for the outcome. "warn": it is logged. `SaveHandle.result`
-            raises in both cases.
-        exit_timeout_s: how long an interpreter that ends waits for saves that make progress.
-        name: by which the ranks' savers find each other; the same on every rank. Savers that are
-            open at the same time need different names.
+        on_error: "raise": the next `save`, `wait` or `close` raises the error of a failed save,
+            unless `result` or `exception` of its handle was called. "warn": the error is logged.
+            `SaveHandle.result` raises it in both cases.
+        exit_timeout_s: how long an ending interpreter waits for saves that make progress.
+        check_staging: for debugging: compare each copy with the state at the call, and fail the
+            save, naming the tensors, if something wrote to them while they were copied. `save`
+            hashes the state before it returns, which takes longer than the copy.
+        worker_nice: the nice value of the worker, from -20 to 19, so that it takes less processor
+            time from the training and its data loaders (10, say); default: that of the trainer.
+        worker_ionice: "best-effort" (at the lowest level) or "idle": the class in which the kernel
+            orders the worker's disk accesses, on Linux and with a scheduler that has classes. What
+            the system refuses is logged.
+        name: the same on every rank, and different for savers that are open at the same time.
 
     """
 
@@ -84,6 +94,9 @@ class AsyncSaver:
         max_pending: int = 1,
         on_error: OnError = "raise",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
+        check_staging: bool = False,
+        worker_nice: int | None = None,
+        worker_ionice: IoClass | None = None,
         name: str = "default",
     ) -> None:
         for name_, value, is_right, right in (
@@ -94,18 +107,31 @@ class AsyncSaver:
         ):
             if not is_right:
                 raise InvalidInputError(f"{name_} is {value!r}.", next_step=f"Give {right}.")
+        check_priorities(worker_nice, worker_ionice, has_worker=mode == "process")
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
         ranks = RankGroup.of(process_group, lane=f"async/{name}", is_owned=True)
         silence_s = self._timeouts.silence
-        self._queue = SaveQueue(ranks, silence_s, has_worker=mode == "process")
+        start_worker = None
+        if mode == "process":
+            start_worker = partial(
+                WorkerLink,
+                ranks.global_rank,
+                ranks.rank,
+                silence_s,
+                nice=worker_nice,
+                io_class=worker_ionice,
+            )
+        self._queue = SaveQueue(ranks, start_worker)
         self._saves: list[SaveStatus] = []
         self._closed = False
-        # A signal's handler may save in the middle of a save.
+        self._keeps_arenas = True
+        # A signal handler may save in the middle of a save.
         self._turn = threading.RLock()
         self._exit_timeout_s = exit_timeout_s
-        # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
+        self._checks_staging = check_staging
+        # Does not wait: the saves in flight of a saver that is collected end, then its worker.
         self._finalizer = weakref.finalize(self, self._queue.close)
         self._finalizer.atexit = False
 
@@ -150,12 +176,15 @@ class AsyncSaver:
     ) -> SaveHandle:
         """Begin to save `state` to `url`; all ranks call. Arguments as for `ckpt_storage.save`.
 
-        Returns once the state is copied and may be changed; with `block_until_staged=False` at
-        once: then run the optimizer's step inside `step_guard`, or call `handle.wait_staged`.
+        A `planner` is copied shallowly, so that saves in flight do not share its state.
 
-        Raises `InvalidInputError` for a state that cannot be staged (the other ranks are told),
-        `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
-        `on_error="raise"` why an earlier save failed.
+        Returns once the state is copied and may be changed; with `block_until_staged=False` at
+        once: then whatever writes to the state, the optimizer or a forward pass that updates
+        buffers, runs inside `step_guard` or after `handle.wait_staged`.
+
+        Raises `InvalidInputError` for a state that cannot be staged, and the save fails on all
+        ranks; `PhaseTimeoutError` if `max_pending` earlier saves do not end in time; with
+        `on_error="raise"` also the error of an earlier save.
         """
         options = SaveOptions.of(locals(), timeouts=self._timeouts).with_step_of(state)
         return self.begin(state, url, options, block_until_staged=block_until_staged)
@@ -169,19 +198,16 @@ class AsyncSaver:
         block_until_staged: bool,
         prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin a save; `prepare` is called first, and ranks hear what it raises."""
+        """Begin a save; `prepare` is called first, and its error fails the save on all ranks."""
         self._check_process()
-        if self._closed:
-            raise InvalidInputError(
-                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
-            )
-        # What the phases of a save, and of those before it, may take together.
+        self._check_open()
+        # The deadlines of all phases of this save and of those before it.
         t, rank = options.timeouts, self._queue.ranks.global_rank
-        one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
-        limit_s = (len(self._saves) + 1) * one_s + _SLACK_S
+        save_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        limit_s = (len(self._saves) + 1) * save_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(
-                f"The save to {redacted_url(url)} waited {limit_s:g} s for another thread's.",
+                f"The save to {redacted_url(url)} waited {limit_s:g} s for another thread's save.",
                 timeout_s=limit_s,
                 rank=rank,
                 phase="stage",
@@ -189,6 +215,8 @@ class AsyncSaver:
             )
         try:
             status = SaveStatus(redacted_url(url), rank, limit_s=limit_s)
+            if not self._keeps_arenas:
+                status.add_done_callback(self._release_idle_arenas)
             job = PendingSave(status=status, options=options, url=url)
             try:
                 self._make_room(status, t)
@@ -196,9 +224,8 @@ class AsyncSaver:
                     prepare()
                     self._stage(job, state, block_until_staged=block_until_staged)
             except BaseException as error:
-                # The other ranks are in this save: a rank that raised and left would leave them
-                # alone there.
-                status.take()  # raised here, and not again by the next save
+                # The other ranks wait for this rank in this save: the queue sends them the error.
+                status.mark_outcome_consumed()  # raised here, and not again by the next save
                 job.refuse(error)
                 self._queue.put(job)
                 raise
@@ -208,9 +235,9 @@ class AsyncSaver:
             self._turn.release()
 
     def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
-        """Wait until one more may be in flight. Raises why an earlier one failed."""
+        """Wait until another save may be in flight. Raises the error of an earlier one."""
         try:
-            # Only of those that must have ended by now on every rank.
+            # Errors of these saves only, because every rank waits for the same ones here.
             surplus = max(0, len(self._saves) - self._max_pending + 1)
             self._settle(self._saves[:surplus], None)
         finally:
@@ -221,42 +248,74 @@ class AsyncSaver:
         self, job: PendingSave, state: Mapping[str, Any], *, block_until_staged: bool
     ) -> None:
         queue = self._queue
-        # The trainer's working folder counts, as it is now.
+        # Relative paths are below the trainer's working folder at the time of the call.
         job.url, job.options = anchored(job.url), job.options.anchored()
         planner = job.options.planner
+        if planner is not None:
+            planner = _shallow_copy(planner)
         if queue.has_worker:
-            # Before the planner knows the state, which is not to travel; so another one does.
+            # The planner that will be set up holds the state, and is not sent to the worker.
             job.packed_options = pack(job.options)
-            if planner is not None:
-                twin: SavePlanner = object.__new__(type(planner))
-                vars(twin).update(vars(planner))
-                planner = twin
-        job.staging = StagingJob(
-            state,
-            queue.arenas,
-            planner,
-            url=job.status.url,
-            rank=queue.ranks.rank,
-            world_size=queue.ranks.world_size,
-        )
+        else:
+            job.options = replace(job.options, planner=planner)
+        job.staging = self._plan(state, planner, job.status.url, is_checked=self._checks_staging)
         if block_until_staged:
             job.staging.run()
             job.status.mark_staged()
         else:
             job.staging.start()
 
+    def _plan(
+        self,
+        state: Mapping[str, Any],
+        planner: SavePlanner | None,
+        url: str = "",
+        *,
+        is_checked: bool = False,
+    ) -> StagingJob:
+        ranks = self._queue.ranks
+        return StagingJob(
+            *(state, self._queue.arenas, planner),
+            url=url,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            is_checked=is_checked,
+        )
+
+    def warm_up(self, state: Mapping[str, Any], *, planner: SavePlanner | None = None) -> None:
+        """Allocate the memory of `max_pending` saves of `state` now; optional, saves nothing.
+
+        The first saves then take no longer than later ones. Each rank may call it or not: it talks
+        to no other rank. The cost is that of a first copy without the copying: the kernel clears
+        `max_pending` times the bytes of the state, and the driver page-locks them if tensors are on
+        a CUDA device. The memory stays until `close`. `planner` is as for `save`.
+
+        Raises `InvalidInputError` for a state that cannot be staged, `CheckpointError` if the
+        memory cannot be allocated.
+        """
+        self._check_process()
+        self._check_open()
+        count = self._max_pending - sum(not save.done() for save in self._saves[:])
+        if count <= 0:
+            return
+        with as_checkpoint_errors("the warm-up", self._queue.ranks.rank):
+            job = self._plan(state, None if planner is None else _shallow_copy(planner))
+            warm_up(job, self._queue.arenas, count)
+
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
-        """Wait until no state is being copied, then run the block: the optimizer's step.
+        """Wait until no state is being copied, then run the block, which may write to the state.
 
-        Raises `PhaseTimeoutError` if the copying does not end in time.
+        With `block_until_staged=False` the first code that writes to a saved tensor belongs in it:
+        the optimizer's step, and a forward pass that updates buffers (running statistics, averages,
+        caches). Raises `PhaseTimeoutError` if the copying does not end in time.
         """
         self._check_process()
         for save in self._saves[:]:
             try:
                 save.wait_staged(self._timeouts.stage)
             except CheckpointError:
-                # Nothing is copied any more; why, the save's own waits tell.
+                # A copy that failed has ended; `result` and the next `save` raise its error.
                 if not save.is_staged():
                     raise
         yield
@@ -264,8 +323,8 @@ class AsyncSaver:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save has ended, each at most `timeout` seconds.
 
-        Raises `PhaseTimeoutError` naming the one that has not, and with `on_error="raise"` the
-        first failure that nobody asked for.
+        Raises `PhaseTimeoutError` naming a save that has not ended, and with `on_error="raise"` the
+        first error that no caller has got from its handle.
         """
         self._check_process()
         self._settle(self._saves[:], timeout)
@@ -283,12 +342,22 @@ class AsyncSaver:
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of this rank's worker; None in thread mode, and while none runs."""
+        """Process id of this rank's worker; None in thread mode, and while no worker runs."""
         worker = self._queue.worker
         return None if worker is None else worker.pid
 
     def _check_process(self) -> None:
         check_process(self._queue.process_id, "The AsyncSaver")
+
+    def _release_idle_arenas(self, _: SaveHandle) -> None:
+        if all(save.done() for save in self._saves[:]):
+            self._queue.arenas.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError(
+                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
+            )
 
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
@@ -302,17 +371,30 @@ class AsyncSaver:
                 break
             with contextlib.suppress(ValueError):  # another thread waited for it as well
                 self._saves.remove(save)
-            if error is not None and not save.is_asked_for and self._on_error == "raise":
-                save.take()
+            if error is not None and not save.outcome_is_consumed and self._on_error == "raise":
+                save.mark_outcome_consumed()
                 failure = failure or error
         if failure is not None:
             raise failure
 
 
+def _shallow_copy(planner: SavePlanner) -> SavePlanner:
+    """Return a planner with the same attributes, which can be set up apart from the first.
+
+    Not `copy.copy`: a planner's own `__getstate__` is for the worker process.
+    """
+    copied: SavePlanner = object.__new__(type(planner))
+    state = object.__getstate__(planner)
+    for attributes in state if isinstance(state, tuple) else (state,):
+        for name, value in (attributes or {}).items():
+            object.__setattr__(copied, name, value)
+    return copied
+
+
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
-# A child of fork makes savers of its own: it has no threads of its parent.
+# A forked child has none of its parent's threads, and makes savers of its own.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release)
 os.register_at_fork(after_in_child=_savers.clear)
 os.register_at_fork(after_in_child=_lock.release)
@@ -343,11 +425,13 @@ def save_async(  # all that `save` takes, and one argument more
     """Begin to save `state` to `url` in a thread of its own; all ranks of the group call.
 
     As `AsyncSaver(mode="thread").save`, with one saver for each group: at most two saves are in
-    flight, and they commit in the order of the calls. Arguments as for `ckpt_storage.save`. Look
-    at the handle's `result`: a failure is raised there, and logged.
+    flight, and they commit in the order of the calls. The copies of the state are freed when no
+    save is in flight; an `AsyncSaver` keeps its memory for the next save, which is faster.
+    Arguments as for `ckpt_storage.save`. The handle's `result` raises the error of a failed save,
+    which is also logged.
     """
     options = SaveOptions.of(locals(), timeouts=Timeouts.of(timeout)).with_step_of(state)
-    # The class stands for the group of a process without one.
+    # Without a process group the key is the class.
     group: object = group_of(process_group) or AsyncSaver
     with _lock:
         saver = _savers.get(group)
@@ -359,4 +443,6 @@ def save_async(  # all that `save` takes, and one argument more
                 on_error="warn",
                 name="save_async",
             )
+            # Nobody closes this saver.
+            saver._keeps_arenas = False  # noqa: SLF001  # of this module
     return saver.begin(state, url, options, block_until_staged=block_until_staged)

@@ -1,9 +1,10 @@
-"""A rank's part of a save, planned in the caller and copied into one arena: host memory, reused."""
+"""Staging: a rank's state, planned in the caller and copied to an arena of host memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import math
 import mmap
@@ -11,11 +12,11 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
-from ckpt_storage.saves.items import LiveItems, is_as_stored
+from ckpt_storage.saves.devices import DeviceReader, clear_last_error, fork_stream, warn_unlocked
+from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
 from ckpt_storage.saves.planning import (
     PLAN_CACHE,
     CachedPlan,
@@ -38,6 +40,8 @@ from ckpt_storage.saves.planning import (
     find_cached_plan,
 )
 from ckpt_storage.saves.shardfile import Item
+
+from .events import ReentrantEvent
 
 log = logging.getLogger("ckpt_storage")
 
@@ -52,6 +56,11 @@ _WIPE_ON_FORK = 18
 # cuda.h: memory that every CUDA context sees as page-locked.
 _REGISTER_PORTABLE = 1
 
+_SYNCHRONIZE_S = 5.0
+"""How long the streams of a failed copy may go on before their arena is retired."""
+
+_LOOK_S = 0.01
+_MOST_NAMED = 8
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
@@ -60,26 +69,24 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Torch copies elements of some kinds only as integers."""
 
 _planned: deque[CachedPlan] = deque(maxlen=PLAN_CACHE.maxlen)
-"""Local plans of the last few structures: torch plans some 50 us an item."""
+"""Cached local plans of the last few structures: planning takes torch some 50 us an item."""
 
 
-def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindings as a module
-    """Return torch's binding of the CUDA runtime, or None where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+_written_by_devices: list[NDArray[np.uint8]] = []
+"""Memory of retired arenas."""
 
 
 class Arena:
-    """One stretch of host memory, unmapped when the last view of `memory`, its bytes, is gone."""
+    """One mapping of host memory; the kernel frees it when the last view of `memory` is deleted."""
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.file: int | None = None
+        self.is_retired = False
         self._was_pinned = False
         try:
             if kind == "shared":
-                self.file = _nameless_file()
+                self.file = _anonymous_file()
             self._close_file = weakref.finalize(self, _close, self.file)
             if self.file is None:
                 mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -88,36 +95,47 @@ class Arena:
                 mapping = mmap.mmap(self.file, size_bytes)
         except (OSError, MemoryError, OverflowError) as error:
             raise CheckpointError(
-                f"{size_bytes} bytes of host memory for staging cannot be had: {error}.",
+                f"{size_bytes} bytes of host memory for staging cannot be allocated: {error}.",
                 phase="stage",
                 next_step="Free host memory, lower max_pending, or save without staging.",
             ) from error
         if self.file is None and sys.platform == "linux":
-            # The mapping itself stays in a child, which would else unmap what came in its place.
+            # Not MADV_DONTFORK: a child would unmap whatever it has mapped at that address since.
             with contextlib.suppress(OSError):
                 mapping.madvise(_WIPE_ON_FORK)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
 
-    def pin(self, device: torch.device | None = None) -> None:
-        """Lock the pages for copies from `device`, if that is possible; idempotent."""
-        runtime = None if self._was_pinned else cuda_runtime()
-        self._was_pinned = True
-        if runtime is None:
+    def pin(self, device: torch.device) -> None:
+        """Lock the pages for copies from a CUDA device, if that is possible; idempotent."""
+        if self._was_pinned:
             return
+        self._was_pinned = True
         address = self.memory.ctypes.data
-        with _on(device):
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
         if code:
-            log.warning(
-                "%d bytes of staging memory cannot be page-locked (CUDA error %d); copies from the "
-                "GPU will be slower. Check the limit on locked memory (ulimit -l).",
-                *(self.size_bytes, code),
-            )
+            clear_last_error(runtime, device)
+            warn_unlocked(self.size_bytes, f"CUDA error {code}")
             return
         # On the array, not on the mapping: CPython unmaps before it runs a mapping's finalizers.
         unlock = weakref.finalize(self.memory, _unlock, runtime, address, device)
         # At exit CUDA may be gone already, and the kernel unlocks.
         unlock.atexit = False
+
+    def touch(self) -> None:
+        """Have the kernel allocate every page; the bytes are of no use afterwards."""
+        self.memory[:: mmap.PAGESIZE] = 0
+
+    def retire(self) -> None:
+        """Keep the memory mapped for good, and from every later save: a device may write there."""
+        self.is_retired = True
+        _written_by_devices.append(self.memory)
+        log.error(
+            "%d bytes of staging memory stay mapped and unused: a copy from a GPU that failed may "
+            "still write there.",
+            self.size_bytes,
+        )
 
     def close(self) -> None:
         """Close the descriptor, so that no further process can map the memory; idempotent."""
@@ -126,42 +144,54 @@ class Arena:
 
 
 class Arenas:
-    """Arenas that nobody uses now, reused from save to save. Thread-safe."""
+    """The free arenas of a saver, reused from save to save.
+
+    Thread-safe without a lock: a finalizer or a signal handler may call a method in the middle of
+    another call of the same thread.
+    """
 
     def __init__(self, kind: Kind = "private") -> None:
         self._kind: Kind = kind
-        self._lock = threading.Lock()
-        self._free: list[Arena] = []
+        self._free: deque[Arena] = deque()
         self._is_closed = False
 
     def take(self, need_bytes: int) -> Arena:
-        """Return an arena of at least `need_bytes`, the one used last first."""
-        with self._lock:
-            held = self._free.pop() if self._free else None
-        if held is not None:
-            if held.size_bytes >= need_bytes:
-                return held
-            # Before the new one is made, so that the old memory can go first.
-            held.close()
-            del held
+        """Return an arena of at least `need_bytes`, if possible the one that was used last."""
+        arena = self._pop()
+        if arena is not None:
+            if arena.size_bytes >= need_bytes:
+                return arena
+            # Before the larger one is allocated, so that the process never holds both.
+            arena.close()
+            del arena
         rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
         return Arena(self._kind, rounded)
 
     def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next `take`; nobody reads or writes there any more."""
-        with self._lock:
-            if not self._is_closed:
-                self._free.append(arena)
-                return
-        arena.close()
+        """Keep an arena for the next `take`. No copy or reader uses it, unless it is retired."""
+        if arena.is_retired:
+            arena.close()
+            return
+        self._free.append(arena)
+        # Also if `close` was called between the two lines.
+        if self._is_closed:
+            self.release()
+
+    def release(self) -> None:
+        """Free the arenas that no save uses."""
+        while (arena := self._pop()) is not None:
+            arena.close()
 
     def close(self) -> None:
-        """Let go of all memory, of what is in use when it is given back; idempotent."""
-        with self._lock:
-            self._is_closed = True
-            free, self._free = self._free, []
-        for arena in free:
-            arena.close()
+        """Free all arenas, those in use when they are given back; idempotent."""
+        self._is_closed = True
+        self.release()
+
+    def _pop(self) -> Arena | None:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
 
 def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:
@@ -172,7 +202,7 @@ def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:
         os.close(file)
 
 
-def _nameless_file() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("ckpt_storage")
     with tempfile.TemporaryFile() as temporary:
@@ -184,21 +214,19 @@ def _close(file: int | None) -> None:
         os.close(file)
 
 
-def _on(device: torch.device | None) -> AbstractContextManager[object]:
-    """Make `device` current: a thread's first call would make a context on device 0 otherwise."""
-    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
-
-
-def _unlock(runtime: Any, address: int, device: torch.device | None) -> None:  # noqa: ANN401  # as cuda_runtime
-    with _on(device):
-        runtime.cudaHostUnregister(address)
+def _unlock(runtime: Any, address: int, device: torch.device) -> None:  # noqa: ANN401  # torch types it as a module
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostUnregister(address))
+    if code:
+        clear_last_error(runtime, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPlan:
-    """A rank's local plan and where its items lie in an arena; pickles.
+    """A rank's local plan and the place of each item in an arena; pickles.
 
-    `rows` has start, size in bytes, dtype (None: a blob) and the type that makes `load` refuse it.
+    `rows` has start, size in bytes, dtype (None: a blob), and the name of a type that only pickle
+    can hold, for which `load` refuses the item.
     """
 
     kept: CachedPlan
@@ -206,7 +234,7 @@ class StagedPlan:
     rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
 
     def part(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
-        """Return what a save takes, with the bytes in `memory`; default planner: torch's."""
+        """Return the local plan of a save whose bytes are in `memory`; default planner: torch's."""
         return LocalPlan(
             plan=lambda: self.kept.plan,
             planner=planner or DefaultSavePlanner(),
@@ -243,7 +271,7 @@ def _windows(view: memoryview, window_bytes: int) -> Iterator[memoryview]:
 
 
 class StagingJob:
-    """A rank's part of a save: planned now, copied to `arena` by `run`, or in a thread."""
+    """A rank's state in a save: planned when it is made, copied to `arena` by `run` or `start`."""
 
     def __init__(
         self,
@@ -254,8 +282,12 @@ class StagingJob:
         url: str | os.PathLike[str] = "",
         rank: int = 0,
         world_size: int = 1,
+        is_checked: bool = False,
     ) -> None:
-        """Plan this rank's part; take all that is no tensor."""
+        """Plan this rank's part and copy all that is no tensor; if `is_checked`, hash the tensors.
+
+        The copy of a tensor that has another hash was made while something wrote to the tensor.
+        """
         if not isinstance(state, Mapping):
             raise InvalidInputError(
                 f"The state is a {type(state).__qualname__}, not a dict.",
@@ -281,11 +313,12 @@ class StagingJob:
             end = start + item.payload_bytes
             self.arena.memory[start:end] = np.frombuffer(view, dtype=np.uint8)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
-        self._error: Exception | None = None
-        self._ended = threading.Event()
+        self._hashes = [_hash_of(tensor) for tensor in self._sources] if is_checked else []
+        self._error: CheckpointError | None = None
+        self._ended = ReentrantEvent()
 
     def _place(self, live: LocalPlan) -> tuple[list[tuple[int, Item]], int]:
-        """Decide where each item goes and what is copied; return blobs, and the bytes of all."""
+        """Place each item and list the tensors to copy; return the blobs, and the bytes of all."""
         blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
         plan = self.staged.kept.plan
@@ -295,7 +328,7 @@ class StagingJob:
             if tensor is None:
                 blobs.append((start, item))
             elif size_bytes:
-                # What is the same elements of the same memory is copied once.
+                # Views of the same elements of the same memory are copied once.
                 first = known.setdefault(tensor.data_ptr(), len(self._sources))
                 if first < len(self._sources) and _form(self._sources[first]) == _form(tensor):
                     start = self._starts[first]
@@ -307,34 +340,70 @@ class StagingJob:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return blobs, end
 
+    @property
+    def cuda_devices(self) -> list[torch.device]:
+        """The CUDA devices that tensors are copied from."""
+        return list(self._streams)
+
     def start(self) -> None:
-        """Copy in a thread; the tensors must not change before the job is done."""
+        """Copy in a thread; the tensors must not change before `done`."""
         threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
 
     def run(self) -> None:
-        """Copy the tensors' bytes. Raises `CheckpointError`."""
-        self._run()
+        """Copy the tensors' bytes. Raises `CheckpointError`, or the interrupt that came."""
+        interrupt = self._run()
+        if interrupt is not None:
+            raise interrupt
         self.wait(0)
 
-    def _run(self) -> None:
+    def _run(self) -> BaseException | None:
+        """Copy; keep an error for `wait`. Return an interrupt, which belongs to the caller."""
         try:
             self._copy()
-        except Exception as error:  # noqa: BLE001  # raised by `wait`, whatever it is
+            self._check()
+        except BaseException as error:  # noqa: BLE001  # no save may take this copy for the state
+            self._settle()
             # Frames hold tensors of the trainer, and the error lives as long as the job.
-            for told in (error, error.__cause__):
-                traceback.clear_frames(told.__traceback__ if told else None)
-            self._error = error
+            for failed in (error, error.__cause__):
+                traceback.clear_frames(failed.__traceback__ if failed else None)
+            if isinstance(error, CheckpointError):
+                self._error = error
+                return None
+            self._error = CheckpointError(
+                f"The state could not be copied to host memory: {type(error).__name__}: {error}.",
+                phase="stage",
+                next_step="Free host and device memory, then save again.",
+            )
+            self._error.__cause__ = error
+            return None if isinstance(error, Exception) else error
         finally:
             # Before anyone goes on: the trainer may want the memory of the sources.
             self._sources.clear()
             self._ended.set()
+        return None
+
+    def _settle(self) -> None:
+        """Wait until no stream copies to the arena any more; retire it if that is not known."""
+        end_s = time.monotonic() + _SYNCHRONIZE_S
+        for device, stream in self._streams.items():
+            try:
+                with torch.cuda.device(device):
+                    while not (is_idle := stream.query()) and time.monotonic() < end_s:
+                        time.sleep(_LOOK_S)
+            except Exception as error:  # noqa: BLE001  # a device that is lost
+                # The text only: a record's arguments may live long, and an error holds frames.
+                log.warning("A failed copy from %s cannot be awaited: %s", device, str(error))
+                is_idle = False
+            if not is_idle:
+                self.arena.retire()
+                return
 
     def done(self) -> bool:
-        """Return whether the copies have ended, well or not."""
+        """Return whether the copy has ended, with success or an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the copy is complete; raises `PhaseTimeoutError` while it goes on."""
+        """Wait until the copy is complete. Raises its error, or `PhaseTimeoutError`."""
         if not self._ended.wait(timeout_s):
             raise PhaseTimeoutError(
                 f"The state was not copied to host memory within {timeout_s} s.",
@@ -349,47 +418,92 @@ class StagingJob:
         memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        try:
-            if self._streams:
-                self.arena.pin(next(iter(self._streams)))
-            for tensor, start in zip(self._sources, self._starts, strict=True):
-                size_bytes = tensor.nbytes
-                if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
-                    ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
-                    continue
-                targets, sources = pairs.setdefault(tensor.device, ([], []))
-                source = _copyable(tensor)
-                run = torch.from_numpy(memory[start : start + size_bytes])
-                targets.append(run.view(source.dtype).view(source.shape))
-                sources.append(source)
-            for device, (targets, sources) in pairs.items():
-                stream = self._streams.get(device)
-                on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
-                with torch.no_grad(), on_stream:
-                    # One call for many: half of their own, and other threads run meanwhile.
-                    torch._foreach_copy_(targets, sources, stream is not None)
-            for stream in self._streams.values():
+        for device in self.cuda_devices[:1]:
+            self.arena.pin(device)
+        for tensor, start in zip(self._sources, self._starts, strict=True):
+            size_bytes = tensor.nbytes
+            if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
+                ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
+                continue
+            targets, sources = pairs.setdefault(tensor.device, ([], []))
+            source = _copyable(tensor)
+            target = torch.from_numpy(memory[start : start + size_bytes])
+            targets.append(target.view(source.dtype).view(source.shape))
+            sources.append(source)
+        for device, (targets, sources) in pairs.items():
+            with torch.no_grad(), self._on_stream(device):
+                # One call for all: it takes half the time of many, and releases the GIL.
+                torch._foreach_copy_(targets, sources, device in self._streams)
+        for device, stream in self._streams.items():
+            with torch.cuda.device(device):
                 stream.synchronize()
-        except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(
-                f"The state could not be copied to host memory: {error}.",
+
+    def _check(self) -> None:
+        """Raise `InvalidInputError` naming the tensors whose copies have other hashes."""
+        torn = set()
+        for tensor, start, expected in zip(self._sources, self._starts, self._hashes, strict=False):
+            copied = hashlib.blake2b(self.arena.memory[start : start + tensor.nbytes].data)
+            if copied.digest() != expected:
+                torn.add(start)
+        rows = self.staged.rows.items()
+        # The row of an empty tensor begins where the next one does.
+        names = sorted({index.fqn for index, (start, size, *_) in rows if size and start in torn})
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            raise InvalidInputError(
+                f"The state changed while it was copied: {', '.join(names[:_MOST_NAMED])}{more}.",
                 phase="stage",
-                next_step="Free host and device memory, then save again.",
-            ) from error
+                next_step="Let nothing write to these tensors before the copy has ended: use "
+                "step_guard or handle.wait_staged, or save with block_until_staged=True.",
+            )
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        """Make the side stream of a CUDA device current in the block."""
+        if device not in self._streams:
+            yield
+            return
+        with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
+            yield
+
+
+def warm_up(job: StagingJob, arenas: Arenas, count: int) -> None:
+    """Allocate, touch and page-lock the memory of `count` saves like `job`, which is not run.
+
+    Raises `CheckpointError` if the memory cannot be allocated.
+    """
+    taken = [job.arena]
+    try:
+        taken.extend(arenas.take(job.arena.size_bytes) for _ in range(count - 1))
+        for arena in taken:
+            arena.touch()
+            for device in job.cuda_devices[:1]:
+                arena.pin(device)
+    finally:
+        for arena in taken:
+            arenas.give_back(arena)
 
 
 def _planned_by(live: LocalPlan) -> CachedPlan:
-    """Return the plan of a planner that is set up, as the last time where nothing changed."""
+    """Return the local plan of a planner that is set up, from the cache if nothing changed."""
     kept = find_cached_plan(_planned, live.structure)
     if kept is None:
         plan = live.plan()
         if not plan.usable:
-            # With plan caching: the same as the last time, which this rank copies all the same.
+            # With torch's plan caching this says "as before"; the items are staged all the same.
             plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
         kept = CachedPlan(plan_id="", plan=plan, structure=live.structure)
         if live.structure is not None:
             _planned.append(kept)
     return kept
+
+
+def _hash_of(tensor: torch.Tensor) -> bytes:
+    """Return the hash of a tensor's elements as they are staged."""
+    hasher = hashlib.blake2b()
+    for view in host_views(tensor, ROUNDING_BYTES, DeviceReader()):
+        hasher.update(view)
+    return hasher.digest()
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -408,14 +522,9 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
         return plain if is_lazy else plain.view(_SAME_SIZE[plain.element_size()])
 
 
-def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
+def _fork_streams(devices: set[torch.device]) -> dict[torch.device, Any]:
     """Return a side stream per CUDA device, behind what is enqueued; await other accelerators."""
-    streams = {}
     for device in devices:
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            streams[device] = stream
-            stream.wait_stream(torch.cuda.current_stream(device))
-        elif device.type != "cpu":
+        if device.type not in {"cpu", "cuda"}:
             torch.accelerator.synchronize(device)
-    return streams
+    return {device: fork_stream(device) for device in devices if device.type == "cuda"}

@@ -31,6 +31,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 
 from .messages import FinishCall, Response, SaveRequest, StepCall
+from .priorities import IoClass, apply_priorities
 from .staging import StagedPlan, map_shared
 
 BEAT_S = 0.25
@@ -203,12 +204,15 @@ def _send_heartbeats(request: SaveRequest, end: threading.Event) -> None:
         logging.getLogger("ckpt_storage").debug("no heartbeats from the worker: %s", error)
 
 
-def worker_main(rank: int, log_level: int, pipe: Connection) -> None:
+def worker_main(
+    rank: int, log_level: int, pipe: Connection, nice: int | None, io_class: IoClass | None
+) -> None:
     """Run a worker; the target of a spawned process."""
     # The parent blocked these already, while Python started.
     for number in LAUNCHER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("ckpt_storage").setLevel(log_level)
+    apply_priorities(nice, io_class)
     # What was imported is no garbage: to look for some there takes longer than to read a plan.
     gc.freeze()
     _Worker(rank, pipe).serve()

@@ -1,10 +1,10 @@
-"""What a planner's state holds: its items as they are written, as host bytes; and its ties."""
+"""The items of a planner's state, as host bytes in the order of the plan; and its ties."""
 
 from __future__ import annotations
 
 import ctypes
 import io
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
 
+from .devices import DeviceReader, byte_view
 from .shardfile import Item
 
 MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
@@ -32,23 +33,23 @@ _SMALL_BYTES = 64 << 10
 
 
 Items = Callable[[SavePlan], Iterable[Item]]
-"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be."""
+"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be saved."""
 
 
 class LiveItems:
-    """Items straight from the planner, which has been set up, as they are asked for."""
+    """Items that a planner, which has been set up, resolves one by one."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
         self._plain = plain_names(planner)
-        self._streams: dict[torch.device, Any] = {}
+        self._devices = DeviceReader()
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
-        """Yield each item of `plan`; its bytes are copied no sooner than they are asked for."""
+        """Yield each item of `plan`; its bytes are copied when `Item.views` is iterated."""
         return (item for item, _ in self.with_tensors(plan))
 
     def with_tensors(self, plan: SavePlan) -> Iterator[tuple[Item, torch.Tensor | None]]:
-        """Yield each item of `plan`, and the tensor that it is, if it is one."""
+        """Yield each item of `plan` and its tensor, None for a blob."""
         for item in plan.items:
             data = self._resolved(item)
             if item.type is WriteItemType.BYTE_IO:
@@ -58,7 +59,7 @@ class LiveItems:
 
     def _resolved(self, item: WriteItem) -> object:
         try:
-            # Else torch makes a view of each sharded tensor that gradients would flow through.
+            # With gradients torch makes a differentiable view of each sharded tensor.
             with torch.no_grad():
                 return self._planner.resolve_data(item)
         except CheckpointError:
@@ -78,7 +79,7 @@ class LiveItems:
                 next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
             )
         refusal = None if fqn in self._plain else refusal_of(data)
-        # Not getbuffer(): a file among garbage cannot be closed while there is a view of it.
+        # Not getbuffer(): the collector cannot close a file that has a view.
         view = memoryview(data.getvalue())
         return Item(
             fqn=fqn,
@@ -116,7 +117,7 @@ class LiveItems:
                 next_step="Convert it before saving, or leave it out.",
             )
         length = data.nbytes
-        views: Callable[[int], Any] = partial(host_views, data, streams=self._streams)
+        views: Callable[[int], Any] = partial(host_views, data, devices=self._devices)
         if length <= _SMALL_BYTES:
             views = lambda _: (host_bytes(data),)  # noqa: E731  # as above
         made = Item(
@@ -127,11 +128,11 @@ class LiveItems:
 
 def planned_bytes(plan: SavePlan) -> int:
     """Return how many bytes the elements of a plan's tensors have."""
-    found = 0
-    for item in plan.items:
-        if (data := item.tensor_data) is not None:
-            found += data.chunk.sizes.numel() * data.properties.dtype.itemsize
-    return found
+    return sum(
+        data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        for item in plan.items
+        if (data := item.tensor_data) is not None
+    )
 
 
 def fault_of(tensor: torch.Tensor) -> str | None:
@@ -167,88 +168,40 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
 def host_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the elements of a small tensor in C order."""
     if type(tensor) in PLAIN and is_as_stored(tensor):
-        # A view, an array and a buffer cost ten times this, which many small tensors feel.
+        # Ten times faster than a view, an array and a buffer; states have many small tensors.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return bytes(_view(plain))
+    return bytes(byte_view(plain))
 
 
 def host_views(
-    tensor: torch.Tensor, window_bytes: int, streams: dict[torch.device, Any]
+    tensor: torch.Tensor, window_bytes: int, devices: DeviceReader
 ) -> Iterator[memoryview]:
     """Yield the elements of `tensor` in C order as consecutive byte views.
 
     A contiguous CPU tensor is one view of its own memory, not copied, and must not change
     while the view is in use. Anything else is copied window by window, each of at most
     `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
-    CUDA device the next window is copied while the one before is in use. `streams` has a side
-    stream of each device, for one thread.
+    CUDA device the next window is copied while the one before is in use.
     """
     tensor = tensor.detach()
     if is_as_stored(tensor):
-        yield _view(tensor)
+        yield byte_view(tensor)
         return
     is_cuda = tensor.device.type == "cuda"
     most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
     windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
     if is_cuda:
-        yield from from_device(tensor.device, windows, streams)
+        yield from devices.views(tensor.device, windows)
         return
     for window in windows:
-        yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
-
-
-def from_device(
-    device: torch.device, windows: Iterator[torch.Tensor], streams: dict[torch.device, Any]
-) -> Iterator[memoryview]:
-    """Yield the copied bytes of each window while the next one is being copied."""
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-    stream = streams[device]
-    # What the producer has enqueued must be in the tensors before they are copied.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    pending: deque[tuple[torch.Tensor, Any]] = deque()
-    try:
-        for window in windows:
-            target = _pinned(window)
-            with torch.cuda.stream(stream):
-                target.copy_(window.resolve_conj().resolve_neg(), non_blocking=True)
-                # An intermediate copy made here belongs to this stream, and is not given to
-                # another before this stream has read it.
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-                event.record(stream)
-            pending.append((target, event))
-            if len(pending) > 1:
-                yield _arrived(*pending.popleft())
-        while pending:
-            yield _arrived(*pending.popleft())
-    finally:
-        # Nothing may be on its way when the tensor, or host memory, goes to somebody else.
-        stream.synchronize()
-
-
-def _pinned(window: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory for a window; torch uses it again once no view of it is left."""
-    return torch.empty(window.shape, dtype=window.dtype, device="cpu", pin_memory=True)
-
-
-def _arrived(target: torch.Tensor, event: Any) -> memoryview:  # noqa: ANN401  # an Event
-    event.synchronize()
-    return _view(target)
+        yield byte_view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is what is to be written."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    # Not `reshape`: it leaves the stride of a single element, which may be anything.
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
 
 
 def _windows(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -276,9 +229,9 @@ def ties_in(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         tensors = dict(named_tensors(state, ""))
     except RecursionError:
-        # A state that holds itself: a planner may still save it, as a blob.
+        # A state that contains itself: a planner may still save it, as a blob.
         return {}
-    # Few share the byte that they begin at; only those are looked at closely.
+    # Few tensors share their first byte; only those are compared in full.
     addresses = list(map(_address, tensors.values()))
     shared = {address for address, count in Counter(addresses).items() if address and count > 1}
     firsts: dict[object, str] = {}
@@ -308,7 +261,7 @@ def named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the first local elements begin, 0 if there are none or it cannot be told."""
+    """Return the address of the first local element, 0 if there is none or it is unknown."""
     try:
         if type(tensor) in PLAIN:
             return tensor.data_ptr()
@@ -320,7 +273,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Return what is equal for tensors that are the same memory; None: no elements, or unknown."""
+    """Return a key equal for tensors of the same memory; None without elements, or if unknown."""
     try:
         parts = [
             (
@@ -332,12 +285,12 @@ def _memory(tensor: torch.Tensor) -> object:
         ]
     except RuntimeError:
         return None
-    # Most kinds without memory of their own raise; others begin nowhere.
+    # Most kinds without memory of their own raise; others have address 0.
     return frozenset(parts) if parts and all(part[2] for part in parts) else None
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return local tensors and where each lies in the whole; raises `RuntimeError` if unknown."""
+    """Return local tensors and their offsets in the whole; raises `RuntimeError` if unknown."""
     if isinstance(tensor, ShardedTensor):
         return [
             (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()
@@ -347,6 +300,6 @@ def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         if not local.numel():
             return []
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        # A local tensor of several chunks has no memory of its own, which is noticed later.
+        # A local tensor of several chunks has no memory of its own; `_memory` finds that.
         return [(tuple(chunk.offsets), local) for chunk in chunks]
     return [((0,) * tensor.ndim, tensor)]

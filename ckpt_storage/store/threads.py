@@ -5,6 +5,7 @@ A thread that hangs in the kernel cannot be ended, but the process can still exi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -135,19 +136,27 @@ class _Worker(threading.Thread):
         return True
 
 
-def _end_all(idle: list[_Worker]) -> None:
-    while idle:
-        idle.pop().calls.put(None)
+def _end_all(idle: list[_Worker]) -> list[_Worker]:
+    """End idle threads, without waiting; return them."""
+    ended = []
+    # Each is taken by one caller only, whatever thread or signal handler takes others meanwhile.
+    with contextlib.suppress(IndexError):
+        while True:
+            ended.append(idle.pop())
+            ended[-1].calls.put(None)
+    return ended
 
 
 class TimedPool:
-    """Runs calls in threads of its own, as many as there are callers at a time; survives fork."""
+    """Runs calls in threads of its own, as many as there are callers at a time; survives fork.
+
+    It has no lock: a signal handler may make a call in the middle of another.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
-        self._lock = threading.Lock()
         self._closed = False
         self._process_id = os.getpid()
         weakref.finalize(self, _end_all, self._idle).atexit = False
@@ -199,11 +208,10 @@ class TimedPool:
             what = f"The {worker.what} did not end within {timeout_s:.3g} s and was given up."
             step = "Check that the storage answers; if it is slow, raise Timeouts(request=...)."
             raise AbandonedError(what, kind="timeout", retryable=repeatable, next_step=step)
-        with self._lock:
-            if self._closed:
-                worker.calls.put(None)
-            else:
-                self._idle.append(worker)
+        self._idle.append(worker)
+        # Also if `close` was called between the two lines.
+        if self._closed:
+            _end_all(self._idle)
         try:
             if error is not None:
                 raise error
@@ -215,19 +223,14 @@ class TimedPool:
 
     def close(self) -> None:
         """End the waiting threads and join them; idempotent."""
-        with self._lock:
-            self._closed = True
-            idle = self._idle[:]
-            _end_all(self._idle)
-        for worker in idle:
+        self._closed = True
+        for worker in _end_all(self._idle):
             worker.join(_JOIN_S)
 
     def _take(self) -> _Worker:
         if self._process_id != os.getpid():
-            self._lock = threading.Lock()
             self._idle.clear()
             self._process_id = os.getpid()
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
         return _Worker(f"{self._name} {next(self._numbers)}")

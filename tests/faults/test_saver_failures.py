@@ -256,6 +256,27 @@ def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
     assert handle.state is ckpt_storage.SaveState.COMMITTED
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_done_callback_that_exits_ends_no_later_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    """A callback that raises an exit or an interrupt is logged, and the next save commits."""
+    called = threading.Event()
+
+    def exits(_: ckpt_storage.SaveHandle) -> None:
+        called.set()
+        raise kind("from a callback")
+
+    with cases.quick_saver("thread") as ours:
+        hold = cases.Hold(tmp_path, "write", 0)
+        first = cases.save_step(ours, tmp_path, 0, 0, planner=cases.held(hold))
+        first.add_done_callback(exits)
+        hold.go()
+        assert called.wait(cases.END_S)
+        assert cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S).name == "step-1"
+    assert "A callback of the save to" in caplog.text
+
+
 class Forgetful(DefaultSavePlanner):
     """A planner in whose process the memory is full once the save is committed."""
 

@@ -23,6 +23,7 @@ from saver_cases import (
     MODES,
     Hold,
     held,
+    hold_here,
     is_alive,
     loaded,
     quick_saver,
@@ -32,6 +33,9 @@ from saver_cases import (
     told,
     until,
 )
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt_storage
 from ckpt_storage import (
@@ -175,6 +179,42 @@ def test_memory_and_descriptors_are_stable(rank: int, tmp_path: Path, mode: Any)
     assert threads[2] <= threads[0] + 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_warm_up_has_the_memory_of_all_saves_before_the_first(tmp_path: Path, mode: Any) -> None:
+    """It takes memory for `max_pending` copies; saves after it take no more, and are right.
+
+    Also a save of another structure, which the warm-up knew nothing of.
+    """
+    state = {"w": torch.ones(10_000_000), "words": [1, {2}]}
+    other = {"w": torch.arange(3), "v": torch.ones(2, 2)}
+    with quick_saver(mode, max_pending=2) as saver:
+        saver.save(other, tmp_path / "first", sync_files=False).result(END_S)
+        before = _held(os.getpid())[0]
+        saver.warm_up(state)
+        warm = _held(os.getpid())[0]
+        assert warm - before > 2 * 38_000_000
+        for name, saved in (("a", state), ("b", state), ("c", other)):
+            saver.save(saved, tmp_path / name, sync_files=False)
+        saver.wait(END_S)
+        saver.warm_up(state)
+        assert _held(os.getpid())[0] - warm < 20_000_000
+    assert_holds(tmp_path / "b", {"w": state["w"]}, [load])
+    assert_holds(tmp_path / "c", other)
+    with pytest.raises(errors.InvalidInputError, match="closed"):
+        saver.warm_up(state)
+
+
+def test_save_async_keeps_no_copy_of_the_state(tmp_path: Path) -> None:
+    """Once no save is in flight, the process holds as much memory as before the first one."""
+    state = {"w": torch.ones(10_000_000)}
+    save_async({"w": torch.ones(1)}, tmp_path / "first", sync_files=False).result(END_S)
+    before = _held(os.getpid())[0]
+    handles = [save_async(state, tmp_path / f"{n}", sync_files=False) for n in range(2)]
+    for handle in handles:
+        handle.result(END_S)
+    until(lambda: _held(os.getpid())[0] - before < 20_000_000, "half of one copy", limit_s=5.0)
+
+
 @pytest.mark.parametrize(
     ("mode", "where", "canceller"),
     [
@@ -225,6 +265,30 @@ def test_cancel_on_one_rank_ends_the_save_alike_on_all(
         assert ended[2] == (errors.SaveCancelledError, canceller)
 
 
+class NotingPlanner(DefaultSavePlanner):
+    """A planner that appends the names it knows to its list as it plans for all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.seen.append([*self.state_dict])
+        return super().create_global_plan(all_plans)
+
+
+def test_saves_with_one_planner_object_do_not_share_its_state(tmp_path: Path) -> None:
+    """Global planning of a save sees that save's state, though a later save is set up already."""
+    planner = NotingPlanner()
+    with quick_saver("thread", max_pending=2) as saver:
+        hold_here(hold := Hold(tmp_path, "local plan", 0))
+        saver.save({"first": torch.ones(3)}, tmp_path / "a", planner=planner, sync_files=False)
+        hold.reached()
+        saver.save({"second": torch.ones(3)}, tmp_path / "b", planner=planner, sync_files=False)
+        hold.go()
+    assert planner.seen == [["first"], ["second"]]
+
+
 class SlowCopies:
     """Copies of states that wait for the word of a test."""
 
@@ -258,6 +322,46 @@ def test_step_guard_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyP
         handle.wait_staged(0)
         handle.result(END_S)
     assert_holds(tmp_path / "a", {"w": torch.ones(1000), "words": [1]})
+
+
+def test_check_staging_names_what_changed_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that a forward pass changes fails the save, which names it, and it alone."""
+    slow = SlowCopies(monkeypatch)
+    shared = torch.ones(1000)
+    state = {
+        "empty": torch.ones(0),
+        "w": torch.ones(1000),
+        "running_mean": shared[:500],
+        "again": shared[:500],
+        "other": shared[500:],
+    }
+    with quick_saver("thread", check_staging=True, on_error="warn") as saver:
+        handle = saver.save(state, tmp_path / "a", block_until_staged=False)
+        state["running_mean"][7] = 2
+        slow.go.set()
+        with saver.step_guard():
+            state["w"].zero_()
+        error = handle.exception(END_S)
+        assert isinstance(error, errors.InvalidInputError)
+        assert "while it was copied: again, running_mean." in str(error)
+        saver.save(state, tmp_path / "b", sync_files=False).result(END_S)
+    assert [info.name for info in list_checkpoints(tmp_path)] == ["b"]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_check_staging_finds_nothing_in_a_state_that_stays(tmp_path: Path, *, blocks: bool) -> None:
+    """Tensors of all forms compare equal with their copies."""
+    state = {
+        "rows": seeded(1, 3000, 700)[:, ::2],
+        "complex": seeded(2, 40, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(3.5),
+        "nan": torch.full((9,), float("nan")),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+    }
+    with quick_saver("thread", check_staging=True) as saver:
+        saver.save(state, tmp_path / "a", block_until_staged=blocks).result(END_S)
 
 
 def test_copy_that_takes_too_long_harms_no_later_save(

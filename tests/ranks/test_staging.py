@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from dcp_cases import assert_holds, planner, raw_bytes, seeded
+from fake_cuda import DEVICE, FakeCuda, on_device
+from reentry import interrupt_each_line
 from saver_cases import END_S, Hold, hold_here, quick_saver, save_spoilt
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -22,8 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import load
 from ckpt_storage.background import staging
-from ckpt_storage.background.staging import Arenas, Kind, StagingJob
+from ckpt_storage.background.staging import Arena, Arenas, Kind, StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.saves import devices
 
 MIB = 1024 * 1024
 
@@ -147,29 +149,28 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
             assert_holds(tmp_path / f"{step}", state, [load], unsafe_pickle=True)
 
 
-class FakeRuntime:
-    """What is called of the CUDA runtime; memory that is unlocked after it is unmapped faults."""
+@pytest.mark.parametrize("name", ["take and give back", "close"])
+def test_arenas_may_be_used_in_the_middle_of_a_call(name: str) -> None:
+    """A finalizer or a signal handler that uses or closes them there neither hangs nor leaks."""
+    arenas = Arenas("shared")
+    made: list[Arena] = []
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+    def use() -> None:
+        made.append(arena := arenas.take(1))
+        arenas.give_back(arena)
 
-    def cudaHostRegister(self, address: int, size_bytes: int, _flags: int) -> int:  # noqa: N802
-        self.calls.append(("register", address))
-        assert size_bytes > 0
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        assert len(ctypes.string_at(address, 1)) == 1
-        self.calls.append(("unregister", address))
-        return 0
+    interrupt_each_line(use, use if name.startswith("take") else arenas.close)
+    arenas.close()
+    assert {arena.file for arena in made} == {None}
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A machine that seems to have CUDA."""
-    runtime = FakeRuntime()
-    monkeypatch.setattr(staging, "cuda_runtime", lambda: runtime)
-    return runtime
+    monkeypatch.setattr(devices, "_warned", set())
+    yield FakeCuda(monkeypatch)
+    # Arenas that errors keep are unlocked while it still seems so.
+    gc.collect()
 
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:
@@ -182,53 +183,134 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", ["private", "shared"])
-def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeRuntime) -> None:
+def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeCuda) -> None:
     """An arena is registered at the first need, and unregistered when its last view dies."""
     with contextlib.closing(Arenas(kind)) as arenas:
         arena = arenas.take(MIB)
         assert cuda.calls == []
-        arena.pin()
-        arena.pin()
-        address = arena.memory.ctypes.data
-        assert cuda.calls == [("register", address)]
+        arena.pin(DEVICE)
+        arena.pin(DEVICE)
+        assert cuda.calls == ["cudaHostRegister"]
         view = torch.from_numpy(arena.memory[64:128])
         arenas.give_back(arena)
         del arena
         assert arenas.take(5 * MIB).size_bytes > 5 * MIB
-        assert cuda.calls == [("register", address)]
+        assert cuda.calls == ["cudaHostRegister"]
         del view
         gc.collect()
-        assert cuda.calls == [("register", address), ("unregister", address)]
+        assert cuda.calls == ["cudaHostRegister", "cudaHostUnregister"]
 
 
-def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
-    cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stream the memory is locked, no copy blocks, and the stream is awaited at the end."""
-    events: list[object] = []
-    copy_many = torch._foreach_copy_  # a documented name of torch's
+def gpu_state() -> dict[str, Any]:
+    return {str(seed): on_device(seeded(seed, 500)) for seed in range(5)}
 
-    class Stream:
-        def synchronize(self) -> None:
-            events.append("synchronize")
 
-    def noted(targets: object, sources: object, non_blocking: object) -> None:
-        events.append(non_blocking)
-        copy_many(targets, sources, non_blocking)  # type: ignore[arg-type]
+def assert_staged(job: StagingJob, state: dict[str, Any]) -> None:
+    for name, start in starts_of(job).items():
+        staged = bytes(job.arena.memory[start : start + state[name].nbytes])
+        assert staged == raw_bytes(state[name].as_subclass(torch.Tensor))
 
-    monkeypatch.setattr(staging, "_fork_streams", lambda _: {torch.device("cpu"): Stream()})
-    monkeypatch.setattr(staging, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(torch, "_foreach_copy_", noted)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    state = {str(seed): seeded(seed, 500) for seed in range(5)}
+
+def test_copies_from_a_gpu_are_enqueued_and_awaited_once(cuda: FakeCuda) -> None:
+    """The memory is locked once, no copy blocks, and the stream is awaited at the end.
+
+    Every call is made while the tensors' device is current.
+    """
+    state = gpu_state()
     with contextlib.closing(Arenas("shared")) as arenas:
-        for _ in range(2):
-            staged = copied(state, arenas)
-            for name, start in starts_of(staged).items():
-                found = bytes(staged.arena.memory[start : start + state[name].nbytes])
-                assert found == raw_bytes(state[name])
-            arenas.give_back(staged.arena)
-            assert events == [True, "synchronize"]
-            events.clear()
-        assert [name for name, _ in cuda.calls] == ["register"]
+        for pins in (["cudaHostRegister"], []):
+            job = copied(state, arenas)
+            assert_staged(job, state)
+            arenas.give_back(job.arena)
+            fork = ["Stream", "current_stream", "wait_stream"]
+            assert cuda.calls == [*fork, *pins, "stream", "copy", "synchronize"]
+            cuda.calls.clear()
+
+
+def test_warm_up_locks_the_memory_of_all_saves(cuda: FakeCuda, tmp_path: Path) -> None:
+    """No later save registers memory."""
+    state = gpu_state()
+    with quick_saver("thread", max_pending=2) as saver:
+        saver.warm_up(state)
+        assert cuda.calls.count("cudaHostRegister") == 2
+        assert "copy" not in cuda.calls
+        saver.save(state, tmp_path / "run", sync_files=False).result(END_S)
+        assert cuda.calls.count("cudaHostRegister") == 2
+
+
+def test_a_copy_in_a_thread_makes_no_context_on_device_0(cuda: FakeCuda) -> None:
+    """The thread that copies makes every call while the tensors' device is current."""
+    state = gpu_state()
+    with contextlib.closing(Arenas()) as arenas:
+        job = StagingJob(state, arenas)
+        job.start()
+        job.wait(END_S)
+        assert_staged(job, state)
+    assert "copy" in cuda.calls
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed registration is warned of once, and no later kernel raises its error."""
+    cuda.failing.add("cudaHostRegister")
+    state = gpu_state()
+    with contextlib.closing(Arenas()) as arenas:
+        jobs = [copied(state, arenas) for _ in range(2)]
+        for job in jobs:
+            assert_staged(job, state)
+    assert cuda.last_error == 0
+    assert caplog.text.count("page-locked") == 1
+
+
+@pytest.mark.parametrize("failure", ["copy", "synchronize"])
+def test_an_arena_is_reused_only_after_a_failed_copy_has_ended(
+    cuda: FakeCuda, failure: str
+) -> None:
+    """The streams are awaited before the memory is given back."""
+    cuda.failing.add(failure)
+    with contextlib.closing(Arenas()) as arenas:
+        job = StagingJob(gpu_state(), arenas)
+        with pytest.raises(CheckpointError, match="could not be copied"):
+            job.run()
+        assert cuda.calls[-1] == "query"
+        arenas.give_back(job.arena)
+        assert arenas.take(1) is job.arena
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_arena_that_a_device_may_still_write_to_is_not_reused(
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_lost: bool,
+) -> None:
+    """If the streams do not end, or their device is lost, the memory stays mapped and unused."""
+    retired: list[object] = []
+    monkeypatch.setattr(staging, "_SYNCHRONIZE_S", 0.05)
+    monkeypatch.setattr(staging, "_written_by_devices", retired)
+    cuda.failing |= {"synchronize"} | ({"query"} if is_lost else set())
+    cuda.is_idle = False
+    with contextlib.closing(Arenas()) as arenas:
+        job = StagingJob(gpu_state(), arenas)
+        with pytest.raises(CheckpointError, match="synchronize fails"):
+            job.run()
+        arenas.give_back(job.arena)
+        assert arenas.take(1) is not job.arena
+    assert "stay mapped" in caplog.text
+    assert retired.pop() is job.arena.memory
+
+
+def test_a_copy_that_is_interrupted_is_never_taken_for_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exit in the thread that copies fails the save."""
+
+    def exits(*_: object) -> NoReturn:
+        raise SystemExit
+
+    monkeypatch.setattr(torch, "_foreach_copy_", exits)
+    with quick_saver("thread", on_error="warn") as saver:
+        handle = saver.save({"a": seeded(1, 50_000)}, tmp_path / "run", block_until_staged=False)
+        assert "SystemExit" in str(handle.exception(END_S))

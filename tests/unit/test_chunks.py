@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from crc32c import crc32c
+from fake_cuda import DEVICE, FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,8 +25,8 @@ from ckpt_storage.loads import sharing
 from ckpt_storage.loads.items import CudaMover, TensorRead, UploadRing, Use
 from ckpt_storage.loads.sharing import Key, plan_shares
 from ckpt_storage.options import KIB, MIB, TransferOptions
-from ckpt_storage.saves import items
-from ckpt_storage.saves.items import from_device
+from ckpt_storage.saves import devices
+from ckpt_storage.saves.devices import DeviceReader
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
@@ -226,53 +225,53 @@ def test_elements_on_their_way_to_a_device_are_not_overwritten(buffer_count: int
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What streams and events that stand for those of CUDA are asked; copies are done at once."""
-    log: list[str] = []
-    numbers = itertools.count(1)
-
-    def stream(_device: object) -> Any:
-        return SimpleNamespace(
-            wait_stream=lambda other: log.append(f"wait for {other}"),
-            synchronize=lambda: log.append("synchronize"),
-        )
-
-    def event() -> Any:
-        number = next(numbers)
-        return SimpleNamespace(
-            record=lambda _stream: log.append(f"begin {number}"),
-            synchronize=lambda: log.append(f"end {number}"),
-        )
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the producer")
-    monkeypatch.setattr(items, "_pinned", torch.empty_like)
-    return log
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A machine that seems to have CUDA; copies are done at once."""
+    monkeypatch.setattr(devices, "_warned", set())
+    return FakeCuda(monkeypatch)
 
 
-def test_the_next_copy_is_under_way_while_a_window_is_used(log: list[str]) -> None:
+COPY = ["cudaHostAlloc", "stream", "Event", "record"]
+
+
+def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> None:
     """A window is given out once its own copy has ended, and the next has begun by then.
 
-    A part on its way keeps its bytes, whatever is copied meanwhile.
+    A part on its way keeps its bytes, whatever is copied meanwhile. Every call is made while the
+    tensors' device is current, and none while the caller has a window.
     """
-    here, held = torch.device("cpu"), list[memoryview]()
-    for number, view in enumerate(from_device(here, iter(torch.arange(12).reshape(3, 4)), {})):
+    rows, held = torch.arange(12).reshape(3, 4), list[memoryview]()
+    for view in DeviceReader().views(DEVICE, iter(rows)):
+        assert cuda.current != DEVICE
         held.append(view)
-        log.append(f"use {number + 1}")
-    assert log == [
-        "wait for the producer",
-        *["begin 1", "begin 2", "end 1", "use 1"],
-        *["begin 3", "end 2", "use 2", "end 3", "use 3"],
+        cuda.calls.append("use")
+    assert cuda.calls == [
+        *["Stream", "current_stream", "wait_stream"],
+        *[*COPY, *COPY, "Event.synchronize", "use"],
+        *[*COPY, "Event.synchronize", "use", "Event.synchronize", "use"],
         "synchronize",
     ]
     # A writer that fails in between waits for what was begun.
-    views = from_device(here, iter(torch.zeros(5, 4)), {})
+    views = DeviceReader().views(DEVICE, iter(torch.zeros(5, 4)))
     next(views)
     views.close()  # type: ignore[attr-defined]  # a generator's
-    assert log[-1] == "synchronize"
-    assert b"".join(held) == torch.arange(12).numpy().tobytes()
+    assert cuda.calls[-1] == "synchronize"
+    assert b"".join(held) == rows.numpy().tobytes()
+
+
+def test_a_save_without_pinned_memory_copies_through_plain_memory(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked for once a save, and its lack is warned of once."""
+    cuda.failing.add("cudaHostAlloc")
+    rows = torch.arange(12).reshape(3, 4)
+    for _ in range(2):
+        reader = DeviceReader()
+        for _ in range(2):
+            views = list(reader.views(DEVICE, iter(rows)))
+            assert b"".join(views) == rows.numpy().tobytes()
+    assert cuda.calls.count("cudaHostAlloc") == 2
+    assert caplog.text.count("page-locked") == 1
 
 
 def test_what_is_pinned_is_host_memory_whatever_torchs_default_device(
@@ -284,7 +283,7 @@ def test_what_is_pinned_is_host_memory_whatever_torchs_default_device(
         assert empty(1).is_meta
         plain = {"pin_memory": False}
         monkeypatch.setattr(torch, "empty", lambda *of, **how: empty(*of, **(how | plain)))
-        assert items._pinned(torch.ones(2, device="cpu")).is_cpu  # noqa: SLF001  # needs CUDA
+        assert DeviceReader().buffer(torch.ones(2, device="cpu")).is_cpu
         assert CudaMover.buffer(cast("Any", None), 8).is_cpu
 
 

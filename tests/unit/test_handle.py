@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 
 import pytest
+from reentry import interrupt_each_line
 
 from ckpt_storage import (
     CheckpointError,
@@ -102,7 +104,7 @@ def test_waits_end(status: SaveStatus) -> None:
             ) as caught:
                 call(limit_s)
             assert caught.value.rank == 1
-    assert not status.is_asked_for
+    assert not status.outcome_is_consumed
     with pytest.raises(PhaseTimeoutError, match="was not staged") as caught:
         status.wait_staged()
     assert caught.value.phase == "stage"
@@ -157,6 +159,25 @@ def test_callbacks_are_called_once_at_the_end(
     assert called == [status, status]
     assert status.result() is INFO
     assert len([record for record in caplog.records if "callback" in record.getMessage()]) == 2
+
+
+@pytest.mark.parametrize("call", ["mark_staged", "succeed", "wait_staged", "result"])
+def test_a_signal_handler_may_use_the_handle_it_interrupts(status: SaveStatus, call: str) -> None:
+    """Waits in a handler end at their limit, whatever call of the same handle it came in."""
+
+    def handler() -> None:
+        with contextlib.suppress(PhaseTimeoutError):
+            status.wait_staged(0.001)
+        with contextlib.suppress(PhaseTimeoutError):
+            status.result(0.001)
+
+    def interrupted() -> None:
+        with contextlib.suppress(PhaseTimeoutError):
+            getattr(status, call)(*([INFO] if call == "succeed" else []))
+
+    interrupt_each_line(interrupted, handler)
+    status.succeed(INFO)
+    assert status.result(0) is INFO
 
 
 def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:

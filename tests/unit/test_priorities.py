@@ -1,0 +1,80 @@
+"""The priorities of worker processes, as the kernel and util-linux show them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ckpt_storage import AsyncSaver, InvalidInputError
+from ckpt_storage.background.priorities import apply_priorities
+
+SCRIPT = """
+import os, subprocess, sys, threading
+from ckpt_storage.background.priorities import apply_priorities
+
+end = threading.Event()
+threading.Thread(target=end.wait).start()
+apply_priorities(7, sys.argv[1])
+threading.Thread(target=end.wait).start()
+tasks = os.listdir("/proc/self/task")
+for task in tasks:
+    nice = open(f"/proc/self/task/{task}/stat").read().rpartition(")")[2].split()[16]
+    shown = subprocess.run(["ionice", "-p", task], capture_output=True, text=True).stdout.strip()
+    print(nice, shown)
+end.set()
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("ionice"),
+    reason="needs Linux on x86_64 and util-linux",
+)
+@pytest.mark.parametrize(
+    ("io_class", "shown"), [("idle", "idle"), ("best-effort", "best-effort: prio 7")]
+)
+def test_all_threads_have_the_priorities(io_class: str, shown: str) -> None:
+    """Those that ran before and those that start later are as nice, and of the class of I/O."""
+    command = [sys.executable, "-c", SCRIPT, io_class]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert set(lines) == {f"7 {shown}"}
+    assert len(lines) >= 3
+    assert done.stderr == ""
+
+
+def test_what_the_system_refuses_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A priority that needs a privilege, or an unknown machine, ends no worker."""
+    monkeypatch.setattr(platform, "machine", lambda: "abacus")
+    apply_priorities(None, "idle")
+    assert "abacus" in caplog.text
+    caplog.clear()
+
+    def refused(*_: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    apply_priorities(-5, None)
+    assert "Permission denied" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "process", "worker_nice": 20}, "worker_nice is 20"),
+        ({"mode": "process", "worker_nice": True}, "worker_nice is True"),
+        ({"mode": "process", "worker_ionice": "realtime"}, "worker_ionice is 'realtime'"),
+        ({"mode": "thread", "worker_nice": 5}, "mode='thread' has none"),
+    ],
+)
+def test_priorities_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    """A saver refuses them before it starts a worker."""
+    with pytest.raises(InvalidInputError, match=message):
+        AsyncSaver(**options)
