@@ -69,8 +69,9 @@ class AsyncSaver:
             (`plan`: four minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
             Each needs host memory for one state.
-        on_error: "raise": the next `save`, `wait` or `close` raises the error of a failed save,
-            unless `result` or `exception` of its handle was called. "warn": the error is logged.
+        on_error: "raise": the next `wait`, `close` or `save` raises the error of a failed save,
+            unless `result` or `exception` of its handle was called; `save` raises it once the new
+            save has begun, so that no save is lost to an earlier one. "warn": the error is logged.
             `SaveHandle.result` raises it in both cases.
         exit_timeout_s: how long an ending interpreter waits for saves that make progress.
         check_staging: for debugging: compare each copy with the state at the call, and fail the
@@ -125,6 +126,8 @@ class AsyncSaver:
             )
         self._queue = SaveQueue(ranks, start_worker)
         self._saves: list[SaveStatus] = []
+        # Errors of saves that have ended, for the next call to raise.
+        self._failures: list[CheckpointError] = []
         self._closed = False
         self._keeps_arenas = True
         # A signal handler may save in the middle of a save.
@@ -183,11 +186,14 @@ class AsyncSaver:
         buffers, runs inside `step_guard` or after `handle.wait_staged`.
 
         Raises `InvalidInputError` for a state that cannot be staged, and the save fails on all
-        ranks; `PhaseTimeoutError` if `max_pending` earlier saves do not end in time; with
-        `on_error="raise"` also the error of an earlier save.
+        ranks; `PhaseTimeoutError` if `max_pending` earlier saves do not end in time. With
+        `on_error="raise"` it raises the error of an earlier save, with a note that this save has
+        begun all the same: do not repeat the call; `wait` and `close` wait for it.
         """
         options = SaveOptions.of(locals(), timeouts=self._timeouts).with_step_of(state)
-        return self.begin(state, url, options, block_until_staged=block_until_staged)
+        handle = self.begin(state, url, options, block_until_staged=block_until_staged)
+        self.raise_earlier(handle)
+        return handle
 
     def begin(
         self,
@@ -198,7 +204,10 @@ class AsyncSaver:
         block_until_staged: bool,
         prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin a save; `prepare` is called first, and its error fails the save on all ranks."""
+        """Begin a save; `prepare` is called first, and its error fails the save on all ranks.
+
+        Errors of earlier saves are kept for `raise_earlier`, `wait` and `close`.
+        """
         self._check_process()
         self._check_open()
         # The deadlines of all phases of this save and of those before it.
@@ -233,6 +242,10 @@ class AsyncSaver:
             return status
         finally:
             self._turn.release()
+
+    def raise_earlier(self, begun: SaveHandle) -> None:
+        """Raise the error of an earlier save, if one failed; `begun` is the save that goes on."""
+        self._raise_failures(f"The save to {begun.url} has begun all the same, and goes on.")
 
     def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
         """Wait until another save may be in flight. Raises the error of an earlier one."""
@@ -327,7 +340,13 @@ class AsyncSaver:
         first error that no caller has got from its handle.
         """
         self._check_process()
-        self._settle(self._saves[:], timeout)
+        try:
+            self._settle(self._saves[:], timeout)
+        except PhaseTimeoutError as late:
+            if not self._failures:
+                raise
+            self._failures[-1].add_note(str(late))
+        self._raise_failures()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then end the worker and free the memory; idempotent."""
@@ -360,35 +379,23 @@ class AsyncSaver:
             )
 
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
-        failure: CheckpointError | None = None
+        """Wait until saves have ended, and keep their errors. Raises `PhaseTimeoutError`."""
         for save in saves:
-            try:
-                error = save.await_end(timeout)
-            except PhaseTimeoutError as late:
-                if failure is None:
-                    raise
-                failure.add_note(str(late))
-                break
+            error = save.await_end(timeout)
             with contextlib.suppress(ValueError):  # another thread waited for it as well
                 self._saves.remove(save)
             if error is not None and not save.outcome_is_consumed and self._on_error == "raise":
                 save.mark_outcome_consumed()
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                self._failures.append(error)
 
-
-def _shallow_copy(planner: SavePlanner) -> SavePlanner:
-    """Return a planner with the same attributes, which can be set up apart from the first.
-
-    Not `copy.copy`: a planner's own `__getstate__` is for the worker process.
-    """
-    copied: SavePlanner = object.__new__(type(planner))
-    state = object.__getstate__(planner)
-    for attributes in state if isinstance(state, tuple) else (state,):
-        for name, value in (attributes or {}).items():
-            object.__setattr__(copied, name, value)
-    return copied
+    def _raise_failures(self, *notes: str) -> None:
+        """Raise the first error that was not raised yet; the others are its notes."""
+        failures, self._failures = self._failures, []
+        if failures:
+            others = (f"Another save failed, too: {error}" for error in failures[1:])
+            for note in (*notes, *others):
+                failures[0].add_note(note)
+            raise failures[0]
 
 
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()

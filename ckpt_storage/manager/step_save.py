@@ -86,7 +86,7 @@ class StepSave:
     def begin(
         self, saver: AsyncSaver, state: Mapping[str, Any], *, block_until_staged: bool
     ) -> SaveHandle:
-        """Begin to save in the background; as `AsyncSaver.save`."""
+        """Begin to save in the background; returns and raises as `AsyncSaver.save`."""
         try:
             handle = saver.begin(
                 state,
@@ -103,6 +103,7 @@ class StepSave:
                 ended.save_id if ended.state is SaveState.COMMITTED else None
             )
         )
+        saver.raise_earlier(handle)
         return handle
 
     def _finish(self, save_id: str | None) -> None:

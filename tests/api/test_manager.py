@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import shutil
@@ -310,6 +311,20 @@ def test_a_save_is_known_by_its_step_and_by_the_restores_before_it(
             save(-1)
     assert known == [(1, 1), (2, 3), (None, 3)]
     assert [type(step) for step, _ in known] == [int, int, type(None)]
+
+
+def test_a_preemption_save_is_begun_though_an_earlier_save_failed(tmp_path: Path) -> None:
+    """The earlier failure is raised after it; the checkpoint counts, and its name is free again."""
+    manager = cases.manager_of(tmp_path, preemption=lambda: True, keep=KeepLatest(1))
+    cases.save(manager, 1)
+    manager.save_async(1, cases.state_of(1))
+    step = next(step for step in itertools.count(2) if manager.should_save(step))
+    with pytest.raises(errors.CheckpointExistsError) as caught:
+        manager.save_async(step, cases.state_of(step), sync_files=False)
+    assert any(f"{step:08d} has begun all the same" in note for note in caught.value.__notes__)
+    manager.close()
+    assert cases.names_in(tmp_path) == [f"step-{step:08d}"]
+    assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
 
 
 def test_a_prune_that_fails_does_not_stop_training(

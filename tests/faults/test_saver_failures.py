@@ -133,16 +133,29 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
 def test_failure_that_nobody_asked_for_is_raised_once(
     tmp_path: Path, on_error: Any, *, taken: bool
 ) -> None:
-    """The next save raises it with `on_error="raise"`, and is not begun; "warn" raises nothing."""
+    """The next save has begun and raises it with `on_error="raise"`; "warn" raises nothing."""
     with cases.quick_saver("thread", on_error=on_error) as saver:
         handle = cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
         if taken:
             assert "divides by zero" in str(handle.exception(cases.END_S))
         if on_error == "raise" and not taken:
-            with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
+            with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero") as caught:
                 cases.save_step(saver, tmp_path, 0, 1)
+            assert any("step-1 has begun all the same" in note for note in caught.value.__notes__)
+        else:
+            cases.save_step(saver, tmp_path, 0, 1)
         cases.save_step(saver, tmp_path, 0, 2).result(cases.END_S)
-    assert _saved_in(tmp_path) == {"step-2"}
+    assert _saved_in(tmp_path) == {"step-1", "step-2"}
+
+
+def test_failure_is_raised_later_if_the_next_save_cannot_begin(tmp_path: Path) -> None:
+    """A state that cannot be staged raises its own error, and `close` raises the earlier one."""
+    saver = cases.quick_saver("thread")
+    cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
+    with pytest.raises(ckpt_storage.InvalidInputError):
+        saver.save([1], tmp_path / "step-1")  # type: ignore[arg-type]  # refused
+    with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
+        saver.close()
 
 
 def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
@@ -215,12 +228,14 @@ def _asked_on_one(rank: int, folder: str) -> list[str]:
         return [type(_error_of(saver, folder, rank, step)).__name__ for step in (1, 2)]
 
 
-def test_rank_that_raises_in_save_leaves_nobody_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """If only some ranks raise an earlier failure in `save`, the others hear of it, and go on."""
+def test_rank_that_raises_in_save_is_in_that_save_all_the_same(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """If only some ranks raise an earlier failure in `save`, no rank loses the new save by it."""
     first, second = ranks.run(_asked_on_one, str(tmp_path), world_size=2)
     assert second == ["CheckpointError", "NoneType"]
-    assert first == ["RankFailedError", "NoneType"]
-    assert _saved_in(tmp_path) == {"step-2"}
+    assert first == ["NoneType", "NoneType"]
+    assert _saved_in(tmp_path) == {"step-1", "step-2"}
 
 
 def test_interrupt_while_staging_ends_the_save(
