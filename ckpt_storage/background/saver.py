@@ -248,7 +248,7 @@ class AsyncSaver:
         self._raise_failures(f"The save to {begun.url} has begun all the same, and goes on.")
 
     def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
-        """Wait until another save may be in flight. Raises the error of an earlier one."""
+        """Wait until another save may be in flight. Raises `PhaseTimeoutError`."""
         try:
             # Errors of these saves only, because every rank waits for the same ones here.
             surplus = max(0, len(self._saves) - self._max_pending + 1)
@@ -396,6 +396,19 @@ class AsyncSaver:
             for note in (*notes, *others):
                 failures[0].add_note(note)
             raise failures[0]
+
+
+def _shallow_copy(planner: SavePlanner) -> SavePlanner:
+    """Return a planner with the same attributes, which can be set up apart from the first.
+
+    Not `copy.copy`: a planner's own `__getstate__` is for the worker process.
+    """
+    copied: SavePlanner = object.__new__(type(planner))
+    state = object.__getstate__(planner)
+    for attributes in state if isinstance(state, tuple) else (state,):
+        for name, value in (attributes or {}).items():
+            object.__setattr__(copied, name, value)
+    return copied
 
 
 _savers: weakref.WeakKeyDictionary[object, AsyncSaver] = weakref.WeakKeyDictionary()
