@@ -180,7 +180,7 @@ class FormatError(CheckpointError, ValueError):
 
 
 class UnsafeContentError(CheckpointError):
-    """Reading would run code or leave the checkpoint's folder; nothing was executed."""
+    """Reading would run code, or a name leads out of the folder; nothing was executed."""
 
     code = "unsafe-content"
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage import errors
@@ -46,6 +47,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt_storage")
 
+_NAME_BYTES = 255
+"""Longest name in a folder of common file systems."""
+
+_PROTECTED = frozenset(
+    {names.STOCK_METADATA, names.INDEX_NAME, names.COMMITS, names.SAVES, exports.DOCUMENTS}
+)
+"""What makes a folder a checkpoint or an export, wherever letter case does not count."""
+
+_FOLDED = {name.casefold(): name for name in _PROTECTED}
 _OWN = frozenset({f"{names.COMMITS}/", f"{names.SAVES}/", names.STOCK_METADATA})
 _SUMS = ("file_count", "read_bytes", "sent_bytes", "copied_bytes", "kept_count", "kept_bytes")
 
@@ -209,7 +219,10 @@ def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
     if isinstance(source, CommittedSource):
         # Saved by us since the log was read.
         return _find(site, tag)
-    entries = {one.path: one for one in site.source.list("") if _is_content(one.path)}
+    objects = site.source.list("", unsafe_names="refuse")
+    entries = {info.path: info for info in objects if _is_content(info.path)}
+    if setting.target.is_local:
+        _check_names(entries, setting.target.url)
     _check_whole(source, {path: one.size_bytes for path, one in entries.items()})
     crcs, was_there = _exported(site, tag) if tag else ({}, False)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
@@ -465,6 +478,9 @@ class _CopyOfOurs(_Copy):
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
         source, target = setting.source.child(folder), setting.target.child(folder)
+        if target.is_local:
+            # It becomes a root, of which its own store takes a link.
+            _check_below(target.path, setting.target.path)
         inner = replace(setting, source=source, target=target, overwrite=False, progress=None)
         what, task_of = f"the copy of {source.url}", partial(_copying, tag=tag)
         return run_together(None, "copy", what, inner.timeouts, lambda: inner, task_of)
@@ -483,8 +499,36 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
             raise errors.IntegrityError(told, path=path, fqn=fqn, offset=found or 0, next_step=step)
 
 
+def _check_names(paths: Collection[str], url: str) -> None:
+    """Refuse names that a folder of a file system cannot hold, or would confuse with its own."""
+    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
+    for path in paths:
+        flaw, head = None, path.partition("/")[0]
+        if path in folders:
+            flaw = "is both a file and a folder"
+        elif any(len(part.encode()) > _NAME_BYTES for part in path.split("/")):
+            flaw = f"has a part of more than {_NAME_BYTES} bytes"
+        elif head not in _PROTECTED and head.casefold() in _FOLDED:
+            flaw = f"differs from {_FOLDED[head.casefold()]} in letter case alone"
+        if flaw is not None:
+            step = "Rename or delete it at the source, or copy to an object store."
+            what = f"{path!r:.200} {flaw}, so it cannot be copied to {url}."
+            raise errors.InvalidInputError(what, path=path, next_step=step)
+
+
+def _check_below(folder: str, root: str) -> None:
+    """Refuse a folder below a local root that a symbolic link moves out of it."""
+    if not os.path.realpath(folder).startswith(f"{os.path.realpath(root).rstrip('/')}/"):
+        raise errors.UnsafeContentError(
+            f"{folder} is a symbolic link that leads out of {root}.",
+            path=folder,
+            next_step="Replace the link by a folder, or copy to what it leads to.",
+        )
+
+
 def _is_content(path: str) -> bool:
-    """Return whether a path is part of a checkpoint; notes of runs and probes are none."""
+    """Return whether a path is part of a checkpoint; slots, notes of runs and probes are none."""
     is_note = path == exports.HOLDER_PATH or exports.is_file_record(path)
-    name = path.rpartition("/")[2]
+    folder, _, name = path.rpartition("/")
+    is_note |= folder == names.COMMITS and names.slot_number(name) > 0
     return bool(name) and not (is_note or name.startswith(names.PROBE_PREFIX))

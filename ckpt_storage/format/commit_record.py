@@ -136,7 +136,7 @@ def _head_of(get: Fields, key: str) -> HeadRef | None:
     if key not in get:
         return None
     head = get.object(key)
-    return HeadRef(slot=head.count("slot"), save_id=head.value("save_id", str))
+    return HeadRef(slot=head.count("slot"), save_id=head.value("save_id", str, ok=is_save_id))
 
 
 _FOOTER_MAGIC = b"CKPTSTO1"

@@ -29,7 +29,10 @@ COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
-_UNSAFE = re.compile("^[A-Za-z][A-Za-z0-9+.-]*:|[\\\\\0\ud800-\udfff]")
+_UNSAFE_PARTS = frozenset({"", ".", ".."})
+_UNSAFE_CHARACTER = re.compile("[\\\\\\x00-\\x1f\\x7f\ud800-\udfff]")
+_DRIVE_OR_URL = re.compile("[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*:/")
+_SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 def new_save_id() -> str:
@@ -104,18 +107,38 @@ def probe_path() -> str:
     return f"{PROBE_PREFIX}{os.urandom(8).hex()}"
 
 
-def checked_path(path: str, *, where: str) -> str:
-    """Return `path` if it stays below the root it is joined to.
+def path_flaw(path: str) -> str | None:
+    """Return why a path does not name a file below the root that it is joined to, None if it does.
 
-    Raises `UnsafeContentError`, with the document `where` it was found, for one that is absolute,
-    has an empty part, `.`, `..`, a backslash, a NUL or half of a surrogate pair, or has a scheme.
+    The rule is the same for all storages: a name that one of them takes as it is, another one
+    resolves.
     """
-    if _UNSAFE.search(path) or not {"", ".", ".."}.isdisjoint(path.split("/")):
-        what = f"{where} names the file {path!r}, which does not stay below the checkpoint."
-        raise UnsafeContentError(
-            what, path=where, next_step="Do not load this checkpoint; find out who wrote it."
-        )
-    return path
+    if not _UNSAFE_PARTS.isdisjoint(path.split("/")):
+        return "it has an empty part, '.' or '..'"
+    if _DRIVE_OR_URL.match(path):
+        return "it begins with a drive or a scheme"
+    if _UNSAFE_CHARACTER.search(path):
+        return "it holds a backslash, a control character or half of a surrogate pair"
+    return None
+
+
+def unsafe_path_error(path: str, *, where: str, flaw: str, next_step: str) -> UnsafeContentError:
+    """Return the error for a `path` with a `flaw`; `where` is the document or URL it is from."""
+    what = f"{where} names the file {path!r:.200}, which does not stay below its folder: {flaw}."
+    return UnsafeContentError(what, path=where, next_step=next_step)
+
+
+def checked_path(path: str, *, where: str) -> str:
+    """Return `path`, which the document `where` names, if it stays below the checkpoint.
+
+    Raises `UnsafeContentError`. Unlike a listing, in which "epoch:5" is a folder, a document must
+    not name a path that begins with a scheme either.
+    """
+    flaw = path_flaw(path) or ("it begins with a scheme" if _SCHEME.match(path) else None)
+    if flaw is None:
+        return path
+    step = "Do not load this checkpoint; find out who wrote it."
+    raise unsafe_path_error(path, where=where, flaw=flaw, next_step=step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .redaction import without_secrets
 
@@ -118,10 +119,22 @@ class Location:
         below = "/".join(part for part in parts if part or not self.is_local)
         if not self.is_local:
             _check_tail(below)
-        return self.child(below) if below.strip("/") else self
+        return self._below(below) if below.strip("/") else self
 
     def child(self, name: str) -> Location:
-        """Return the location of a folder that a listing of this one showed, whatever its name."""
+        """Return the location of a folder that a listing of this one showed.
+
+        Raises `UnsafeContentError` for a name that leads elsewhere, and `InvalidInputError` for one
+        that clients cut, as "a?b".
+        """
+        if flaw := path_flaw(name):
+            step = "Rename or delete that folder with a tool of the storage."
+            raise unsafe_path_error(name, where=self.url, flaw=flaw, next_step=step)
+        if not self.is_local:
+            _check_tail(name)
+        return self._below(name)
+
+    def _below(self, name: str) -> Location:
         separator = "" if self.target.endswith("/") else "/"
         return dataclasses.replace(self, target=f"{self.target}{separator}{name}")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from operator import methodcaller
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ckpt_storage.errors import (
     IntegrityError,
@@ -13,12 +14,18 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
 from .problems import damaged, too_long
 from .threads import moved
 from .upload import Upload
+
+log = logging.getLogger("ckpt_storage")
+
+UnsafeNames: TypeAlias = Literal["skip", "refuse"]
+"""What a listing does about names that lead out of the folder, or are others elsewhere."""
 
 _DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
 """Answers that prove that nothing was put, and that change nothing about an earlier request."""
@@ -304,22 +311,41 @@ class Store(Calls):
         mine, theirs = self.copy_source(""), other.copy_source("")
         return mine is not None and theirs is not None and mine.scope == theirs.scope
 
-    def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
+    def list(
+        self, prefix: str, *, recursive: bool = True, unsafe_names: UnsafeNames = "skip"
+    ) -> list[ObjectInfo]:
         """Return the objects below a folder, fresh from the storage; [] if there are none.
 
         Not recursive: only direct children; folders are then entries whose path ends in "/".
+        Every path is safe to join to another root. Objects with other names are left out with a
+        warning; with `unsafe_names="refuse"` the first one is an `UnsafeContentError`.
         """
         folder = prefix.strip("/")
 
-        def collect(backend: Backend) -> list[ObjectInfo]:
-            found = []
+        def collect(backend: Backend) -> tuple[list[ObjectInfo], dict[str, str]]:
+            entries, flaws = [], dict[str, str]()
             for info in backend.list(folder, recursive=recursive):
                 # Each page has the time of a request.
                 moved()
-                found.append(info)
-            return sorted(found, key=lambda info: info.path)
+                # A marker of the folder itself has no name in it.
+                if not info.path:
+                    continue
+                flaw = path_flaw(info.path.removesuffix("/"))
+                if flaw is None:
+                    entries.append(info)
+                else:
+                    flaws[info.path] = flaw
+            return sorted(entries, key=lambda info: info.path), flaws
 
-        return self.run("listing", folder, collect)
+        entries, flaws = self.run("listing", folder, collect)
+        if flaws:
+            path, flaw = min(flaws.items())
+            step = "Rename or delete it with a tool of the storage, or find out who wrote it."
+            error = unsafe_path_error(path, where=self.shown(folder), flaw=flaw, next_step=step)
+            if unsafe_names == "refuse":
+                raise error
+            log.warning("%d names are passed over. The first: %s", len(flaws), error)
+        return entries
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error; not atomic as a whole."""

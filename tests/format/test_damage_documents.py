@@ -136,6 +136,8 @@ def audited() -> deque[str]:
         "file://{outside}/elsewhere/file",
         "s3:elsewhere",
         "C:\\elsewhere",
+        "saves/./file",
+        "saves/file\n",
         "saves/file\0",
         "saves/\ud800",
         "",
@@ -182,6 +184,7 @@ def test_a_record_cannot_make_a_deletion_leave_the_checkpoint(
     ("kind", "path", "value"),
     [
         ("slot", "type", "moved"),
+        ("slot", "previous", {"slot": 0, "save_id": "../../other"}),
         *(("slot", "previous", {"slot": slot, "save_id": OTHER_ID}) for slot in (1, 2, 1 << 62)),
         ("rank", "boxes", None),
         ("rank", "dtypes", ["float32", "float32", "int64"]),

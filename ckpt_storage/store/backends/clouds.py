@@ -196,8 +196,12 @@ class CloudBackend(ClientBackend):
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:
-        """Return the path below the root of an object name."""
-        return name[len(self._place[1]) :]
+        """Return the path below the root of an object name; an absolute one for any other name.
+
+        `Store.list` passes over absolute paths.
+        """
+        prefix = self._place[1]
+        return name[len(prefix) :] if name.startswith(prefix) else f"/{name}"
 
     def _listed(self, name: str, size_bytes: int = 0, at_s: float | None = None) -> ObjectInfo:
         return ObjectInfo(path=self._path(name), size_bytes=size_bytes, modified_s=at_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
+from ckpt_storage.format.names import path_flaw
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -30,6 +32,8 @@ from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 from .drafts import draft_name, is_draft_name
+
+log = logging.getLogger("ckpt_storage")
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
@@ -116,10 +120,20 @@ class FsspecBackend(ClientBackend):
                 _remove(fs, self._full(path))
 
     def delete_folder(self, path: str) -> None:
-        """Remove the files page by page, then the folders, unless a name is taken for a pattern."""
+        """Remove the files page by page, then the folders, unless a name is taken for a pattern.
+
+        Files with unsafe names stay, and their folders: many servers resolve "..", so that such a
+        name means another file.
+        """
+        unsafe: list[str] = []
         for page in self._pages(path, recursive=True):
-            self.delete([info.path for info in page if not info.path.endswith("/")])
+            files = [info.path for info in page if not info.path.endswith("/")]
+            unsafe += (file for file in files if path_flaw(file) is not None)
+            self.delete([file for file in files if path_flaw(file) is None])
         full = self._full(path)
+        if unsafe:
+            log.warning("%r: names such as %r are not deleted", path, unsafe[0])
+            return
         with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not has_magic(full):
                 fs.rm(full, recursive=True)
@@ -246,24 +260,33 @@ class FsspecBackend(ClientBackend):
         return b"".join(pieces)
 
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
-        """Yield what lies directly in each folder."""
+        """Yield what lies directly in each folder.
+
+        A folder with an unsafe name is not entered, but yielded as if it were a file. A name that
+        is not below the root becomes an absolute path. `Store.list` reports both.
+        """
         folders, root = [prefix], self._root.strip("/")
-        cut = len(root) + 1 if root else 0
+        above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
             with self._turn() as fs:
                 try:
-                    found = fs.ls(self._full(folder), detail=True)
+                    entries = fs.ls(self._full(folder), detail=True)
                 except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
                     continue
             page = []
-            for info in found:
-                path = str(info["name"]).strip("/")[cut:]
-                if path != folder:
-                    is_folder = info["type"] == "directory"
-                    below = ObjectInfo(path=f"{path}/", size_bytes=0)
-                    page.append(below if is_folder else _told(path, info))
-                    folders += [path] if is_folder and recursive else []
+            for info in entries:
+                name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
+                if name == f"{above}{folder}".rstrip("/"):
+                    continue
+                path = name[len(above) :] if name.startswith(above) else f"/{name}"
+                if not is_folder:
+                    page.append(_told(path, info))
+                elif recursive and path_flaw(path) is not None:
+                    page.append(ObjectInfo(path=path, size_bytes=0))
+                else:
+                    page.append(ObjectInfo(path=f"{path}/", size_bytes=0))
+                    folders += [path] if recursive else []
             yield page
 
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:

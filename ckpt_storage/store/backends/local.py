@@ -10,7 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import (
+    InvalidInputError,
+    StorageError,
+    UnsafeContentError,
+    UnsupportedByStoreError,
+)
 from ckpt_storage.format.names import SAVES
 from ckpt_storage.store.backend import (
     Backend,
@@ -39,6 +44,10 @@ _READ_ON_BYTES = 1 << 20
 
 class LocalBackend(Backend):
     """One folder; a descriptor is kept from call to call only for a file that is being written.
+
+    A folder below the root that a symbolic link moves out of it is neither written to nor deleted
+    from, and a listing of it is empty: the owner of the link may be another one. Links to files are
+    read through, and the root may be one.
 
     A network file system's client may have misled a call that says ENOENT or ESTALE; it is made
     once more after all folders on the way were opened, which has the client look again.
@@ -120,6 +129,8 @@ class LocalBackend(Backend):
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         """Yield files, links to files as such; not temporary ones, nor what vanishes meanwhile."""
+        if self._leads_out(self._full(prefix.strip("/"))):
+            return
         for path, item in self._walk(prefix, recursive=recursive):
             if not recursive and item.is_dir():
                 yield ObjectInfo(path=f"{path}/", size_bytes=0)
@@ -138,7 +149,10 @@ class LocalBackend(Backend):
     def delete(self, paths: Sequence[str]) -> None:
         """Unlink files and make that durable, so that a later delete cannot overtake it."""
         folders: dict[str, None] = {}
-        for full in map(self._full, paths):
+        files = [*map(self._full, paths)]
+        for folder in {*map(folder_of, files)}:
+            self._check_inside(folder)
+        for full in files:
             try:
                 self._posix.unlink(full)
             except OSError as error:
@@ -158,6 +172,7 @@ class LocalBackend(Backend):
         """
         full = self._full(path)
         folder = folder_of(full)
+        self._check_inside(folder)
         try:
             lock = self._posix.lock_folder(folder)
         except BlockingIOError as error:
@@ -222,6 +237,7 @@ class LocalBackend(Backend):
 
     def abort_upload(self, path: str, token: str) -> None:
         full = self._draft_path(path, token)
+        self._check_inside(folder_of(full))
         draft = self._drafts.pop(token, None)
         if draft is not None:
             draft.discard()
@@ -237,6 +253,8 @@ class LocalBackend(Backend):
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         prefix = prefix.strip("/")
+        if self._leads_out(self._full(prefix)):
+            return
         beside = self._scan(folder_of(prefix)) if prefix else ()
         for path, item in (
             *(one for one in beside if target_path(one[0]) == prefix),
@@ -250,16 +268,34 @@ class LocalBackend(Backend):
         made: set[str] = set()
         for folder in ("", *folders):
             full = self._full(folder.strip("/"))
+            self._check_inside(full)
             self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
 
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
+        self._check_inside(folder_of(full))
         if self._posix.remove_folder(full) and self._sync:
             self._posix.sync_names(folder_of(full))
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
+
+    def _leads_out(self, folder: str) -> bool:
+        """Return whether symbolic links move a folder below the root out of it."""
+        if folder == self.folder:
+            return False
+        root = self._posix.real_path(self.folder).rstrip("/")
+        return not f"{self._posix.real_path(folder)}/".startswith(f"{root}/")
+
+    def _check_inside(self, folder: str) -> None:
+        """Refuse a folder that symbolic links move out of the root."""
+        if self._leads_out(folder):
+            raise UnsafeContentError(
+                f"{folder} is, or lies behind, a symbolic link that leads out of {self.folder}.",
+                path=folder,
+                next_step="Replace the link by a folder, or give the URL of what it leads to.",
+            )
 
     def _twice(self, full: str, attempt: Callable[[], T]) -> T:
         """Run `attempt`, and once more if a network file system's caches may have misled it."""
@@ -315,6 +351,7 @@ class LocalBackend(Backend):
     def _draft_of(self, path: str, name: str | None = None) -> Draft:
         """Return a new temporary file, or the one called `name` that another process made."""
         full = self._full(path)
+        self._check_inside(folder_of(full))
         try:
             return self._twice(full, lambda: Draft(self._posix, full, self._settings, name))
         except FileNotFoundError as error:

@@ -188,6 +188,10 @@ class Posix:
     def stat(self, path: str) -> os.stat_result:
         return os.stat(path)
 
+    def real_path(self, path: str) -> str:
+        """Return a path with all links resolved, as far as it is there."""
+        return os.path.realpath(path)
+
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)
 
