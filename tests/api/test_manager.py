@@ -36,7 +36,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.manager.job import BackgroundJob
 from ckpt_storage.manager.root import Root, Uses
-from ckpt_storage.saves.session import SaveOptions
+from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
 

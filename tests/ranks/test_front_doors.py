@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckpt_storage
 from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError
 from ckpt_storage.loads.loadplanner import _Cuts
-from ckpt_storage.saves.planning import PLANS, Structure, structure_of
+from ckpt_storage.saves.planning import PLAN_CACHE, Structure, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 save_state = partial(ckpt_storage.save, sync_files=False)
@@ -262,11 +262,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 def test_a_state_of_one_structure_is_planned_once(tmp_path: Path) -> None:
     """Each save stores its own values; whatever changes is planned anew; so are given planners."""
-    PLANS.clear()
+    PLAN_CACHE.clear()
     states = {str(step): state_of(step) for step in range(3)}
     assert [saved(state, tmp_path / name) for name, state in states.items()] == [1, 0, 0]
     for name, change in CHANGES.items():
-        PLANS.clear()
+        PLAN_CACHE.clear()
         saved(state_of(2), tmp_path / f"{name}-before")
         state = states[name] = state_of(3)
         change(state)
@@ -285,7 +285,7 @@ def test_all_ranks_use_what_they_kept_or_none_does(rank: int, tmp_path: Path) ->
     planned = []
     for step, forgetful in enumerate([rank, None, 0, 1, 2, None]):
         if rank == forgetful:
-            PLANS.clear()
+            PLAN_CACHE.clear()
         if step == 5:
             with pytest.raises(ckpt_storage.CheckpointExistsError):
                 saved(cases.state_of(step), tmp_path / "0")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -100,14 +102,14 @@ def load_replicated(
 def load_for_itself(rank: int, options: dict[str, Any]) -> None:
     load_replicated(rank, options, shared_reads="never")
     load_replicated(rank, options, dcp_cases.load)
-    join = Peers.join
+    connect = Peers.connect
 
-    def joins(self: Peers, *args: Any, **kw: Any) -> None:
-        join(self, *args, **kw)
+    def connects(self: Peers, *args: Any, **kw: Any) -> None:
+        connect(self, *args, **kw)
         if rank == 1:
             raise RankFailedError("no way", failures={})
 
-    with patch.object(Peers, "join", joins):
+    with patch.object(Peers, "connect", connects):
         load_replicated(rank, options)
 
 
@@ -132,15 +134,23 @@ def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server:
 
 
 def load_columns(rank: int, options: dict[str, Any]) -> None:
-    """Load the large tensor by columns, and the others whole, twice, over one group."""
+    """Load the large tensor by columns, and the others whole; each load frees its gloo group."""
     expected = model()
     expected["big"] = cut(expected["big"], Shard(1))
     if rank == 1:
         del expected["odd"]
-    with patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo) as made:
+    make, groups = dist.ProcessGroupGloo, list[Any]()
+
+    def made(*args: Any) -> Any:
+        group = make(*args)
+        groups.append(weakref.ref(group))
+        return group
+
+    with patch.object(dist, "ProcessGroupGloo", made):
         for _ in range(2):
             dcp_cases.assert_holds(URL, expected, [ckpt_storage.load], storage_options=options)
-    assert made.call_count == 1
+    gc.collect()
+    assert [group() for group in groups] == [None, None]
 
 
 def load_small(rank: int, options: dict[str, Any], seed: int = 0, **more: Any) -> None:
