@@ -323,11 +323,15 @@ class Conversation:
         while (release := self._wait_for(lambda: self._release, self._look_end_s())) is None:
             if self.failure is not None:
                 raise self.failure
-            is_commit = self._is_commit and self._has_arrived
             cause = self.loss or self.local_failure()
             if cause is None and time.monotonic() < self.phases.end_s:
                 self.phases.log_late(lambda: [self._coordinator])
                 continue
+            # A process that was stopped reads what has arrived before it judges.
+            release = self._read_release()
+            if release is not None:
+                break
+            is_commit = self._is_commit and self._has_arrived
             if cause is None and not is_extended and not is_commit and self._is_claimed():
                 # All have arrived, and the coordinator has a phase's time to decide.
                 is_extended = True
@@ -349,25 +353,34 @@ class Conversation:
     def _look_end_s(self) -> float:
         return min(self.phases.end_s, self.phases.log_s)
 
+    def _read_release(self) -> Release | None:
+        if isinstance(self.loss, LostStoreError):
+            return None
+        try:
+            return self._current().read_release(self.phases.patience_s)
+        except LostStoreError as error:
+            self.lose(error)
+            return None
+
     def _give_up_waiting(self, cause: CheckpointError, *, is_commit: bool) -> Release:
         """Fail for `cause`; return a release that was written meanwhile.
 
         In a commit that the coordinator has claimed, or whose verdict cannot be read, raises
         `UndecidedError`.
         """
-        try:
-            if not isinstance(cause, LostStoreError):
+        if not isinstance(self.loss, LostStoreError):
+            try:
                 self._fail(cause)
-            if self.failure is not None:
-                raise self.failure
-            release = self._current().read_release(self.phases.patience_s) if is_commit else None
-        except LostStoreError as error:
-            release, cause = None, error
-        if release is not None:
-            return release
+            except LostStoreError as error:
+                self.lose(error)
+        if self.failure is not None:
+            raise self.failure
         if not is_commit:
-            raise cause
-        raise UndecidedError(str(cause)) from cause
+            raise self.loss or cause
+        release = self._read_release()
+        if release is None:
+            raise UndecidedError(str(self.loss or cause)) from self.loss or cause
+        return release
 
     def _is_claimed(self) -> bool:
         try:

@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 _JOIN_S = 5.0
 
+_STALL_S = 0.5
+"""A wait that lasts so much too long means that this process did not run meanwhile."""
+
 
 class AbandonedError(StorageError):
     """The call did not end in time or was given up; its thread may still end it later."""
@@ -187,11 +190,17 @@ class TimedPool:
                 moved_s = worker.moved_s
                 left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
                 looks = cancelled is not None or math.isinf(moved_s)
-                wait_s = min(LOOK_S, left_s) if looks else left_s
+                wait_s = max(0.0, min(LOOK_S, left_s) if looks else left_s)
+                look_s = time.monotonic()
                 try:
-                    value, error = worker.answers.get(timeout=max(0.0, wait_s))
+                    value, error = worker.answers.get(timeout=wait_s)
                     break
                 except queue.Empty:
+                    stall_s = time.monotonic() - look_s - wait_s
+                    if stall_s > _STALL_S:
+                        # This process was stopped, or held up: so was its side of the call.
+                        last_s += stall_s
+                        worker.moved_s += stall_s
                     is_cancelled = cancelled is not None and cancelled()
                     is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
                 if (is_late or is_cancelled) and worker.abandon():
