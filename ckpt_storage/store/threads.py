@@ -139,6 +139,12 @@ class _Worker(threading.Thread):
         return True
 
 
+def _stall_since(wake_s: float) -> float:
+    """Return for how long this process did not run, where it should have woken at `wake_s`."""
+    late_s = time.monotonic() - wake_s
+    return late_s if late_s > _STALL_S else 0.0
+
+
 def _end_all(idle: list[_Worker]) -> list[_Worker]:
     """End idle threads, without waiting; return them."""
     ended = []
@@ -191,16 +197,14 @@ class TimedPool:
                 left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
                 looks = cancelled is not None or math.isinf(moved_s)
                 wait_s = max(0.0, min(LOOK_S, left_s) if looks else left_s)
-                look_s = time.monotonic()
+                wake_s = time.monotonic() + wait_s
                 try:
                     value, error = worker.answers.get(timeout=wait_s)
                     break
                 except queue.Empty:
-                    stall_s = time.monotonic() - look_s - wait_s
-                    if stall_s > _STALL_S:
-                        # This process was stopped, or held up: so was its side of the call.
-                        last_s += stall_s
-                        worker.moved_s += stall_s
+                    # A process that was stopped, or held up, could not serve the call either.
+                    stall_s = _stall_since(wake_s)
+                    last_s, worker.moved_s = last_s + stall_s, worker.moved_s + stall_s
                     is_cancelled = cancelled is not None and cancelled()
                     is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
                 if (is_late or is_cancelled) and worker.abandon():
