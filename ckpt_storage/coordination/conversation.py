@@ -459,7 +459,12 @@ class Conversation:
 
     def claim(self) -> None:
         """Take the decision of this round. Raises why a rank failed before."""
-        failed = self._current().claim(self.phases.patience_s)
+        try:
+            failed = self._current().claim(self.phases.patience_s)
+        except LostStoreError:
+            # The claim may have arrived, so that only this rank can release the round.
+            self._has_claimed = True
+            raise
         if failed is not None:
             self._note_failed(failed, self._round_number)
             self.raise_failure()
@@ -556,24 +561,34 @@ class Conversation:
         if self.lane.world_size == 1 or self.is_complete:
             self.verdict = self.verdict or failed.error
             return
-        number = self._round_number
+        number = self._round_number if self._has_claimed else 0
         try:
             if self.loss is not None and self.failure is None:
                 # There is nobody to report to, or no way.
-                self.lane.remember(failed, number if self._has_claimed else 0)
-            elif self._has_claimed:
-                # An error of this rank, or one that it noted while it decided.
-                self.verdict = self.verdict or failed.error
-                self._current().release(failed, _REPORT_S)
-            elif not self._is_failure_known:
-                self._report_open(reported, is_interrupt=not isinstance(error, Exception))
-        except PhaseTimeoutError as late:
-            log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
+                self.lane.remember(failed, number)
+            else:
+                self._write(failed, reported, is_interrupt=not isinstance(error, Exception))
         except LostStoreError:
-            self.lane.remember(failed, number if self._has_claimed else 0)
+            if self._round is None:
+                # The call uses up a number, or it would be taken for the next one.
+                self.lane.begin(self.identity)
+            self.lane.remember(failed, number)
             raise
         finally:
+            if self._round is not None:
+                self.lane.own(self._round.answer_key)
             self.lane.ended(failed)
+
+    def _write(self, failed: Failed, error: CheckpointError, *, is_interrupt: bool) -> None:
+        """Write a failure that the other ranks do not know."""
+        if self._has_claimed:
+            self.verdict = self.verdict or failed.error
+            self._current().release(failed, _REPORT_S)
+        elif not self._is_failure_known:
+            try:
+                self._report_open(error, is_interrupt=is_interrupt)
+            except PhaseTimeoutError as late:
+                log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
 
     def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Report a failure in the first round that is open, of the number that the ranks use."""

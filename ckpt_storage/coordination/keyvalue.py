@@ -134,16 +134,12 @@ class StoreClient:
                 store = self._requests = self._adopt(self.connect())
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
-        end_s = time.monotonic() + timeout_s
-        # A first attempt that hangs leaves time for the second.
-        limits_s = [timeout_s / 2, timeout_s] if is_idempotent else [timeout_s]
+        # A first attempt that hangs leaves half of the time for the second.
+        limits_s = [timeout_s / 2, timeout_s / 2] if is_idempotent else [timeout_s]
         failure: Exception | None = None
         for limit_s in limits_s:
-            left_s = min(limit_s, end_s - time.monotonic())
             try:
-                return self._pool.run(
-                    run, timeout_s=max(0.0, left_s), what=f"call {name}", repeatable=True
-                )
+                return self._pool.run(run, timeout_s=limit_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
                 # A connection that broke stays broken; one that hangs blocks all other calls.
                 self._requests, failure = None, error

@@ -15,6 +15,7 @@ The owner of the verdict writes the release. So an operation cannot both fail an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
-from .keyvalue import KeyValues
+from .keyvalue import KeyValues, LostStoreError
 
 _T = TypeVar("_T")
 
@@ -105,11 +106,11 @@ class Round:
     def __init__(self, keys: KeyValues, prefix: str, *, rank: int, world_size: int) -> None:
         self._keys = keys
         self._prefix = prefix
-        self._rank = rank
         self._world_size = world_size
         self.release_key = f"{prefix}/release"
         self.all_key = f"{prefix}/all"
         self.arrival_key = self.arrival_key_of(rank)
+        self.answer_key = f"{prefix}/to/{rank}"
 
     @property
     def shared_keys(self) -> list[str]:
@@ -122,11 +123,11 @@ class Round:
         return f"{self._prefix}/from/{rank}"
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
-        """Send this member's payload. The count is a hint that may be lost or come twice."""
+        """Send this member's payload. The count is a hint: the coordinator looks itself, too."""
         self._keys.set(self.arrival_key, payload, timeout_s)
-        count = self._keys.count(f"{self._prefix}/count", timeout_s)
-        if count == self._world_size - 1:
-            self._keys.set(self.all_key, b"", timeout_s)
+        with contextlib.suppress(LostStoreError):
+            if self._keys.count(f"{self._prefix}/count", timeout_s) == self._world_size - 1:
+                self._keys.set(self.all_key, b"", timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
@@ -183,9 +184,8 @@ class Round:
 
     def take_answer(self, timeout_s: float) -> bytes | None:
         """Return the answer for this rank, and remove it."""
-        key = f"{self._prefix}/to/{self._rank}"
-        answer = self._keys.get(key, timeout_s)
-        self._keys.delete(key, timeout_s)
+        answer = self._keys.get(self.answer_key, timeout_s)
+        self._keys.delete(self.answer_key, timeout_s)
         return answer
 
     def _decide(self, verdict: bytes, timeout_s: float) -> Failed | None:
