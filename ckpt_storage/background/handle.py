@@ -376,7 +376,9 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
         ):
             break
         time.sleep(_POLL_S)
-    lost = [save for save in limits if _in_flight.pop(save, None) is not None]
+    for save in limits:
+        _in_flight.pop(save, None)
+    lost = [save for save in limits if not save.done()]
     _lost.extend(lost)
     return lost
 

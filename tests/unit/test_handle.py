@@ -201,3 +201,22 @@ def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPa
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
     assert handles.flush([first, second]) == []
+
+
+def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveStatus) -> None:
+    """An interpreter that ends in the middle of a slow callback reports no committed save."""
+    called, go = threading.Event(), threading.Event()
+
+    def slow(_: SaveHandle) -> None:
+        called.set()
+        go.wait(10)
+
+    status.add_done_callback(slow)
+    handles.flush_at_exit(status, 60.0, Timeouts())
+    thread = threading.Thread(target=status.succeed, args=[INFO])
+    thread.start()
+    called.wait(10)
+    lost = handles.flush([status])
+    go.set()
+    thread.join()
+    assert lost == []
