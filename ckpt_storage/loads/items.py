@@ -38,14 +38,17 @@ class CudaMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-        # Tensors may still be written to by what is queued there.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # In a thread whose current device is 0, a call would make a context there otherwise.
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+            # Tensors may still be written to by what is queued there.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Return pinned memory, plain where there is none to be had."""
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            with torch.cuda.device(self._device):
+                return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             log.warning("No pinned memory for a load: %s", error)
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
@@ -55,7 +58,7 @@ class CudaMover:
 
         Returns what waits until the memory may be filled again.
         """
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             use(data.to(self._device, non_blocking=True))
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             event.record(self._stream)
@@ -63,8 +66,9 @@ class CudaMover:
 
     def finish(self) -> None:
         """Wait for the stream, and let the caller's own go on behind it."""
-        self._stream.synchronize()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        with torch.cuda.device(self._device):
+            self._stream.synchronize()
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class UploadRing:

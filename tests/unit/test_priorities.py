@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from saver_cases import END_S, quick_saver, until
 
 from ckpt_storage import AsyncSaver, InvalidInputError
 from ckpt_storage.background.priorities import apply_priorities
@@ -78,3 +82,23 @@ def test_priorities_that_cannot_be_are_refused(options: dict[str, Any], message:
     """A saver refuses them before it starts a worker."""
     with pytest.raises(InvalidInputError, match=message):
         AsyncSaver(**options)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("ionice"),
+    reason="needs Linux on x86_64 and util-linux",
+)
+def test_workers_have_the_priorities_and_the_trainer_has_not(tmp_path: Path) -> None:
+    """So also the worker that takes the place of one that was killed."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    with quick_saver("process", worker_nice=12, worker_ionice="idle", on_error="warn") as saver:
+        for step in range(2):
+            saver.save({"w": torch.ones(3)}, tmp_path / f"{step}", sync_files=False).result(END_S)
+            pid = saver.worker_pid
+            assert pid is not None
+            assert os.getpriority(os.PRIO_PROCESS, pid) == 12
+            shown = subprocess.run(["ionice", "-p", str(pid)], capture_output=True, check=True)  # noqa: S607
+            assert shown.stdout.strip() == b"idle"
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: saver.worker_pid is None, "the end of the worker")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == nice
