@@ -191,7 +191,7 @@ class KeyValues:
         self._prefix = prefix
         self._is_root = is_root
         self._slice_counts: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
         """Put `value`, of any size, under `key`; readers see all of it or nothing."""

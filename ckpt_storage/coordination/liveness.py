@@ -119,7 +119,7 @@ class Heartbeats:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.number = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask in the middle of a call
         self._own = RankProgress(
             rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid()
         )
@@ -268,7 +268,7 @@ class FailureDetector:
         self._is_met = False
         self._has_ended = False
         self._wake_read, self._wake_write = os.pipe()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
