@@ -77,9 +77,12 @@ class PruneReport:
 
 
 def plan_retention(
-    found: Iterable[FolderState], keep: Keep, *, protected: Mapping[str, str] = MappingProxyType({})
+    folders: Iterable[FolderState],
+    keep: Keep,
+    *,
+    protected: Mapping[str, str] = MappingProxyType({}),
 ) -> PruneReport:
-    """Decide what is kept of what was found below a root, and give every reason.
+    """Decide which folders below a root are kept, and give every reason.
 
     Kept is what any policy keeps. So are the newest sound checkpoint, the one that was committed
     last, what is not of this run, what may not be read, and what is `protected`, which maps names
@@ -87,44 +90,50 @@ def plan_retention(
     ones take no place of a sound one. One is kept while nothing sound is newer, and while a policy
     would keep it if it were sound.
     """
-    policies, everything = policies_of(keep), sorted(found, key=by_step)
-    sound = [one for one in everything if one.is_sound]
-    damaged = [one for one in everything if one.is_damaged and one.step is not None]
+    policies, ordered = policies_of(keep), sorted(folders, key=by_step)
+    sound = [folder for folder in ordered if folder.is_sound]
+    damaged = [folder for folder in ordered if folder.is_damaged and folder.step is not None]
     newest, last = sound[-1] if sound else None, _last_committed(sound)
-    reasons: dict[str, list[str]] = {one.name: [] for one in everything}
+    reasons: dict[str, list[str]] = {folder.name: [] for folder in ordered}
     for policy in policies:
         for name, reason in policy.kept(_candidates(sound)).items():
             reasons.get(name, []).append(reason)
-        for one in damaged:
+        for folder in damaged:
             # One failed read is little proof: the fault may be that of one host.
-            doubt = policy.kept(_candidates(sorted([*sound, one], key=by_step))).get(one.name)
-            reasons[one.name] += [] if doubt is None else [f"{doubt}, if it is sound after all"]
-    for one in everything:
-        reasons[one.name] += _protections(one, newest, last)
-        reasons[one.name] += [protected[one.name]] if one.name in protected else []
-    twins = {one.save_id: one.name for one in everything if one.save_id and reasons[one.name]}
+            candidates = _candidates(sorted([*sound, folder], key=by_step))
+            if (doubt := policy.kept(candidates).get(folder.name)) is not None:
+                reasons[folder.name].append(f"{doubt}, if it is sound after all")
+    for folder in ordered:
+        reasons[folder.name] += _protections(folder, newest, last)
+        reasons[folder.name] += [protected[folder.name]] if folder.name in protected else []
+    names_kept = {folder.save_id: folder.name for folder in ordered if reasons[folder.name]}
     kept, planned = list[Decision](), list[Decision]()
-    for one in everything:
-        told = reasons[one.name]
-        if not told and one.save_id in twins:
-            told.append(f"it is the same save as {twins[one.save_id]}, and may be the same folder")
-        lead = "it is damaged and " if one.is_damaged else ""
-        why = tuple(told) or (f"{lead}not kept by {KeepAny(policies)}",)
-        decision = Decision(name=one.name, step=one.step, reasons=why, info=one.info)
-        if one.status not in {"uncommitted", "empty"}:
-            (kept if told else planned).append(decision)
+    for folder in ordered:
+        why = reasons[folder.name]
+        twin = names_kept.get(folder.save_id) if folder.save_id else None
+        if not why and twin is not None:
+            why.append(f"it is the same save as {twin}, and may be the same folder")
+        lead = "it is damaged and " if folder.is_damaged else ""
+        decision = Decision(
+            name=folder.name,
+            step=folder.step,
+            reasons=tuple(why) or (f"{lead}not kept by {KeepAny(policies)}",),
+            info=folder.info,
+        )
+        if folder.status not in {"uncommitted", "empty"}:
+            (kept if why else planned).append(decision)
     return PruneReport(
         kept=tuple(kept),
         planned=tuple(planned),
         newest=newest.info if newest is not None else None,
-        leftovers=tuple(one.name for one in everything if one.status == "uncommitted"),
+        leftovers=tuple(folder.name for folder in ordered if folder.status == "uncommitted"),
         is_dry_run=True,
     )
 
 
-def counted_by(keep: Keep, found: Collection[FolderState]) -> set[str]:
+def counted_by(keep: Keep, folders: Collection[FolderState]) -> set[str]:
     """Return the names on which a plan rests: were one of them gone, others would be kept."""
-    sound = _candidates(sorted((one for one in found if one.is_sound), key=by_step))
+    sound = _candidates(sorted((folder for folder in folders if folder.is_sound), key=by_step))
     policies = (*policies_of(keep), KeepLatest(1))
     return {name for policy in policies for name in policy.rests_on(sound)}
 
@@ -134,8 +143,8 @@ def by_step(one: FolderState | Decision | CheckpointInfo) -> tuple[int, str]:
     return (-1 if one.step is None else one.step, one.name)
 
 
-def _candidates(found: Iterable[FolderState]) -> list[Candidate]:
-    return [Candidate.of(one.info, one.step or 0, one.age_s) for one in found if one.info]
+def _candidates(folders: Iterable[FolderState]) -> list[Candidate]:
+    return [Candidate.of(one.info, one.step or 0, one.age_s) for one in folders if one.info]
 
 
 def _last_committed(sound: Sequence[FolderState]) -> FolderState | None:
@@ -146,20 +155,20 @@ def _last_committed(sound: Sequence[FolderState]) -> FolderState | None:
 
 
 def _protections(
-    one: FolderState, newest: FolderState | None, last: FolderState | None
+    folder: FolderState, newest: FolderState | None, last: FolderState | None
 ) -> Iterator[str]:
     """Yield the reasons that hold whatever the policies say."""
-    if one.step is None:
+    if folder.step is None:
         yield "it does not belong to this run"
-    elif one.status == "foreign":
-        yield f"another tool wrote it ({one.info.format if one.info is not None else '?'})"
-    elif one.status == "unreadable":
-        yield f"unreadable: {one.problem}"
-    elif one.status == "committed":
-        if newest is None or by_step(one) > by_step(newest):
+    elif folder.status == "foreign":
+        yield f"another tool wrote it ({folder.info.format if folder.info is not None else '?'})"
+    elif folder.status == "unreadable":
+        yield f"unreadable: {folder.problem}"
+    elif folder.status == "committed":
+        if newest is None or by_step(folder) > by_step(newest):
             yield "it is damaged, and nothing sound is newer"
-        elif one is newest:
+        elif folder is newest:
             yield "it is the newest sound checkpoint"
-        elif one is last:
+        elif folder is last:
             # After training went back to an earlier step, this is the newest work.
             yield "it was committed last"
