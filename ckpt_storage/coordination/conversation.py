@@ -1,4 +1,4 @@
-"""The rounds of one operation, as one rank takes part in them: who decides, and who waits how long.
+"""The rounds of one operation on one rank: which round comes next, and how the operation fails.
 
 A rank fails an operation by taking the verdict of a round (see `rounds`). Where the coordinator has
 it already, the failure goes to the next round; a commit that the coordinator has claimed cannot be
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
@@ -25,16 +24,12 @@ from .lane import Lane
 from .listener import KeyListener
 from .phases import Phases
 from .rounds import (
-    ByRank,
     Failed,
-    LateRanksError,
     NumberGivenUpError,
     Release,
     Released,
     Round,
-    Superseded,
     SupersededError,
-    UndecidedError,
 )
 
 log = logging.getLogger("ckpt_storage")
@@ -46,12 +41,6 @@ _REPORT_S = 3.0
 
 _INTERRUPTED_S = 1.5
 """How long an interrupted rank that has not met the others tries to report."""
-
-_LOOK_S = 1.0
-"""How often the coordinator looks for arrivals itself: the key that announces them is a hint."""
-
-_SMALL_WORLD = 64
-"""Up to so many ranks, a first look costs less than the hint."""
 
 _LOCAL_LOOK_S = 0.2
 """How often a waiting rank looks whether its own worker still lives."""
@@ -70,8 +59,9 @@ class Conversation:
     `failure` is why all ranks raise, `loss` why this rank alone cannot go on: it has lost the store
     or the coordinator. `verdict` is the error that was reported first, the same on all ranks.
     `local_failure` says whether this rank's own worker is gone, `describe` what is known of a rank
-    that is late. Safe in any thread: `fail`, `lose`. All else is called in the thread of the
-    operation.
+    that is late. `others` are the other ranks of the group. Of the round that comes next:
+    `has_arrived`, `has_claimed`, `is_commit`, and `release` once it was read. Safe in any thread:
+    `fail`, `lose`. All else is called in the thread of the operation.
     """
 
     def __init__(self, lane: Lane, phases: Phases) -> None:
@@ -85,18 +75,18 @@ class Conversation:
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.describe: Callable[[int], str] = lambda _: ""
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
-        self._global_rank = lane.names[lane.rank]
-        self._coordinator = lane.names[COORDINATOR]
+        self.global_rank = lane.names[lane.rank]
+        self.coordinator = lane.names[COORDINATOR]
         self._listener: KeyListener | None = None
         self._is_reported = False
-        self._is_failure_known = self._may_have_answered = False
-        self._own_errors: dict[str, CheckpointError] = {}  # by the nonce of the release
+        self._is_failure_known = self.may_have_answered = False
+        self.own_errors: dict[str, CheckpointError] = {}  # by the nonce of the release
         # The round that comes next, and what is known of it; changed under the condition.
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._round: Round | None = None
-        self._round_number = 0
-        self._has_arrived = self._has_claimed = self._is_commit = self._has_signal = False
-        self._release: Release | None = None
+        self.round_number = 0
+        self.has_arrived = self.has_claimed = self.is_commit = self.has_signal = False
+        self.release: Release | None = None
         self._present_keys: set[str] = set()
         self._pending: CheckpointError | None = None
 
@@ -109,20 +99,20 @@ class Conversation:
         number, the error waits until it has.
         """
         while True:
-            with self._changed:
+            with self.changed:
                 if self.is_complete or self.failure is not None:
                     return
                 if self.lane.world_size == 1:
-                    self._note_failure(error)
+                    self.note_failure(error)
                     return
                 if self._round is None:
                     self._pending = self._pending or error
                     return
                 number = self.lane.number
             try:
-                self._fail(error)
+                self.fail_round(error)
             except NumberGivenUpError:
-                with self._changed:
+                with self.changed:
                     if self.lane.number != number:
                         continue
                     # The operation is about to take the next number.
@@ -133,15 +123,15 @@ class Conversation:
 
     def lose(self, error: CheckpointError) -> None:
         """Note why this rank cannot go on, from any thread."""
-        error.rank = self._global_rank if error.rank is None else error.rank
-        with self._changed:
+        error.rank = self.global_rank if error.rank is None else error.rank
+        with self.changed:
             self.loss = self.loss or error
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def lose_ranks(self, error: CheckpointError, *, with_coordinator: bool) -> None:
         """Fail the operation because ranks are dead or silent, from any thread."""
         try:
-            self._fail(error)
+            self.fail_round(error)
         except NumberGivenUpError:
             return
         except LostStoreError:
@@ -150,58 +140,59 @@ class Conversation:
             # It may have claimed a commit, and then nobody reports the outcome.
             self.lose(error)
 
-    def _fail(self, error: CheckpointError) -> None:
+    def fail_round(self, error: CheckpointError) -> None:
         """Report a failure in the first round that the coordinator has not claimed.
 
-        Afterwards `_failure` is the error that counts. Without effect in a commit that the
+        Afterwards `failure` is the error that counts. Without effect in a commit that the
         coordinator has claimed. Raises `NumberGivenUpError` if the number was given up for another
         operation, `LostStoreError`.
         """
         failed = self._failed_release(error)
         number = 0
         while True:
-            with self._changed:
+            with self.changed:
                 # The operation may have come further meanwhile, in its own thread.
-                number = max(number + 1, self._round_number)
+                number = max(number + 1, self.round_number)
             counts = self.lane.round(number).fail(failed, _REPORT_S)
             if counts is not None:
-                self._note_failed(counts, number)
+                self.note_failed(counts, number)
                 return
-            with self._changed:
-                if self._is_commit and self._round_number == number:
+            with self.changed:
+                if self.is_commit and self.round_number == number:
                     return
             if self.lane.is_coordinator:
                 # This rank has claimed the round, and reports the failure when it raises it.
-                self._note_failure(error)
+                self.note_failure(error)
                 return
 
     def _failed_release(self, error: CheckpointError) -> Failed:
-        error.rank = self._global_rank if error.rank is None else error.rank
+        error.rank = self.global_rank if error.rank is None else error.rank
         error.phase = error.phase or self.phases.deadline.phase
         failed = Failed(
-            rank=self._global_rank,
+            rank=self.global_rank,
             error=picklable_copy(error),
             identity=self.identity,
-            is_decision=self._has_claimed and error.phase in {"plan", "commit"},
+            is_decision=self.has_claimed and error.phase in {"plan", "commit"},
         )
-        self._own_errors[failed.nonce] = error
+        self.own_errors[failed.nonce] = error
         return failed
 
-    def _note_failed(self, failed: Failed, number: int) -> None:
+    def note_failed(self, failed: Failed, number: int) -> None:
         """Take note of the failure that ended round `number`, of this rank or another one."""
         given_up, own_identity = failed.identity if number == 1 else None, self.identity
         if given_up and own_identity and not given_up.agrees_with(own_identity):
             raise NumberGivenUpError
-        own = self._own_errors.get(failed.nonce)
-        with self._changed:
+        own = self.own_errors.get(failed.nonce)
+        with self.changed:
             self.verdict = self.verdict or failed.error
             self._is_failure_known = True
-        self._note_failure(own or error_for_peers(failed, self.phases.what))
+        self.note_failure(own or error_for_peers(failed, self.phases.what))
 
-    def _note_failure(self, error: CheckpointError) -> None:
-        with self._changed:
+    def note_failure(self, error: CheckpointError) -> None:
+        """Take note of why all ranks raise."""
+        with self.changed:
             self.failure = self.failure or error
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def raise_failure(self) -> None:
         """Raise why the operation cannot go on on this rank, if it cannot."""
@@ -211,7 +202,7 @@ class Conversation:
 
     def needs(self, rank: int) -> bool:
         """Return whether this rank still waits for something of another one; from any thread."""
-        with self._changed:
+        with self.changed:
             current = self._round
         if current is None or self.is_complete:
             return False
@@ -227,14 +218,14 @@ class Conversation:
         Raises `SupersededError`, `PhaseTimeoutError` if there is no session in time.
         """
         lane = self.lane
-        with self._changed:
+        with self.changed:
             self._round = None
         if self._listener is None:
             name = f"ckpt-storage listen: {self.phases.what}"
             self._listener = KeyListener(self._on_key, lane.keys, name=name)
         lane.join(self._await_key, self.phases.patience_s)
         lane.report_earlier(self.phases.patience_s)
-        with self._changed:
+        with self.changed:
             lane.begin(self.identity)
             self._enter_round(1)
         if lane.is_superseded(self.phases.patience_s):
@@ -250,38 +241,40 @@ class Conversation:
         """Wait for a key that the coordinator writes before this rank has a number."""
         assert self._listener is not None  # noqa: S101  # made before
         self._listener.listen(key)
-        if not self._wait_for(lambda: key in self._present_keys, self.phases.end_s):
+        if not self.wait_for(lambda: key in self._present_keys, self.phases.end_s):
             self.raise_failure()
-            raise self.phases.late([self._coordinator], "not come")
+            raise self.phases.late([self.coordinator], "not come")
 
     def _enter_round(self, number: int) -> None:
-        with self._changed:
+        with self.changed:
             current = self._round = self.lane.round(number)
-            self._round_number = number
-            self._has_arrived = self._has_claimed = self._is_commit = self._has_signal = False
-            self._release = None
+            self.round_number = number
+            self.has_arrived = self.has_claimed = self.is_commit = self.has_signal = False
+            self.release = None
         assert self._listener is not None  # noqa: S101  # made with the number
         if self.lane.is_coordinator:
             self.lane.own(*current.shared_keys)
         self._listener.listen(current.all_key if self.lane.is_coordinator else current.release_key)
 
-    def _end_round(self, *, is_last: bool) -> None:
+    def end_round(self, *, is_last: bool) -> None:
+        """Go to the next round, if there is one."""
         if is_last:
             self.is_complete = True
         else:
-            self._enter_round(self._round_number + 1)
+            self._enter_round(self.round_number + 1)
 
-    def _current(self) -> Round:
+    def current(self) -> Round:
+        """Return the round that comes next."""
         assert self._round is not None  # noqa: S101  # `meet` comes first
         return self._round
 
     def _on_key(self, key: str) -> None:
         """Note that a key exists that this rank waits for; called in the listener's thread."""
-        with self._changed:
-            current, number = self._round, self._round_number
+        with self.changed:
+            current, number = self._round, self.round_number
             if current is None or key not in {current.release_key, current.all_key}:
                 self._present_keys.add(key)
-                self._changed.notify_all()
+                self.changed.notify_all()
                 return
         try:
             is_release = key == current.release_key
@@ -291,227 +284,26 @@ class Conversation:
             self.lose(error)
             return
         if isinstance(release, Failed) and number > 1:
-            self._note_failed(release, number)
-        with self._changed:
+            self.note_failed(release, number)
+        with self.changed:
             if self._round is current:
-                self._release, self._has_signal = release, True
-            self._changed.notify_all()
+                self.release, self.has_signal = release, True
+            self.changed.notify_all()
 
-    def _wait_for(self, value_of: Callable[[], _T], end_s: float) -> _T | None:
+    def wait_for(self, value_of: Callable[[], _T], end_s: float) -> _T | None:
         """Wait until `value_of()` is true and return it; None at `end_s`, or after a failure."""
-        with self._changed:
+        with self.changed:
             while not (value := value_of()):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0 or self.failure or self.loss or self.local_failure():
                     return None
-                self._changed.wait(min(left_s, _LOCAL_LOOK_S))
+                self.changed.wait(min(left_s, _LOCAL_LOOK_S))
             return value
 
     def begin_commit(self) -> None:
         """From now on the present round is a commit, which cannot be failed once it is claimed."""
-        with self._changed:
-            self._is_commit = True
-
-    # What a member does in a round.
-
-    def arrive(self, packed: bytes) -> None:
-        """Send this member's payload of the present round."""
-        current = self._current()
-        with self._changed:
-            self._has_arrived = True
-        self.lane.own(current.arrival_key)
-        current.arrive(packed, self.phases.patience_s)
-
-    def await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
-        """Return the coordinator's answer, and enter the next round."""
-        if self.lane.world_size == 1:
-            return None
-        is_extended = False
-        while (release := self._wait_for(lambda: self._release, self._look_end_s())) is None:
-            if self.failure is not None:
-                raise self.failure
-            cause = self.loss or self.local_failure()
-            if cause is None and time.monotonic() < self.phases.end_s:
-                self.phases.log_late(lambda: [self._coordinator])
-                continue
-            # A process that was stopped reads what has arrived before it judges.
-            release = self._read_release()
-            if release is not None:
-                break
-            is_commit = self._is_commit and self._has_arrived
-            if cause is None and not is_extended and not is_commit and self._is_claimed():
-                # All have arrived, and the coordinator has a phase's time to decide.
-                is_extended = True
-                self.phases.begin(self.phases.deadline.phase)
-                continue
-            if cause is None:
-                elsewhere = self._elsewhere() if self._round_number == 1 else ""
-                known = elsewhere or self.describe(self._coordinator)
-                cause = self.phases.late([self._coordinator], "not answered", known)
-            release = self._give_up_waiting(cause, is_commit=is_commit)
-            break
-        return self._opened(release)
-
-    def _elsewhere(self) -> str:
-        with contextlib.suppress(LostStoreError):
-            return self.lane.find_elsewhere([COORDINATOR], self.phases.patience_s)
-        return ""
-
-    def _look_end_s(self) -> float:
-        return min(self.phases.end_s, self.phases.log_s)
-
-    def _read_release(self) -> Release | None:
-        if isinstance(self.loss, LostStoreError):
-            return None
-        try:
-            return self._current().read_release(self.phases.patience_s)
-        except LostStoreError as error:
-            self.lose(error)
-            return None
-
-    def _give_up_waiting(self, cause: CheckpointError, *, is_commit: bool) -> Release:
-        """Fail for `cause`; return a release that was written meanwhile.
-
-        In a commit that the coordinator has claimed, or whose verdict cannot be read, raises
-        `UndecidedError`.
-        """
-        if not isinstance(self.loss, LostStoreError):
-            try:
-                self._fail(cause)
-            except LostStoreError as error:
-                self.lose(error)
-        if self.failure is not None:
-            raise self.failure
-        if not is_commit:
-            raise self.loss or cause
-        release = self._read_release()
-        if release is None:
-            raise UndecidedError(str(self.loss or cause)) from self.loss or cause
-        return release
-
-    def _is_claimed(self) -> bool:
-        try:
-            return self._current().is_claimed(self.phases.patience_s)
-        except LostStoreError as error:
-            self.lose(error)
-            return False
-
-    def _opened(self, release: Release) -> Any:  # noqa: ANN401  # the coordinator's answer
-        """Return the answer of a release and enter the next round. Raises what it reports."""
-        if isinstance(release, Superseded):
-            raise SupersededError
-        if isinstance(release, Failed):
-            if self._round_number == 1 and self.lane.is_superseded(self.phases.patience_s):
-                raise SupersededError
-            self._note_failed(release, self._round_number)
-            self.raise_failure()
-        assert isinstance(release, Released)  # noqa: S101  # all else has been raised
-        answer = release.answer
-        if release.is_by_rank:
-            packed = self._current().take_answer(self.phases.patience_s)
-            if packed is None:
-                raise CheckpointError(
-                    f"{self.phases.what}: the answer to rank {self._global_rank} is gone.",
-                    next_step="Make sure that all ranks call the same operations in one order.",
-                )
-            answer = pickle.loads(packed)  # noqa: S301  # our own ranks
-        self._end_round(is_last=release.is_last)
-        return answer
-
-    # What the coordinator does in a round.
-
-    def collect(self) -> dict[int, Any]:
-        """Return the payloads of the other ranks. Raises `LateRanksError` with those it has."""
-        current = self._current()
-        keys = [current.arrival_key_of(rank) for rank in self.others]
-        look_s = max(_LOOK_S, self.lane.world_size / 1_000)
-        is_due = self.lane.world_size <= _SMALL_WORLD
-        while True:
-            if not is_due:
-                end_s = min(self.phases.end_s, time.monotonic() + look_s)
-                self._wait_for(lambda: self._has_signal, end_s)
-                with self._changed:
-                    self._has_signal = False
-                # The key that announces a failure is a hint, too.
-                failed = current.failure(self.phases.patience_s)
-                if failed is not None:
-                    self._note_failed(failed, self._round_number)
-            is_due = False
-            self.raise_failure()
-            if self.lane.keys.has_all(keys, self.phases.patience_s):
-                return self._payloads(self.others)
-            if time.monotonic() > self.phases.end_s:
-                missing = self._missing()
-                arrived = [rank for rank in self.others if rank not in missing]
-                raise LateRanksError(missing, self._payloads(arrived))
-            self.phases.log_late(lambda: self.lane.names_of(self._missing()))
-
-    def _missing(self) -> list[int]:
-        arrived = set(self._current().arrived(self.others, self.phases.patience_s))
-        return [rank for rank in self.others if rank not in arrived]
-
-    def _payloads(self, ranks: Sequence[int]) -> dict[int, Any]:
-        packed = self._current().payloads(ranks, self.phases.patience_s)
-        return {
-            rank: pickle.loads(payload)  # noqa: S301  # our own ranks
-            for rank, payload in zip(ranks, packed, strict=True)
-        }
-
-    def claim(self) -> None:
-        """Take the decision of this round. Raises why a rank failed before."""
-        try:
-            failed = self._current().claim(self.phases.patience_s)
-        except LostStoreError:
-            # The claim may have arrived, so that only this rank can release the round.
-            self._has_claimed = True
-            raise
-        if failed is not None:
-            self._note_failed(failed, self._round_number)
-            self.raise_failure()
-        with self._changed:
-            self._has_claimed = True
-
-    def answer(self, decision: Any, *, is_last: bool = False) -> Any:  # noqa: ANN401  # as `decide` returns
-        """Release the round with the coordinator's decision; return its own answer."""
-        own = ByRank.answer_for(COORDINATOR, decision)
-        if self.lane.world_size == 1:
-            return own
-        has_arrivals = self._has_claimed
-        if not has_arrivals:
-            self.claim()
-        if not self._is_commit:
-            self.raise_failure()
-        answers: dict[int, bytes] = {}
-        if isinstance(decision, ByRank):
-            answers = {rank: pickle.dumps(decision.answers[rank]) for rank in self.others}
-            release = Released(is_by_rank=True, is_last=is_last)
-        else:
-            release = Released(answer=decision, is_last=is_last)
-        try:
-            self._current().release(release, self.phases.patience_s, answers)
-            if not has_arrivals:
-                # No member arrives in such a round, and this rank's listener waits for that.
-                self.lane.keys.set(self._current().all_key, b"", self.phases.patience_s)
-        except LostStoreError as error:
-            if not self._is_commit:
-                self._may_have_answered = True
-                raise
-            # The outcome stands; ranks that do not learn it ask the storage.
-            log.warning("Reporting the outcome of %s failed: %s", self.phases.what, error)
-            self.lane.remember(release, self._round_number)
-        self._end_round(is_last=is_last)
-        return own
-
-    def give_up(self, failed: Failed) -> None:
-        """End the first round for an operation that the coordinator has found to be mixed.
-
-        Raises why this rank fails, or `NumberGivenUpError` if it goes on under the next number.
-        """
-        self._own_errors[failed.nonce] = failed.error
-        counts = self._current().fail(failed, self.phases.patience_s)
-        assert counts is not None  # noqa: S101  # only this rank claims
-        self._note_failed(counts, 1)
-        self.raise_failure()
+        with self.changed:
+            self.is_commit = True
 
     # The end.
 
@@ -554,7 +346,7 @@ class Conversation:
         self._is_reported = True
         if isinstance(error, LostStoreError):
             # The failure detector may learn in a moment that the host of the store has ended.
-            self._wait_for(lambda: False, time.monotonic() + _LOCAL_LOOK_S)
+            self.wait_for(lambda: False, time.monotonic() + _LOCAL_LOOK_S)
         reported: CheckpointError = (
             error if isinstance(error, CheckpointError) else picklable_copy(error)
         )
@@ -562,7 +354,7 @@ class Conversation:
         if self.lane.world_size == 1 or self.is_complete:
             self.verdict = self.verdict or failed.error
             return
-        number = self._round_number if self._has_claimed else 0
+        number = self.round_number if self.has_claimed else 0
         try:
             if self.loss is not None and self.failure is None:
                 # There is nobody to report to, or no way.
@@ -582,17 +374,17 @@ class Conversation:
 
     def _write(self, failed: Failed, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Write a failure that the other ranks do not know."""
-        if self._has_claimed:
+        if self.has_claimed:
             self.verdict = self.verdict or failed.error
-            self._current().release(failed, _REPORT_S)
-            if self._may_have_answered:
+            self.current().release(failed, _REPORT_S)
+            if self.may_have_answered:
                 # Members that have read the answer wait in the next round.
-                self.lane.round(self._round_number + 1).fail(failed, _REPORT_S)
+                self.lane.round(self.round_number + 1).fail(failed, _REPORT_S)
         elif not self._is_failure_known:
             try:
                 self._report_open(error, is_interrupt=is_interrupt)
             except PhaseTimeoutError as late:
-                log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
+                log.debug("No rank learned why rank %d failed: %s", self.global_rank, late)
 
     def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Report a failure in the first round that is open, of the number that the ranks use."""
@@ -602,12 +394,12 @@ class Conversation:
                 # An interrupted process must not wait for ranks that are not there.
                 self.phases.deadline = Deadline(self.phases.deadline.phase, _INTERRUPTED_S)
                 self.phases.grace_s = 0.0
-            log.error("Rank %d failed, and reports it: %s", self._global_rank, error)
+            log.error("Rank %d failed, and reports it: %s", self.global_rank, error)
         while True:
             try:
                 if not has_number:
                     self.begin_number()
-                self._fail(error)
+                self.fail_round(error)
             except (NumberGivenUpError, SupersededError):
                 has_number = False
             else:
@@ -624,14 +416,14 @@ class Conversation:
             return True
         self.lane.own(count_key, all_key)
         if is_failed:
-            self.lane.own(*self.lane.round(self._round_number + 1).shared_keys)
+            self.lane.own(*self.lane.round(self.round_number + 1).shared_keys)
         limit_s = min(_FINISH_S, self.phases.deadline.remaining_s() + _FINISH_EXTRA_S)
         end_s = time.monotonic() + (_FINISH_FAILED_S if is_failed else limit_s)
         assert self._listener is not None  # noqa: S101  # made with the number
         self._listener.listen(all_key)
-        with self._changed:
+        with self.changed:
             while all_key not in self._present_keys and (left_s := end_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+                self.changed.wait(left_s)
             is_acknowledged = all_key in self._present_keys
         if not is_acknowledged:
             log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)

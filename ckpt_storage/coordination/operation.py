@@ -18,11 +18,13 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
 from .conversation import Conversation
+from .coordinator import Coordinator
 from .failures import mismatch_error, ranks_lost_error
 from .identity import GivenUp, Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
 from .liveness import FailureDetector, Heartbeats, RankProcess
+from .member import Member
 from .phases import Phases
 from .rounds import ByRank, Failed, LateRanksError, NumberGivenUpError, SupersededError
 
@@ -78,6 +80,8 @@ class Operation:
         )
         self._phases.grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
         self._talk = Conversation(lane, self._phases)
+        self._member = Member(self._talk)
+        self._coordinator = Coordinator(self._talk)
         self._detector: FailureDetector | None = None
         self._has_met = False
 
@@ -194,8 +198,8 @@ class Operation:
                 if self.is_coordinator:
                     answer, processes = self._lead_first_round(arrival, decide)
                 else:
-                    talk.arrive(packed)
-                    answer, processes = talk.await_release()
+                    self._member.arrive(packed)
+                    answer, processes = self._member.await_release()
             except (NumberGivenUpError, SupersededError):
                 continue
             self._has_met = True
@@ -228,7 +232,7 @@ class Operation:
         arrivals: dict[int, _Arrival] = {self.rank: arrival}
         late: CheckpointError | None = None
         try:
-            arrivals |= self._talk.collect()
+            arrivals |= self._coordinator.collect()
         except LateRanksError as error:
             arrivals |= error.payloads
             known = self.lane.find_elsewhere(error.missing, self._phases.patience_s)
@@ -236,7 +240,7 @@ class Operation:
         self._give_up_if_different(arrivals, is_complete=late is None)
         if late is not None:
             raise late
-        self._talk.claim()
+        self._coordinator.claim()
         # The processes of a session do not change, so they are shared once.
         processes = None if self.lane.has_met else _processes_by_rank(arrivals)
         values = [arrivals[rank].value for rank in range(self.world_size)]
@@ -244,7 +248,7 @@ class Operation:
         del arrivals
         decision = decide(values)
         del values
-        return self._talk.answer(_with_processes(decision, processes))  # type: ignore[no-any-return]  # a pair
+        return self._coordinator.answer(_with_processes(decision, processes))  # type: ignore[no-any-return]  # a pair
 
     def _give_up_if_different(self, arrivals: Mapping[int, _Arrival], *, is_complete: bool) -> None:
         """Give the number up if ranks came for different operations, or disagree on their terms.
@@ -269,7 +273,7 @@ class Operation:
             identity=given_up.identity,
             is_decision=True,
         )
-        self._talk.give_up(failed)
+        self._coordinator.give_up(failed)
 
     def _read_earlier(self) -> list[Mapping[int, Identity]]:
         """Return what ranks came for under each number that failed since all ranks met."""
@@ -308,10 +312,10 @@ class Operation:
             self._talk.begin_commit()
         values = self.gather(value)
         if not self.is_coordinator:
-            return self._talk.await_release()
+            return self._member.await_release()
         decision = decide(values)
         del values
-        return self._talk.answer(decision, is_last=is_last)
+        return self._coordinator.answer(decision, is_last=is_last)
 
     def gather(self, value: _T) -> list[_T]:
         """Send `value` to the coordinator; it gets all in order of rank, others an empty list.
@@ -322,22 +326,22 @@ class Operation:
         if self.world_size == 1:
             return [value]
         if not self.is_coordinator:
-            self._talk.arrive(pickle.dumps(value))
+            self._member.arrive(pickle.dumps(value))
             return []
         try:
-            values: dict[int, _T] = self._talk.collect()
+            values: dict[int, _T] = self._coordinator.collect()
         except LateRanksError as error:
             names = self.lane.names_of(error.missing)
             known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
             raise self._phases.late(names, "not ended it", f": {known}") from None
-        self._talk.claim()
+        self._coordinator.claim()
         return [value, *(values[rank] for rank in self._talk.others)]
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
         if not self.is_coordinator:
-            return self._talk.await_release()  # type: ignore[no-any-return]  # the coordinator's
-        return self._talk.answer(value)  # type: ignore[no-any-return]  # its own value
+            return self._member.await_release()  # type: ignore[no-any-return]  # the coordinator's
+        return self._coordinator.answer(value)  # type: ignore[no-any-return]  # its own value
 
     def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in order of rank, on every rank."""
