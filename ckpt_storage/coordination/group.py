@@ -155,6 +155,8 @@ class RankGroup:
                 if self.world_size > 1:
                     phase = operation.deadline.phase
                     add_context(error, operation.what, rank=self.global_rank, phase=phase)
+                if isinstance(error, LostStoreError):
+                    error = error.public()
                 if error is caught:
                     raise
                 raise error from error.__cause__ or caught

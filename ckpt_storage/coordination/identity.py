@@ -78,10 +78,9 @@ def _find_behind(
 ) -> Identity | None:
     """Return what a rank comes for now, and under an earlier number another rank, but not it."""
     for before in earlier:
+        left_behind = {i for rank, i in before.items() if identities.get(rank) != i}
         for rank, identity in identities.items():
-            if before.get(rank) != identity and any(
-                before[other] == identity != identities.get(other) for other in before
-            ):
+            if identity in left_behind and before.get(rank) != identity:
                 return identity
     return None
 

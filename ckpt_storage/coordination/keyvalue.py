@@ -27,7 +27,7 @@ COORDINATOR = 0
 _SLICE_BYTES = 4 << 20
 """The server of a TCPStore refuses values of more than 8 MiB, so larger ones are cut."""
 
-_SET_KEYS, _SET_BYTES, _GET_KEYS = 128, 128 << 10, 256
+_SET_KEYS, _SET_BYTES, _GET_KEYS, _CHECK_KEYS = 128, 128 << 10, 256, 1024
 """Limits of one request: the server parses an unfinished request from its start at every read."""
 
 _WHOLE, _SLICED = b"w", b"p"
@@ -50,6 +50,14 @@ class LostStoreError(RankFailedError):
             next_step="Check the network, and the process that hosts the store: the launcher, or "
             f"rank {COORDINATOR}.",
         )
+
+    def public(self) -> RankFailedError:
+        """Return the error as users get it, of a public class."""
+        failures = {} if self.rank is None else {self.rank: "cannot reach the key-value store"}
+        error = RankFailedError("", failures=failures, is_silent=True)
+        vars(error).update({**vars(self), "failures": failures})
+        error.args = self.args
+        return error.with_traceback(self.__traceback__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +88,7 @@ class StoreClient:
     def __init__(self, connect: Callable[[], dist.Store]) -> None:
         self._connect = connect
         self._address: StoreAddress | None = None
+        self._has_failed = False
         self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
@@ -87,8 +96,9 @@ class StoreClient:
 
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
-        if self._address is not None and self._address.port:
-            # A client of torch's would try for as long as the timeout of the group's store.
+        if self._has_failed and self._address is not None and self._address.port:
+            # A client of torch's would try for as long as the timeout of the group's store. Not
+            # before a failure: each connection costs the store's server a reverse name lookup.
             where = self._address.host, self._address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
@@ -142,7 +152,7 @@ class StoreClient:
                 return self._pool.run(run, timeout_s=limit_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
                 # A connection that broke stays broken; one that hangs blocks all other calls.
-                self._requests, failure = None, error
+                self._requests, failure, self._has_failed = None, error, True
         is_silent = isinstance(failure, StorageError)
         reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
         raise LostStoreError(reason) from failure
@@ -166,6 +176,7 @@ class StoreClient:
                 begin_s = time.monotonic()
                 store.wait([key], timedelta(seconds=left_s))
             except Exception:  # noqa: BLE001  # torch's differ from store to store
+                self._has_failed = True
                 if time.monotonic() < begin_s + left_s:
                     time.sleep(min(_RECONNECT_S, left_s))
                 continue
@@ -236,8 +247,11 @@ class KeyValues:
 
     def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Return whether every key exists."""
-        names = [self.name_of(key) for key in keys]
-        return not keys or bool(self._run("check", names, timeout_s=timeout_s))
+        batches = (keys[at : at + _CHECK_KEYS] for at in range(0, len(keys), _CHECK_KEYS))
+        return all(
+            bool(self._run("check", [self.name_of(key) for key in batch], timeout_s=timeout_s))
+            for batch in batches
+        )
 
     def present(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Return those of `keys` that exist: halves with a missing key are looked at again."""

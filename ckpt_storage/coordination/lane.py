@@ -20,7 +20,7 @@ from .rounds import Failed, Release, Round, Superseded
 _MAX_ROUNDS = 64
 """How many rounds of an operation a rank looks through to report that it has left."""
 
-_MAX_EARLIER = 16
+_MAX_EARLIER = 4
 """How many numbers the coordinator looks back to find which rank is behind."""
 
 _DELETE_S = 5.0

@@ -30,6 +30,9 @@ _STOP_S = 0.25
 _NUDGE_S = 0.02
 """How long the phases that begin within a moment share one heartbeat."""
 
+_GROUP_KEYS, _MAX_SPLIT = 64, 4
+"""How many heartbeats are looked for together, and how many incomplete groups a look splits."""
+
 WORKER_BEAT_S = 1.0
 """How often the worker process of a rank sends a heartbeat of its own."""
 
@@ -362,11 +365,25 @@ class FailureDetector:
     def _news(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks that have sent a heartbeat since the last look."""
         rank_of = {self._key_of(rank): rank for rank in ranks}
-        keys = self._keys.present(list(rank_of), self._silence_s)
+        self._find_new([key for key in rank_of if key not in self._values])
+        # A heartbeat's key is never deleted in a session.
+        keys = [key for key in rank_of if key in self._values]
         values = dict(zip(keys, self._keys.get_many(keys, self._silence_s), strict=True))
-        changed = [key for key, value in values.items() if self._values.get(key) != value]
+        changed = [key for key, value in values.items() if self._values[key] != value]
         self._values |= values
         return {rank_of[key] for key in changed if self._heartbeats.hear(values[key])}
+
+    def _find_new(self, keys: Sequence[str]) -> None:
+        """Note which heartbeats exist by now; of thousands that do not, a few groups a look."""
+        split_count = 0
+        for at in range(0, len(keys), _GROUP_KEYS):
+            group = keys[at : at + _GROUP_KEYS]
+            if not self._keys.has_all(group, self._silence_s):
+                split_count += 1
+                if split_count > _MAX_SPLIT:
+                    continue
+                group = self._keys.present(group, self._silence_s)
+            self._values |= dict.fromkeys(group, b"")
 
     def _hear(self, rank: int) -> None:
         packed = self._keys.get(self._key_of(rank), self._silence_s)

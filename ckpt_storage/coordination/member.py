@@ -122,7 +122,8 @@ class Member:
         assert isinstance(release, Released)  # noqa: S101  # all else has been raised
         answer = release.answer
         if release.is_by_rank:
-            packed = talk.current().take_answer(talk.phases.patience_s)
+            talk.lane.own(talk.current().answer_key)
+            packed = talk.current().read_answer(talk.phases.patience_s)
             if packed is None:
                 raise CheckpointError(
                     f"{talk.phases.what}: the answer to rank {talk.global_rank} is gone.",

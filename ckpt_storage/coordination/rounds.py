@@ -182,11 +182,9 @@ class Round:
         release: Release | None = None if packed is None else pickle.loads(packed)  # noqa: S301  # our own ranks
         return release
 
-    def take_answer(self, timeout_s: float) -> bytes | None:
-        """Return the answer for this rank, and remove it."""
-        answer = self._keys.get(self.answer_key, timeout_s)
-        self._keys.delete(self.answer_key, timeout_s)
-        return answer
+    def read_answer(self, timeout_s: float) -> bytes | None:
+        """Return the answer for this rank, None if there is none."""
+        return self._keys.get(self.answer_key, timeout_s)
 
     def _decide(self, verdict: bytes, timeout_s: float) -> Failed | None:
         return _unpacked(self._keys.set_first(f"{self._prefix}/verdict", verdict, timeout_s))

@@ -92,7 +92,7 @@ class Schedule:
             agreed_turn = self._early.poll(self._turn, wants_meeting=wants_meeting)
         except LostStoreError as error:
             add_context(error, _operation_at(step), rank=self._ranks.global_rank, phase="plan")
-            raise
+            raise error.public() from error.__cause__
         if agreed_turn == self._turn:
             self._meet(step)
 
