@@ -1,0 +1,253 @@
+"""What a run of `launched_rank.py` may have left behind, judged without the library's protocol.
+
+Only `open_checkpoint` of the library is used, to read what is committed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ckpt_storage
+
+Event = dict[str, Any]
+
+SLACK_S = 5.0
+"""What is promised beyond a deadline."""
+
+_WORKER_START_S = 30.0
+"""What a worker may take to import torch on a busy machine."""
+
+
+def contents(url: str) -> dict[str, Any]:
+    """Return what is committed at a URL: for each rank the step and the process that saved it."""
+    with ckpt_storage.open_checkpoint(url) as checkpoint:
+        marks, buffers = {}, {}
+        for fqn in checkpoint:
+            if match := re.fullmatch(r"mark(\d+)", fqn):
+                marks[match[1]] = [int(one) for one in checkpoint[fqn].numpy()]
+            elif match := re.fullmatch(r"buffer(\d+)", fqn):
+                buffer = checkpoint[fqn].numpy()
+                buffers[match[1]] = sorted({float(buffer.min()), float(buffer.max())})
+        return {
+            "save_id": checkpoint.save_id,
+            "slot": checkpoint.info.slot,
+            "marks": marks,
+            "buffers": buffers,
+            "scalar": int(checkpoint["step"]),
+        }
+
+
+def describe_mixture(seen: Event, world_size: int) -> str | None:
+    """Return how a committed checkpoint mixes steps or processes; None if it is sound."""
+    marks = {int(rank): tuple(mark[:2]) for rank, mark in seen["marks"].items()}
+    steps = {mark[0] for mark in marks.values()} | {seen["scalar"]}
+    steps |= {int(one) for values in seen["buffers"].values() for one in values}
+    lives = {mark[1] for mark in marks.values()}
+    if len(steps) == 1 and len(lives) == 1 and len(marks) == world_size:
+        return None
+    torn = {rank: values for rank, values in seen["buffers"].items() if len(values) > 1}
+    return (
+        f"save {seen['save_id']} (slot {seen['slot']}): (step, process) of each rank {marks}, "
+        f"`step` {seen['scalar']}" + (f", torn buffers {torn}" if torn else "")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A time in which a process could not run, whatever the library did."""
+
+    pid: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Bounds:
+    """How long each call may take, from its `Timeouts`."""
+
+    timeouts: dict[str, float]
+    mode: str
+    max_pending: int = 1
+
+    def of_call(self, name: str, phase: str | None = None, *, is_manager: bool = False) -> float:
+        """Return the deadlines that a call may meet in turn, and `SLACK_S`.
+
+        An error that names a phase ended the call there.
+        """
+        t = self.timeouts
+        plan = t["plan"] * (3 if is_manager else 2)
+        foreground = {
+            "stage": plan,
+            "plan": plan,
+            "write": plan + t["write"],
+        }.get(phase or "", plan + t["write"] + t["commit"])
+        whole = plan + t["stage"] + t["write"] + t["commit"]
+        if self.mode == "process":
+            whole += _WORKER_START_S
+        return SLACK_S + {
+            "save": foreground,
+            "begin": self.max_pending * whole + t["stage"],
+            "background": (self.max_pending + 1) * whole,
+            "close": (self.max_pending + 1) * whole,
+            "should_save": 4 * t["plan"],
+            "load": 4 * t["plan"] + t["load"],
+        }[name]
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was found, by kind; each a line."""
+
+    mixtures: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    false_failures: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+    def add(self, other: Findings) -> None:
+        for name in Findings.__slots__:
+            getattr(self, name).extend(getattr(other, name))
+
+    def lines(self) -> list[str]:
+        return [f"{name}: {line}" for name in Findings.__slots__ for line in getattr(self, name)]
+
+
+def stalled_s(stalls: Iterable[Stall], pid: int, begin_s: float, end_s: float) -> float:
+    """Return how many seconds of an interval a process could not run."""
+    spans = sorted((s.begin_s, s.end_s) for s in stalls if s.pid == pid)
+    total, at = 0.0, begin_s
+    for begin, end in spans:
+        begin, end = max(begin, at), min(end, end_s)
+        if end > begin:
+            total, at = total + end - begin, end
+    return total
+
+
+def stalls_of(events: Iterable[Event]) -> list[Stall]:
+    """Return the holds of the interpreter's lock that ranks logged."""
+    return [
+        Stall(pid=event["pid"], begin_s=event["begin"], end_s=event["t"])
+        for event in events
+        if event["event"] == "fault" and event["fault"]["kind"] == "gil"
+    ]
+
+
+def pending_calls(events: Iterable[Event]) -> dict[tuple[int, int], Event]:
+    """Return the calls of each process (by process and number) that have not returned yet."""
+    pending: dict[tuple[int, int], Event] = {}
+    for event in events:
+        if event["event"] == "call":
+            pending[event["pid"], event["id"]] = event
+        elif event["event"] in {"returned", "raised"}:
+            pending.pop((event["pid"], event["id"]), None)
+            if event["event"] == "returned" and event["name"] == "begin":
+                begun = {**event, "name": "background"}
+                pending[event["pid"], event["id"]] = begun
+        elif event["event"] == "ended":
+            pending.pop((event["pid"], event["id"]), None)
+    return pending
+
+
+def check(
+    events: Sequence[Event],
+    seen: Sequence[Event],
+    final: Sequence[Event],
+    *,
+    bounds: Bounds,
+    stalls: Sequence[Stall],
+    world_size: int,
+    is_manager: bool,
+) -> Findings:
+    """Judge one history.
+
+    `seen` are the contents that readers saw at any time; `final` those that are there at the end,
+    each with its `url`.
+    """
+    findings = Findings()
+    by_id: dict[str, Event] = {}
+    for one in [*(event for event in events if event["event"] == "seen"), *seen, *final]:
+        by_id.setdefault(one["save_id"], one)
+    for one in by_id.values():
+        if (mixture := describe_mixture(one, world_size)) is not None:
+            findings.mixtures.append(mixture)
+    committed: dict[tuple[int, int, int], str] = {}
+    for one in by_id.values():
+        for rank, (step, life, _) in one["marks"].items():
+            committed[int(rank), life, step] = one["save_id"]
+    at_end = {one["url"]: one for one in final}
+
+    calls: dict[tuple[int, int], Event] = {}
+    for event in sorted(events, key=lambda event: event["t"]):
+        kind = event["event"]
+        if kind == "call":
+            calls[event["pid"], event["id"]] = event
+            continue
+        if kind not in {"returned", "raised", "ended"}:
+            continue
+        call = calls[event["pid"], event["id"]]
+        who = f"{call['name']} of step {call['step']}, rank {call['rank']}, life {call['life']}"
+        payload = call["rank"], call["life"], call["step"]
+        _check_time(findings, call, event, who, bounds, stalls, is_manager=is_manager)
+        if event.get("kind") == "strange":
+            findings.unfinished.append(f"{who} raised {event['error']}: {event['message']}")
+        if call["name"] not in {"save", "begin"}:
+            continue
+        if "save_id" in event:  # this rank was told that it is committed
+            save = by_id.get(event["save_id"])
+            if save is not None and save["marks"].get(str(call["rank"]), [-1])[0] != call["step"]:
+                findings.lost.append(f"{who} is OK as {save['save_id']}, which holds {save}")
+            last = at_end.get(call["url"])
+            if last is None or last["slot"] < event["slot"]:
+                findings.lost.append(f"{who} is OK as slot {event['slot']}; at the end: {last}")
+        elif event.get("kind") in {"failed", "timed-out", "cancelled"} and payload in committed:
+            findings.false_failures.append(
+                f"{who} failed ({event.get('error')}: {event.get('message')}), and is committed "
+                f"as {committed[payload]}"
+            )
+    for event in events:
+        where = f"rank {event['rank']}, life {event['life']}"
+        if event["event"] == "ready" and event["mixed"]:
+            findings.mixtures.append(f"{where} loaded a mixture: {event['seen']}")
+        elif event["event"] == "final-failed" and event["rank"] == 0:
+            findings.unfinished.append(f"no final save succeeded, life {event['life']}")
+        elif event["event"] == "raised" and event["name"] == "load":
+            findings.unfinished.append(f"{where}: load raised {event['error']} {event['message']}")
+        elif event["event"] == "unreadable":
+            findings.unfinished.append(f"{where}: {event['url']} is unreadable: {event['message']}")
+    return findings
+
+
+def _check_time(
+    findings: Findings,
+    call: Event,
+    end: Event,
+    who: str,
+    bounds: Bounds,
+    stalls: Sequence[Stall],
+    *,
+    is_manager: bool,
+) -> None:
+    name = "background" if end["event"] == "ended" else call["name"]
+    phase = end.get("phase") if end["event"] == "raised" else None
+    allowed = bounds.of_call(name, phase, is_manager=is_manager)
+    allowed += stalled_s(stalls, call["pid"], call["t"], end["t"])
+    took = end["t"] - call["t"]
+    if took > allowed:
+        findings.waits.append(
+            f"{who} ({name}) took {took:.1f} s of {allowed:.1f} s, and {end['event']} "
+            f"{end.get('error', '')} {end.get('message', '')}"
+        )
+
+
+def tally(events: Iterable[Event]) -> dict[str, int]:
+    """Count how the calls ended."""
+    counts: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event["event"] in {"returned", "raised", "ended"}:
+            name = event.get("name", "background")
+            counts[f"{name} {event.get('kind', 'ok')}"] += 1
+    return dict(sorted(counts.items()))
