@@ -13,7 +13,6 @@ import faulthandler
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -72,6 +71,22 @@ def break_store_connections() -> int:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
+
+
+def forget_addresses() -> None:
+    """Remove gloo's addresses of ranks that are gone: torchrun keeps its store, and gloo reads them.
+
+    What this library left there stays.
+    """
+    rank, world_size, restart = (
+        os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=150))
+    store.delete_key(f"default_pg/0//cpu//0/{rank}")
+    if store.add(f"launched/{restart}/count", 1) == int(world_size):
+        store.set(f"launched/{restart}/all", "")
+    store.wait([f"launched/{restart}/all"])
 
 
 class Log:
@@ -425,8 +440,8 @@ def main() -> None:
     for name in settings.handled:
         signal.signal(signal.Signals[name], lambda *_: None)
     torch.set_num_threads(1)
+    forget_addresses()
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))
-    random.seed(0)
     trainer = Trainer(settings)
     trainer.load()
     try:
