@@ -36,10 +36,9 @@ from launch_history import (  # noqa: E402  # found where this script lies
     Bounds,
     Event,
     Findings,
+    History,
     Stall,
-    check,
     contents,
-    describe_mixture,
     pending_calls,
     stalled_s,
     stalls_of,
@@ -58,6 +57,7 @@ import ckpt_storage  # noqa: E402  # found where this script lies
 _START_LIMIT_S = 180.0
 _END_LIMIT_S = 150.0
 _READ_EVERY_S = 0.08
+_PRINT_COUNT = 12
 
 _IN_RANK = ("delay", "skip", "raise", "gil", "break")
 
@@ -77,6 +77,9 @@ _WEIGHTS = {
     "end-job": 1,
 }
 _SECONDS = {"delay": (0.2, 7.0), "gil": (0.3, 6.0), "stop": (0.5, 10.0), "stop-worker": (0.5, 10.0)}
+_SPARED = 0.8
+"""So many signals that end a rank are not sent: a restart costs the time of many faults."""
+
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 
 
@@ -108,6 +111,7 @@ def settings_of(rng: random.Random, folder: Path, mode: str | None) -> Settings:
         background=mode == "process" or rng.random() < 0.6,
         rolling=not is_manager and rng.random() < 0.7,
         every=rng.choice([2, 5, 10]),
+        lockstep_every=rng.choice([1, 1, 20]),
         step_s=rng.choice([0.01, 0.03]),
         on_error=rng.choice(["raise", "warn"]),
         handled=handled,
@@ -167,7 +171,6 @@ class Round:
         self._queued: dict[str, str] = {}
         self._fault_count = 0
         self._continues: list[tuple[float, float, int]] = []
-        self._is_hurt = False
         self._expects_end = False
         self._reader: Reader | None = None
         self._strandeds: set[tuple[int, int]] = set()
@@ -230,7 +233,7 @@ class Round:
                         return True
                     continue
                 next_s = next_s or now + self.rng.uniform(0.1, 0.6)
-                if now >= next_s and now < end_s and len(self._queued) < 3:
+                if now >= next_s and now < end_s and len(self._queued) < 2 * self.rank_count:
                     self._inject(job, ready)
                     next_s = now + self.rng.expovariate(1.6)
             self._continue(math.inf)
@@ -257,7 +260,7 @@ class Round:
             if event["event"] == "fault":
                 fault = event["fault"]
                 if self._queued.pop(str(fault["id"]), None) is not None:
-                    self._count(fault["kind"], f"rank {event['rank']}", fault.get("seconds"))
+                    self._count(fault["kind"], f"rank {event['rank']}", fault.get("seconds", 0.0))
         now = time.monotonic()
         stalls = self.stalls + stalls_of(self.logs.events)
         stalls += [Stall(pid=pid, begin_s=at, end_s=now) for _, at, pid in self._continues]
@@ -297,7 +300,8 @@ class Round:
         ]
 
     def _last_start(self) -> float:
-        return max([0.0, *(one["t"] for one in self.logs.events if one["event"] == "start")])
+        starts = [float(one["t"]) for one in self.logs.events if one["event"] == "start"]
+        return max(starts, default=0.0)
 
     def _worker_of(self, rank: Event) -> int | None:
         pids = [
@@ -317,48 +321,50 @@ class Round:
         if worker is None:
             del weights["stop-worker"], weights["kill-worker"]
         kind = self.rng.choices(list(weights), list(weights.values()))[0]
-        seconds = None
-        if kind in _SECONDS:
-            least, most = _SECONDS[kind]
-            seconds = round(math.exp(self.rng.uniform(math.log(least), math.log(most))), 2)
-        who = f"rank {rank['rank']}"
-        self._fault_count += 1
+        least_s, most_s = _SECONDS.get(kind, (0.0, 0.0))
+        seconds = least_s and round(least_s * (most_s / least_s) ** self.rng.random(), 2)
+        pid = worker if "worker" in kind and worker is not None else int(rank["pid"])
         if kind in _IN_RANK:
             self._command(rank["rank"], kind, seconds)
         elif kind in {"stop", "stop-worker"}:
-            pid = rank["pid"] if kind == "stop" or worker is None else worker
-            if any(pid == one[2] for one in self._continues):
-                return
-            self._signal(pid, signal.SIGSTOP)
-            now = time.monotonic()
-            self._continues.append((now + (seconds or 0.0), now, pid))
-            self._count(kind, who, seconds)
-        elif kind == "kill-worker":
-            self._signal(worker or 0, signal.SIGKILL)
-            self._count(kind, who)
+            self._stop(kind, rank["rank"], pid, seconds)
         elif kind in {"signal", "signal-group"}:
-            name = self.rng.choice(_SIGNALS)
-            ends = name not in {*self.settings.handled, *self.settings.signals}
-            if ends and self.rng.random() < 0.7:  # a restart costs the time of many faults
-                return
-            if ends or name in self.settings.signals:
-                self._expects_end = True
-            # Signals pend while a process is stopped.
-            self._signal(rank["pid"], signal.Signals[name], to_group=kind == "signal-group")
-            self._count(f"{kind} {name}", who)
-        else:
+            self._send(kind, rank["rank"], pid)
+        elif kind in {"kill-job", "end-job"}:
             self._expects_end = True
-            self._count(kind, "" if "job" in kind else who)
-            if kind == "kill":
-                self._signal(rank["pid"], signal.SIGKILL)
-            elif kind == "end-job":
+            self._count(kind, "")
+            if kind == "end-job":
                 self._signal(job.process.pid, signal.SIGTERM)
             else:
                 job.kill()
+        else:
+            self._expects_end |= kind == "kill"
+            self._count(kind, f"rank {rank['rank']}")
+            self._signal(pid, signal.SIGKILL)
 
-    def _command(self, rank: int, kind: str, seconds: float | None) -> None:
+    def _stop(self, kind: str, rank: int, pid: int, seconds: float) -> None:
+        if any(pid == one[2] for one in self._continues):
+            return
+        self._signal(pid, signal.SIGSTOP)
+        now = time.monotonic()
+        self._continues.append((now + seconds, now, pid))
+        self._count(kind, f"rank {rank}", seconds)
+
+    def _send(self, kind: str, rank: int, pid: int) -> None:
+        """Send a signal to a rank, or to its process group; it pends while a process is stopped."""
+        name = self.rng.choice(_SIGNALS)
+        if name not in self.settings.handled:
+            if self.rng.random() < _SPARED:
+                return
+            self._expects_end = True
+        self._count(f"{kind} {name}", f"rank {rank}")
+        self._signal(pid, signal.Signals[name], to_group=kind == "signal-group")
+
+    def _command(self, rank: int, kind: str, seconds: float) -> None:
+        """Leave a fault to a rank, which has it at its next save."""
+        self._fault_count += 1
         fault: dict[str, Any] = {"id": f"{self.number}-{self._fault_count}", "kind": kind}
-        if seconds is not None:
+        if seconds:
             fault["seconds"] = seconds
         if kind == "raise":
             fault["by"] = self.rng.choice(["planner", "state"])
@@ -379,10 +385,7 @@ class Round:
 
     def _signal(self, pid: int, number: int, *, to_group: bool = False) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if to_group:
-                os.killpg(pid, number)
-            elif pid:
-                os.kill(pid, number)
+            (os.killpg if to_group else os.kill)(pid, number)
 
     def _continue(self, now: float) -> None:
         for entry in [one for one in self._continues if one[0] <= now]:
@@ -392,9 +395,9 @@ class Round:
             end_s = time.monotonic() + 0.2
             self.stalls.append(Stall(pid=entry[2], begin_s=entry[1], end_s=end_s))
 
-    def _count(self, kind: str, who: str, seconds: float | None = None) -> None:
+    def _count(self, kind: str, who: str, seconds: float = 0.0) -> None:
         self.faults[kind] += 1
-        self.say(f"{kind} {who}" + ("" if seconds is None else f" {seconds} s"))
+        self.say(f"{kind} {who}" + (f" {seconds} s" if seconds else ""))
 
     # The end.
 
@@ -433,15 +436,15 @@ class Round:
                 event["url"] = event["url"].removeprefix("file://")
         seen = [] if self._reader is None else list(self._reader.seen.values())
         self.findings.add(
-            check(
-                self.logs.events,
-                seen,
-                self._final_contents(),
+            History(
+                events=self.logs.events,
+                seen=seen,
+                final=self._final_contents(),
                 bounds=self.bounds,
                 stalls=stalls,
                 world_size=self.rank_count,
                 is_manager=self.settings.api == "manager",
-            )
+            ).check()
         )
 
 
@@ -484,9 +487,10 @@ def run_chaos(
             f"ends: {sum(one.faults.values())} faults, final save after {attempts} tries, "
             f"{len(lines)} findings; {json.dumps(tally(one.logs.events))}"
         )
-        for line in lines:
-            print(f"  {line}", flush=True)
+        for line in lines[:_PRINT_COUNT]:
+            print(f"  {line[:600]}", flush=True)
         if lines:
+            print(f"  all {len(lines)} in {folder / 'findings.txt'}", flush=True)
             (folder / "findings.txt").write_text("\n".join(lines))
             totals.failing_rounds.append(str(folder))
         else:
@@ -499,11 +503,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, help="end after so many rounds")
-    parser.add_argument("--round-seconds", type=float, default=60.0)
+    parser.add_argument("--round-seconds", type=float, default=120.0)
     parser.add_argument("--mode", choices=["thread", "process"])
     parser.add_argument("--ranks", default="2..3", help="a number, or a range such as 2..4")
     parser.add_argument("--keep", type=Path, help="folder for the logs of rounds that fail")
     given = parser.parse_args()
+    # Its jobs end with it, also where it runs in the background.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     least, _, most = given.ranks.partition("..")
     begin_s = time.monotonic()
     totals = run_chaos(

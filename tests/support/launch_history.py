@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +88,17 @@ class Bounds:
         whole = plan + t["stage"] + t["write"] + t["commit"]
         if self.mode == "process":
             whole += _WORKER_START_S
-        return SLACK_S + {
-            "save": foreground,
-            "begin": self.max_pending * whole + t["stage"],
-            "background": (self.max_pending + 1) * whole,
-            "close": (self.max_pending + 1) * whole,
-            "should_save": 4 * t["plan"],
-            "load": 4 * t["plan"] + t["load"],
-        }[name]
+        return (
+            SLACK_S
+            + {
+                "save": foreground,
+                "begin": self.max_pending * whole + t["stage"],
+                "background": (self.max_pending + 1) * whole,
+                "close": (self.max_pending + 1) * whole,
+                "should_save": 4 * t["plan"],
+                "load": 4 * t["plan"] + t["load"],
+            }[name]
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,8 +123,8 @@ def stalled_s(stalls: Iterable[Stall], pid: int, begin_s: float, end_s: float) -
     """Return how many seconds of an interval a process could not run."""
     spans = sorted((s.begin_s, s.end_s) for s in stalls if s.pid == pid)
     total, at = 0.0, begin_s
-    for begin, end in spans:
-        begin, end = max(begin, at), min(end, end_s)
+    for span_begin_s, span_end_s in spans:
+        begin, end = max(span_begin_s, at), min(span_end_s, end_s)
         if end > begin:
             total, at = total + end - begin, end
     return total
@@ -152,95 +155,102 @@ def pending_calls(events: Iterable[Event]) -> dict[tuple[int, int], Event]:
     return pending
 
 
-def check(
-    events: Sequence[Event],
-    seen: Sequence[Event],
-    final: Sequence[Event],
-    *,
-    bounds: Bounds,
-    stalls: Sequence[Stall],
-    world_size: int,
-    is_manager: bool,
-) -> Findings:
-    """Judge one history.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """One run: what ranks logged, what readers saw at any time, and what is there at the end.
 
-    `seen` are the contents that readers saw at any time; `final` those that are there at the end,
-    each with its `url`.
+    What was seen are `contents` with their `url`. `stalls` are times in which a process could not
+    run.
     """
-    findings = Findings()
-    by_id: dict[str, Event] = {}
-    for one in [*(event for event in events if event["event"] == "seen"), *seen, *final]:
-        by_id.setdefault(one["save_id"], one)
-    for one in by_id.values():
-        if (mixture := describe_mixture(one, world_size)) is not None:
-            findings.mixtures.append(mixture)
-    committed: dict[tuple[int, int, int], str] = {}
-    for one in by_id.values():
-        for rank, (step, life, _) in one["marks"].items():
-            committed[int(rank), life, step] = one["save_id"]
-    at_end = {one["url"]: one for one in final}
 
-    calls: dict[tuple[int, int], Event] = {}
-    for event in sorted(events, key=lambda event: event["t"]):
-        kind = event["event"]
-        if kind == "call":
-            calls[event["pid"], event["id"]] = event
-            continue
-        if kind not in {"returned", "raised", "ended"}:
-            continue
-        call = calls[event["pid"], event["id"]]
-        who = f"{call['name']} of step {call['step']}, rank {call['rank']}, life {call['life']}"
-        payload = call["rank"], call["life"], call["step"]
-        _check_time(findings, call, event, who, bounds, stalls, is_manager=is_manager)
-        if event.get("kind") == "strange":
-            findings.unfinished.append(f"{who} raised {event['error']}: {event['message']}")
-        if call["name"] not in {"save", "begin"}:
-            continue
-        if "save_id" in event:  # this rank was told that it is committed
-            save = by_id.get(event["save_id"])
-            if save is not None and save["marks"].get(str(call["rank"]), [-1])[0] != call["step"]:
-                findings.lost.append(f"{who} is OK as {save['save_id']}, which holds {save}")
-            last = at_end.get(call["url"])
-            if last is None or last["slot"] < event["slot"]:
-                findings.lost.append(f"{who} is OK as slot {event['slot']}; at the end: {last}")
-        elif event.get("kind") in {"failed", "timed-out", "cancelled"} and payload in committed:
-            findings.false_failures.append(
-                f"{who} failed ({event.get('error')}: {event.get('message')}), and is committed "
-                f"as {committed[payload]}"
+    events: Sequence[Event]
+    seen: Sequence[Event]
+    final: Sequence[Event]
+    bounds: Bounds
+    stalls: Sequence[Stall]
+    world_size: int
+    is_manager: bool
+
+    def check(self) -> Findings:
+        """Judge it."""
+        findings = Findings()
+        by_id = self._by_id()
+        for one in by_id.values():
+            if (mixture := describe_mixture(one, self.world_size)) is not None:
+                findings.mixtures.append(mixture)
+        for call, end in self._calls():
+            self._check_time(findings, call, end)
+            if end.get("kind") == "strange":
+                findings.unfinished.append(f"{_who(call)} raised {_why(end)}")
+            if call["name"] in {"save", "begin"}:
+                self._check_save(findings, call, end, by_id)
+        self._check_life(findings)
+        return findings
+
+    def _by_id(self) -> dict[str, Event]:
+        """Return what was committed, by save id."""
+        logged = (event for event in self.events if event["event"] == "seen")
+        return {one["save_id"]: one for one in [*logged, *self.seen, *self.final]}
+
+    def _calls(self) -> Iterator[tuple[Event, Event]]:
+        """Yield each call with how it ended; one in the background ends twice."""
+        calls: dict[tuple[int, int], Event] = {}
+        for event in sorted(self.events, key=lambda event: float(event["t"])):
+            if event["event"] == "call":
+                calls[event["pid"], event["id"]] = event
+            elif event["event"] in {"returned", "raised", "ended"}:
+                yield calls[event["pid"], event["id"]], event
+
+    def _check_time(self, findings: Findings, call: Event, end: Event) -> None:
+        name = "background" if end["event"] == "ended" else call["name"]
+        phase = end.get("phase") if end["event"] == "raised" else None
+        allowed = self.bounds.of_call(name, phase, is_manager=self.is_manager)
+        allowed += stalled_s(self.stalls, call["pid"], call["t"], end["t"])
+        took = end["t"] - call["t"]
+        if took > allowed:
+            findings.waits.append(
+                f"{_who(call)} ({name}) took {took:.1f} s of {allowed:.1f} s and {end['event']} "
+                f"{_why(end)}"
             )
-    for event in events:
-        where = f"rank {event['rank']}, life {event['life']}"
-        if event["event"] == "ready" and event["mixed"]:
-            findings.mixtures.append(f"{where} loaded a mixture: {event['seen']}")
-        elif event["event"] == "final-failed" and event["rank"] == 0:
-            findings.unfinished.append(f"no final save succeeded, life {event['life']}")
-        elif event["event"] == "raised" and event["name"] == "load":
-            findings.unfinished.append(f"{where}: load raised {event['error']} {event['message']}")
-        elif event["event"] == "unreadable":
-            findings.unfinished.append(f"{where}: {event['url']} is unreadable: {event['message']}")
-    return findings
+
+    def _check_save(
+        self, findings: Findings, call: Event, end: Event, by_id: dict[str, Event]
+    ) -> None:
+        rank = str(call["rank"])
+        payload = [call["step"], call["life"]]
+        if "save_id" in end:  # this rank was told that it is committed
+            save = by_id.get(end["save_id"])
+            if save is not None and save["marks"].get(rank, [])[:2] != payload:
+                findings.lost.append(f"{_who(call)} is OK as {end['save_id']}, which holds {save}")
+            last = {one["url"]: one for one in self.final}.get(call["url"])
+            if last is None or last["slot"] < end["slot"]:
+                findings.lost.append(f"{_who(call)} is OK as slot {end['slot']}; then: {last}")
+        elif end.get("kind") in {"failed", "timed-out", "cancelled"}:
+            findings.false_failures += [
+                f"{_who(call)} failed ({_why(end)}) and is committed as {one['save_id']}"
+                for one in by_id.values()
+                if one["marks"].get(rank, [])[:2] == payload
+            ]
+
+    def _check_life(self, findings: Findings) -> None:
+        for event in self.events:
+            where = f"rank {event['rank']}, life {event['life']}"
+            if event["event"] == "ready" and event["mixed"]:
+                findings.mixtures.append(f"{where} loaded a mixture: {event['seen']}")
+            elif event["event"] == "final-failed":
+                findings.unfinished.append(f"{where}: no final save succeeded")
+            elif event["event"] == "raised" and event["name"] == "load":
+                findings.unfinished.append(f"{where}: load raised {_why(event)}")
+            elif event["event"] == "unreadable":
+                findings.unfinished.append(f"{where}: {event['url']} is unreadable: {_why(event)}")
 
 
-def _check_time(
-    findings: Findings,
-    call: Event,
-    end: Event,
-    who: str,
-    bounds: Bounds,
-    stalls: Sequence[Stall],
-    *,
-    is_manager: bool,
-) -> None:
-    name = "background" if end["event"] == "ended" else call["name"]
-    phase = end.get("phase") if end["event"] == "raised" else None
-    allowed = bounds.of_call(name, phase, is_manager=is_manager)
-    allowed += stalled_s(stalls, call["pid"], call["t"], end["t"])
-    took = end["t"] - call["t"]
-    if took > allowed:
-        findings.waits.append(
-            f"{who} ({name}) took {took:.1f} s of {allowed:.1f} s, and {end['event']} "
-            f"{end.get('error', '')} {end.get('message', '')}"
-        )
+def _who(call: Event) -> str:
+    return f"{call['name']} of step {call['step']}, rank {call['rank']}, life {call['life']}"
+
+
+def _why(end: Event) -> str:
+    return f"{end.get('error', end.get('kind', ''))} {end.get('message', '')}".strip()
 
 
 def tally(events: Iterable[Event]) -> dict[str, int]:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -39,9 +38,9 @@ QUICK_TIMEOUTS = {
 class Settings:
     """What the ranks of a job do.
 
-    `steps` None: until the file `stop` is there. `faults` are dicts with `id`, `rank`, `at_save`,
-    `kind`, and what the kind needs. `handled` are signals that the training script ignores;
-    `signals` those of the manager.
+    `steps` None: until the file `stop` is there. Every `lockstep_every` steps the ranks run a
+    collective. `faults` are dicts with `id`, `rank`, `at_save`, `kind`, and what the kind needs.
+    `handled` are signals that the training script ignores; `signals` those of the manager.
     """
 
     folder: Path
@@ -50,6 +49,7 @@ class Settings:
     background: bool = False
     rolling: bool = True
     every: int = 5
+    lockstep_every: int = 1
     step_s: float = 0.02
     steps: int | None = None
     run: int = 0
@@ -127,7 +127,9 @@ class Logs:
             if one["event"] == event and all(one.get(name) == v for name, v in values.items())
         ]
 
-    def wait_for(self, count: int, event: str, *, limit_s: float = 60, **values: Any) -> list[Event]:
+    def wait_for(
+        self, count: int, event: str, *, limit_s: float = 60, **values: Any
+    ) -> list[Event]:
         """Wait until so many such events are there."""
         end_s = time.monotonic() + limit_s
         while len(found := self.all(event, **values)) < count:
@@ -233,21 +235,3 @@ def parent_of(pid: int) -> int | None:
 def is_child_alive(pid: int) -> bool:
     """Return whether a process exists and is no zombie."""
     return parent_of(pid) is not None
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop a process while the block runs."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end_s:
-            raise AssertionError(f"It never happened: {what}.")
-        time.sleep(0.02)

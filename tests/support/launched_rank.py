@@ -26,9 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launch_jobs import STACKS_SIGNAL, Settings, kind_of
 from launch_history import contents
+from launch_jobs import STACKS_SIGNAL, Settings, kind_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, CheckpointManager, SaveHandle, SaveState, Timeouts
@@ -42,6 +44,32 @@ class RaisingPlanner(DefaultSavePlanner):
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
         raise ZeroDivisionError("this planner raises")
+
+
+class SlowPlanner(DefaultSavePlanner):
+    """A planner that takes its time, on the rank that plans for all."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        time.sleep(self._seconds)
+        return super().create_global_plan(all_plans)
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """A planner that raises once all ranks have planned."""
+
+    def create_global_plan(self, *_: object) -> tuple[list[SavePlan], Metadata]:
+        raise ZeroDivisionError("this planner raises")
+
+
+_PLANNERS: dict[str, Callable[[dict[str, Any]], DefaultSavePlanner]] = {
+    "raise": lambda _: RaisingPlanner(),
+    "fail": lambda _: FailingPlanner(),
+    "slow": lambda fault: SlowPlanner(fault["seconds"]),
+}
 
 
 class RaisingState:
@@ -62,11 +90,11 @@ def hold_gil(seconds: float) -> None:
 def break_store_connections() -> int:
     """Shut down the connections of this process to the key-value store; return how many."""
     port, count = int(os.environ["MASTER_PORT"]), 0
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+            if not str(entry.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 if connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
@@ -74,7 +102,7 @@ def break_store_connections() -> int:
 
 
 def forget_addresses() -> None:
-    """Remove gloo's addresses of ranks that are gone: torchrun keeps its store, and gloo reads them.
+    """Remove gloo's addresses of an earlier incarnation: torchrun keeps its store.
 
     What this library left there stays.
     """
@@ -152,7 +180,6 @@ class Trainer:
         }
         self.step = self.save_count = 0
         self._worker: int | None = None
-        self._is_hurt = False
         self._handles: list[SaveHandle] = []
         self.manager: CheckpointManager | None = None
         self.saver: AsyncSaver | None = None
@@ -223,6 +250,8 @@ class Trainer:
 
     def _is_told_to_stop(self) -> bool:
         ends = self.settings.steps is not None and self.step >= self.settings.steps
+        if self.step % self.settings.lockstep_every:
+            return ends
         flag = torch.tensor(int(ends or (self.settings.folder / "stop").exists()))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
@@ -240,27 +269,30 @@ class Trainer:
             return False
 
     def _save_with_faults(self) -> None:
+        """Save, and suffer faults before, after, or (`after_s`) beside the call."""
         self.save_count += 1
         faults = self._faults()
-        for fault in faults:
-            if fault["kind"] == "skip":
-                self._note(fault)
-                return
+        if skips := [fault for fault in faults if fault["kind"] == "skip"]:
+            self._note(skips[0])
+            return
         planner: Any = None
         state = dict(self.state)
         for fault in faults:
-            if fault["kind"] == "raise":
-                if fault.get("by") == "state":
-                    state["raising"] = RaisingState()
-                else:
-                    planner = RaisingPlanner()
+            if fault.get("by") == "state":
+                state["raising"] = RaisingState()
                 self._note(fault)
-            elif fault.get("after_s") is None:
-                self._suffer(fault)
-            else:
+            elif (planner_of := _PLANNERS.get(fault["kind"])) is not None:
+                planner = planner_of(fault)
+                self._note(fault)
+            elif "after_s" in fault:
                 threading.Timer(fault["after_s"], self._suffer, [fault]).start()
+            elif not fault.get("after"):
+                self._suffer(fault)
         with contextlib.suppress(ckpt_storage.CheckpointError):
             self.save(state, planner=planner)
+        for fault in faults:
+            if fault.get("after"):
+                self._suffer(fault)
 
     def _faults(self) -> list[dict[str, Any]]:
         """Return what this rank is to suffer at this save, each once in the life of the job."""
@@ -270,7 +302,7 @@ class Trainer:
             if fault["rank"] == self.rank and fault["at_save"] == self.save_count
         ]
         folder = self.settings.folder / "commands" / str(self.rank)
-        for path in sorted(folder.glob("*.json"))[:1]:
+        for path in sorted(folder.glob("*.json"))[:2]:
             found.append(json.loads(path.read_text()))
             path.unlink()
         taken = self.settings.folder / "taken"
@@ -282,7 +314,7 @@ class Trainer:
         return fresh
 
     def _suffer(self, fault: dict[str, Any]) -> None:
-        begin, more = time.monotonic(), {}
+        begin_s, more = time.monotonic(), dict[str, Any]()
         kind, seconds = fault["kind"], fault.get("seconds", 0.0)
         if kind == "delay":
             time.sleep(seconds)
@@ -290,34 +322,18 @@ class Trainer:
             hold_gil(seconds)
         elif kind == "break":
             more["connections"] = break_store_connections()
-        elif kind == "signal-group":
-            self._note(fault, begin=begin)
-            os.killpg(os.getpgrp(), signal.Signals[fault["signal"]])
+        else:
+            # It may end this process.
+            self._note(fault)
+            if kind == "signal":
+                os.kill(os.getpid(), signal.Signals[fault["signal"]])
+            elif kind == "signal-group":
+                os.killpg(os.getpgrp(), signal.Signals[fault["signal"]])
             return
-        elif kind == "signal":
-            self._note(fault, begin=begin)
-            os.kill(os.getpid(), signal.Signals[fault["signal"]])
-            return
-        elif kind == "kill":
-            self._note(fault, begin=begin)
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind in {"stop", "stop-worker"}:
-            self._stop(kind, seconds)
-        self._note(fault, begin=begin, **more)
+        self._note(fault, begin_s, **more)
 
-    def _stop(self, kind: str, seconds: float) -> None:
-        """Stop this process or its worker; a child that was forked before continues it."""
-        pid = os.getpid() if kind == "stop" else self.worker_pid
-        if pid is None:
-            return
-        script = 'kill -STOP "$0"; sleep "$1"; kill -CONT "$0"'
-        if os.fork() == 0:
-            os.setsid()
-            os.execvp("sh", ["sh", "-c", script, str(pid), str(seconds)])
-        time.sleep(0.2)
-
-    def _note(self, fault: dict[str, Any], begin: float | None = None, **more: Any) -> None:
-        self.log.write("fault", fault=fault, begin=begin or time.monotonic(), **more)
+    def _note(self, fault: dict[str, Any], begin_s: float | None = None, **more: Any) -> None:
+        self.log.write("fault", fault=fault, begin=begin_s or time.monotonic(), **more)
 
     # Saving.
 
