@@ -161,6 +161,7 @@ class Round:
         self.faults: Counter[str] = Counter()
         self.findings = Findings()
         self.stalls: list[Stall] = []
+        self.spans: list[tuple[float, float]] = []
         self.logs = Logs(settings.folder)
         self.bounds = Bounds(
             timeouts=settings.timeouts,
@@ -257,9 +258,10 @@ class Round:
 
     def _look(self) -> None:
         for event in self.logs.read():
-            if event["event"] == "fault":
+            if event["event"] in {"fault", "dropped"}:
                 fault = event["fault"]
-                if self._queued.pop(str(fault["id"]), None) is not None:
+                is_known = self._queued.pop(str(fault["id"]), None) is not None
+                if is_known and event["event"] == "fault":
                     self._count(fault["kind"], f"rank {event['rank']}", fault.get("seconds", 0.0))
         now = time.monotonic()
         stalls = self.stalls + stalls_of(self.logs.events)
@@ -397,6 +399,10 @@ class Round:
 
     def _count(self, kind: str, who: str, seconds: float = 0.0) -> None:
         self.faults[kind] += 1
+        now = time.monotonic()
+        # Those that ranks report are over by now; what follows a death is another incarnation's.
+        is_over = kind in _IN_RANK
+        self.spans.append((now - seconds, now) if is_over else (now, now + seconds))
         self.say(f"{kind} {who}" + (f" {seconds} s" if seconds else ""))
 
     # The end.
@@ -442,6 +448,7 @@ class Round:
                 final=self._final_contents(),
                 bounds=self.bounds,
                 stalls=stalls,
+                faults=self.spans,
                 world_size=self.rank_count,
                 is_manager=self.settings.api == "manager",
             ).check()
@@ -532,6 +539,7 @@ def main() -> int:
     print(f"waits beyond deadline: {len(found.waits)}")
     print(f"false failures: {len(found.false_failures)}")
     print(f"unfinished jobs: {len(found.unfinished)}")
+    print(f"saves that keep failing after a fault: {len(found.stuck)}")
     for folder in totals.failing_rounds:
         print(f"logs: {folder}")
     return 1 if found.lines() else 0

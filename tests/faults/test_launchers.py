@@ -69,6 +69,7 @@ def history_of(settings: Settings, logs: Logs) -> list[str]:
             final=[{**contents(str(folder)), "url": str(folder)} for folder in folders],
             bounds=Bounds(timeouts=settings.timeouts, mode=settings.mode),
             stalls=stalls_of(logs.events),
+            faults=[],
             world_size=2,
             is_manager=settings.api == "manager",
         )

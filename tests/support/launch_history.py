@@ -5,6 +5,7 @@ Only `open_checkpoint` of the library is used, to read what is committed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ Event = dict[str, Any]
 
 SLACK_S = 5.0
 """What is promised beyond a deadline."""
+
+_RECOVERY_COUNT = 4
+"""So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
 
 _WORKER_START_S = 30.0
 """What a worker may take to import torch on a busy machine."""
@@ -110,6 +114,7 @@ class Findings:
     waits: list[str] = field(default_factory=list)
     false_failures: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
         for name in Findings.__slots__:
@@ -160,7 +165,7 @@ class History:
     """One run: what ranks logged, what readers saw at any time, and what is there at the end.
 
     What was seen are `contents` with their `url`. `stalls` are times in which a process could not
-    run.
+    run, `faults` those in which any fault was active.
     """
 
     events: Sequence[Event]
@@ -168,6 +173,7 @@ class History:
     final: Sequence[Event]
     bounds: Bounds
     stalls: Sequence[Stall]
+    faults: Sequence[tuple[float, float]]
     world_size: int
     is_manager: bool
 
@@ -185,6 +191,7 @@ class History:
             if call["name"] in {"save", "begin"}:
                 self._check_save(findings, call, end, by_id)
         self._check_life(findings)
+        self._check_recovery(findings)
         return findings
 
     def _by_id(self) -> dict[str, Event]:
@@ -231,6 +238,44 @@ class History:
                 for one in by_id.values()
                 if one["marks"].get(rank, [])[:2] == payload
             ]
+
+    def _check_recovery(self, findings: Findings) -> None:
+        """Note saves that go on failing though no fault comes any more."""
+        begins: dict[tuple[int, int], float] = {}
+        ends: dict[tuple[int, int], float] = {}
+        good: set[tuple[int, int]] = set()
+        for call, end in self._calls():
+            if call["name"] not in {"save", "begin"}:
+                continue
+            key = call["life"], call["step"]
+            begins[key] = min(begins.get(key, math.inf), call["t"])
+            ends[key] = max(ends.get(key, 0.0), end["t"])
+            if "save_id" in end:
+                good.add(key)
+        rows: list[list[tuple[int, int]]] = [[]]
+        for key in sorted(begins, key=begins.__getitem__):
+            if key in good or self._is_hurt(rows[-1], key, begins, ends):
+                rows.append([])
+            else:
+                rows[-1].append(key)
+        for row in rows:
+            if len(row) > _RECOVERY_COUNT:
+                took_s = ends[row[-1]] - begins[row[0]]
+                findings.stuck.append(
+                    f"{len(row)} saves in a row, steps {row[0][1]} to {row[-1][1]} of life "
+                    f"{row[0][0]}, failed in {took_s:.1f} s without a new fault"
+                )
+
+    def _is_hurt(
+        self,
+        row: Sequence[tuple[int, int]],
+        key: tuple[int, int],
+        begins: dict[tuple[int, int], float],
+        ends: dict[tuple[int, int], float],
+    ) -> bool:
+        """Return whether a fault was active between the row's begin and the end of a save."""
+        begin_s = begins[row[0] if row and row[0][0] == key[0] else key]
+        return any(begin <= ends[key] and end >= begin_s for begin, end in self.faults)
 
     def _check_life(self, findings: Findings) -> None:
         for event in self.events:

@@ -272,8 +272,13 @@ class Trainer:
         """Save, and suffer faults before, after, or (`after_s`) beside the call."""
         self.save_count += 1
         faults = self._faults()
-        if skips := [fault for fault in faults if fault["kind"] == "skip"]:
-            self._note(skips[0])
+        if any(fault["kind"] == "skip" for fault in faults):
+            for fault in faults:
+                # The others need a call.
+                is_skip = fault["kind"] == "skip"
+                self.log.write(
+                    "fault" if is_skip else "dropped", fault=fault, begin=time.monotonic()
+                )
             return
         planner: Any = None
         state = dict(self.state)
