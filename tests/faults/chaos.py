@@ -72,12 +72,12 @@ _WEIGHTS = {
     "kill-worker": 4,
     "signal": 10,
     "signal-group": 10,
-    "kill": 3,
-    "kill-job": 1,
-    "end-job": 1,
+    "kill": 1,
+    "kill-job": 0.5,
+    "end-job": 0.5,
 }
 _SECONDS = {"delay": (0.2, 7.0), "gil": (0.3, 6.0), "stop": (0.5, 10.0), "stop-worker": (0.5, 10.0)}
-_SPARED = 0.8
+_SPARED = 0.9
 """So many signals that end a rank are not sent: a restart costs the time of many faults."""
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -510,7 +510,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, help="end after so many rounds")
-    parser.add_argument("--round-seconds", type=float, default=120.0)
+    parser.add_argument("--round-seconds", type=float, default=180.0)
     parser.add_argument("--mode", choices=["thread", "process"])
     parser.add_argument("--ranks", default="2..3", help="a number, or a range such as 2..4")
     parser.add_argument("--keep", type=Path, help="folder for the logs of rounds that fail")
