@@ -58,6 +58,7 @@ _START_LIMIT_S = 180.0
 _END_LIMIT_S = 150.0
 _READ_EVERY_S = 0.08
 _PRINT_COUNT = 12
+_QUEUED_S = 20.0
 
 _IN_RANK = ("delay", "skip", "raise", "gil", "break")
 
@@ -169,7 +170,7 @@ class Round:
             max_pending=2 if settings.api == "save_async" else 1,
         )
         self._begin_s = time.monotonic()
-        self._queued: dict[str, str] = {}
+        self._queued: dict[str, float] = {}
         self._fault_count = 0
         self._continues: list[tuple[float, float, int]] = []
         self._expects_end = False
@@ -264,6 +265,9 @@ class Round:
                 if is_known and event["event"] == "fault":
                     self._count(fault["kind"], f"rank {event['rank']}", fault.get("seconds", 0.0))
         now = time.monotonic()
+        # A rank that died may have taken some along.
+        for name in [name for name, at in self._queued.items() if now > at + _QUEUED_S]:
+            del self._queued[name]
         stalls = self.stalls + stalls_of(self.logs.events)
         stalls += [Stall(pid=pid, begin_s=at, end_s=now) for _, at, pid in self._continues]
         for key, call in pending_calls(self.logs.events).items():
@@ -377,7 +381,7 @@ class Round:
         path = folder / f"{self._fault_count:05d}"
         path.write_text(json.dumps(fault))
         path.rename(path.with_suffix(".json"))
-        self._queued[fault["id"]] = kind
+        self._queued[fault["id"]] = time.monotonic()
 
     def _withdraw(self) -> None:
         """Take back faults that no rank has taken up."""

@@ -287,6 +287,15 @@ def test_call_that_raises_on_one_rank(tmp_path: Path, api: Any, by: str) -> None
     assert [outcomes(logs, step) for step in (15, 20)] == 2 * [["committed", "committed"]]
 
 
+def test_raised_error_is_no_cause_of_another(tmp_path: Path) -> None:
+    """Where the next call raises why a save failed, this does not fail all later saves in turn."""
+    settings = Settings(
+        **THREAD, folder=tmp_path, steps=40, on_error="raise", faults=[fault(2, 1, "raise")]
+    )
+    logs = finished(Job(settings))
+    assert [outcomes(logs, step) for step in (30, 35, 40)] == 3 * [["committed", "committed"]]
+
+
 def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     """Ranks and workers of a job whose torchrun is killed are gone soon after its ranks."""
     settings = Settings(**PROCESS, folder=tmp_path)
