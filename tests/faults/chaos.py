@@ -170,6 +170,9 @@ class Round:
             max_pending=2 if settings.api == "save_async" else 1,
         )
         self._begin_s = time.monotonic()
+        # Of the faults; their time begins once the first job trains.
+        self._end_s: float | None = None
+        self._limit_s, self._next_s, self._started_s = math.inf, 0.0, self._begin_s
         self._queued: dict[str, float] = {}
         self._fault_count = 0
         self._continues: list[tuple[float, float, int]] = []
@@ -184,10 +187,9 @@ class Round:
         if self.settings.rolling:
             self._reader = Reader(self.settings.url)
             self._reader.start()
-        end_s = time.monotonic() + self.seconds
         has_ended = False
         for run in range(100):
-            has_ended = self._run_job(replace(self.settings, run=run), end_s)
+            has_ended = self._run_job(replace(self.settings, run=run))
             if has_ended:
                 break
         if not has_ended:
@@ -197,63 +199,68 @@ class Round:
             self.findings.unfinished += self._reader.unreadable
         self._judge()
 
-    def _run_job(self, settings: Settings, end_s: float) -> bool:
-        """Run one torchrun; return whether it ended with its final save."""
-        restarts = 8
+    def _run_job(self, settings: Settings) -> bool:
+        """Run one torchrun; return whether it came to its final save, or never will."""
         rendezvous: Any = self.rng.choice(["c10d", "static"])
         self._expects_end = False
+        self._limit_s, self._next_s = math.inf, 0.0
+        self._started_s = time.monotonic()
         with Job(
-            settings, rank_count=self.rank_count, max_restarts=restarts, rendezvous=rendezvous
+            settings, rank_count=self.rank_count, max_restarts=8, rendezvous=rendezvous
         ) as job:
-            started_s = time.monotonic()
-            stop = settings.folder / "stop"
-            next_s = 0.0
-            limit_s: float | None = None
-            while job.process.poll() is None:
-                time.sleep(0.02)
-                now = time.monotonic()
-                self._look()
-                self._continue(now)
-                ready = self._ready(settings.run)
-                if limit_s is None and now > end_s and not self._continues:
-                    if self._queued and now < end_s + 30 and len(ready) == self.rank_count:
-                        continue
-                    self._withdraw()
-                    stop.touch()
-                    limit_s = now + _END_LIMIT_S
-                if limit_s is not None:
-                    if now > limit_s:
-                        job.dump_stacks()
-                        self.findings.unfinished.append(f"job {settings.run} does not end")
-                        return True
-                    continue
-                if len(ready) < self.rank_count:
-                    next_s = 0.0
-                    if now > max(started_s, self._last_start()) + _START_LIMIT_S:
-                        job.dump_stacks()
-                        self.findings.unfinished.append(f"job {settings.run} does not begin")
-                        return True
-                    continue
-                next_s = next_s or now + self.rng.uniform(0.1, 0.6)
-                if now >= next_s and now < end_s and len(self._queued) < 2 * self.rank_count:
-                    self._inject(job, ready)
-                    next_s = now + self.rng.expovariate(1.6)
+            problem = self._supervise(job)
+            if problem is not None:
+                job.dump_stacks()
+                self.findings.unfinished.append(f"job {settings.run} {problem}")
             self._continue(math.inf)
-            self._look()
-            code = job.process.returncode
+            code = job.process.poll()
         self._look()
         self._leave_none_behind(settings.run)
-        ended = self.logs.all("end")
-        ended = [one for one in ended if one["life"] // 100 == settings.run]
-        has_final = any(one["life"] // 100 == settings.run for one in self.logs.all("final"))
-        has_final |= any(
-            one["life"] // 100 == settings.run for one in self.logs.all("final-failed")
-        )
-        if code != 0 and not self._expects_end:
+        if code != 0 and not self._expects_end and problem is None:
             tail = job.output.read_text()[-1500:]
             self.findings.unfinished.append(f"job {settings.run} ended with {code}: {tail}")
         self.say(f"job {settings.run} ended with {code}")
-        return has_final
+        finals = [one for one in self.logs.events if one["event"] in {"final", "final-failed"}]
+        return problem is not None or any(one["life"] // 100 == settings.run for one in finals)
+
+    def _supervise(self, job: Job) -> str | None:
+        """Inject faults until the time is over; return why the job is given up, if it is."""
+        look_s = 0.0
+        while job.process.poll() is None:
+            time.sleep(0.04)
+            now = time.monotonic()
+            self._continue(now)
+            if now < look_s:
+                continue
+            look_s = now + 0.2
+            self._look()
+            ready = self._ready(job.settings.run)
+            is_whole = len(ready) == self.rank_count
+            if now > self._limit_s:
+                return "does not end"
+            if not is_whole and now > max(self._started_s, self._last_start()) + _START_LIMIT_S:
+                return "does not begin"
+            if self._is_over(now):
+                if self._limit_s == math.inf:
+                    self._withdraw()
+                    (self.settings.folder / "stop").touch()
+                    self._limit_s = now + _END_LIMIT_S
+            elif is_whole:
+                self._go_on(job, ready, now)
+        return None
+
+    def _is_over(self, now: float) -> bool:
+        """Return whether no more faults come, and none is active."""
+        if self._end_s is None or now < self._end_s or self._continues:
+            return False
+        return not self._queued or now > self._end_s + _QUEUED_S
+
+    def _go_on(self, job: Job, ready: Sequence[Event], now: float) -> None:
+        """Inject a fault if it is time."""
+        self._end_s = self._end_s or now + self.seconds
+        if self._next_s < now < self._end_s and len(self._queued) < 2 * self.rank_count:
+            self._inject(job, ready)
+            self._next_s = now + self.rng.expovariate(1.6)
 
     # What happens.
 
