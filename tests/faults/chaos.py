@@ -32,6 +32,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent / "support"), str(_HERE.parents[1])]
 
 from launch_history import (  # noqa: E402  # found where this script lies
+    ANY_PROCESS,
     SLACK_S,
     Bounds,
     Event,
@@ -59,6 +60,7 @@ _END_LIMIT_S = 150.0
 _READ_EVERY_S = 0.08
 _PRINT_COUNT = 12
 _QUEUED_S = 20.0
+_TICK_S, _LAG_S = 0.04, 1.0
 
 _IN_RANK = ("delay", "skip", "raise", "gil", "break")
 
@@ -225,10 +227,13 @@ class Round:
 
     def _supervise(self, job: Job) -> str | None:
         """Inject faults until the time is over; return why the job is given up, if it is."""
-        look_s = 0.0
+        look_s, last_s = 0.0, time.monotonic()
         while job.process.poll() is None:
-            time.sleep(0.04)
+            time.sleep(_TICK_S)
             now = time.monotonic()
+            if now > last_s + _LAG_S:  # the machine has no time for anybody
+                self.stalls.append(Stall(pid=ANY_PROCESS, begin_s=last_s, end_s=now))
+            last_s = now
             self._continue(now)
             if now < look_s:
                 continue

@@ -31,13 +31,10 @@ def sound_history() -> dict[str, Any]:
     events: list[Event] = []
     for step in range(1, 10):
         for rank in (0, 1):
-            common = {"rank": rank, "life": 0, "pid": rank, "id": step, "step": step}
-            common |= {"name": "save", "url": "u"}
-            events += [
-                {"event": "call", "t": float(step), **common},
-                {"event": "returned", "t": step + 0.5, "save_id": f"s{step}", "slot": step}
-                | common,
-            ]
+            call: Event = {"event": "call", "t": float(step), "name": "save", "url": "u"}
+            call.update(rank=rank, life=0, pid=rank, id=step, step=step)
+            end: Event = {"event": "returned", "t": step + 0.5, "save_id": f"s{step}", "slot": step}
+            events += [call, call | end]
     return {"events": events, "final": [committed(9)]}
 
 

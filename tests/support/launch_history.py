@@ -19,6 +19,9 @@ Event = dict[str, Any]
 SLACK_S = 5.0
 """What is promised beyond a deadline."""
 
+ANY_PROCESS = 0
+"""As the process of a stall: the whole machine stood still."""
+
 _RECOVERY_COUNT = 4
 """So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
 
@@ -126,7 +129,7 @@ class Findings:
 
 def stalled_s(stalls: Iterable[Stall], pid: int, begin_s: float, end_s: float) -> float:
     """Return how many seconds of an interval a process could not run."""
-    spans = sorted((s.begin_s, s.end_s) for s in stalls if s.pid == pid)
+    spans = sorted((s.begin_s, s.end_s) for s in stalls if s.pid in {pid, ANY_PROCESS})
     total, at = 0.0, begin_s
     for span_begin_s, span_end_s in spans:
         begin, end = max(span_begin_s, at), min(span_end_s, end_s)
