@@ -56,7 +56,7 @@ from launch_jobs import (  # noqa: E402  # found where this script lies
 import ckpt_storage  # noqa: E402  # found where this script lies
 
 _START_LIMIT_S = 180.0
-_END_LIMIT_S = 150.0
+_END_LIMIT_S = 240.0
 _READ_EVERY_S = 0.08
 _PRINT_COUNT = 12
 _QUEUED_S = 20.0
@@ -221,6 +221,9 @@ class Round:
         if code != 0 and not self._expects_end and problem is None:
             tail = job.output.read_text()[-1500:]
             self.findings.unfinished.append(f"job {settings.run} ended with {code}: {tail}")
+        lives = {one["life"] for one in self.logs.events if one["life"] // 100 == settings.run}
+        if len(lives) > 1 and not self._expects_end:
+            self.findings.unfinished.append(f"ranks of job {settings.run} died without a fault")
         self.say(f"job {settings.run} ended with {code}")
         finals = [one for one in self.logs.events if one["event"] in {"final", "final-failed"}]
         return problem is not None or any(one["life"] // 100 == settings.run for one in finals)

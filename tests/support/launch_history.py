@@ -22,6 +22,9 @@ SLACK_S = 5.0
 ANY_PROCESS = 0
 """As the process of a stall: the whole machine stood still."""
 
+_EXPECTED_ENDS = {"KeyboardInterrupt", "SystemExit", "RuntimeError"}
+"""Of a rank that got a signal, and of one whose peer died, as gloo puts it."""
+
 _RECOVERY_COUNT = 4
 """So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
 
@@ -289,6 +292,8 @@ class History:
                 findings.unfinished.append(f"{where}: no final save succeeded")
             elif event["event"] == "raised" and event["name"] == "load":
                 findings.unfinished.append(f"{where}: load raised {_why(event)}")
+            elif event["event"] == "broken" and event["error"] not in _EXPECTED_ENDS:
+                findings.unfinished.append(f"{where}: the training raised {_why(event)}")
             elif event["event"] == "unreadable":
                 findings.unfinished.append(f"{where}: {event['url']} is unreadable: {_why(event)}")
 

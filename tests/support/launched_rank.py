@@ -95,7 +95,8 @@ def break_store_connections() -> int:
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                if connection.getpeername()[1] == port:
+                is_internet = connection.family in {socket.AF_INET, socket.AF_INET6}
+                if is_internet and connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
