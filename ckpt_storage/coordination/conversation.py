@@ -158,12 +158,12 @@ class Conversation:
                 self.note_failed(counts, number)
                 return
             with self.changed:
-                if self.is_commit and self.round_number == number:
+                is_current = self.round_number == number
+                if is_current and self.lane.is_coordinator and not self.is_commit:
+                    # This rank has claimed the round, and reports the failure when it raises it.
+                    self.note_failure(error)
+                if is_current and (self.lane.is_coordinator or self.is_commit):
                     return
-            if self.lane.is_coordinator:
-                # This rank has claimed the round, and reports the failure when it raises it.
-                self.note_failure(error)
-                return
 
     def _failed_release(self, error: CheckpointError) -> Failed:
         error.rank = self.global_rank if error.rank is None else error.rank
@@ -271,9 +271,9 @@ class Conversation:
     def _on_key(self, key: str) -> None:
         """Note that a key exists that this rank waits for; called in the listener's thread."""
         with self.changed:
+            self._present_keys.add(key)
             current, number = self._round, self.round_number
             if current is None or key not in {current.release_key, current.all_key}:
-                self._present_keys.add(key)
                 self.changed.notify_all()
                 return
         try:
@@ -289,6 +289,13 @@ class Conversation:
             if self._round is current:
                 self.release, self.has_signal = release, True
             self.changed.notify_all()
+
+    def free_listener(self, key: str) -> None:
+        """Write a key that this rank has no use for any more, unless its listener has seen it."""
+        with self.changed:
+            is_free = key in self._present_keys
+        if not is_free:
+            self.lane.keys.set(key, b"", self.phases.patience_s)
 
     def wait_for(self, value_of: Callable[[], _T], end_s: float) -> _T | None:
         """Wait until `value_of()` is true and return it; None at `end_s`, or after a failure."""
@@ -354,23 +361,25 @@ class Conversation:
         if self.lane.world_size == 1 or self.is_complete:
             self.verdict = self.verdict or failed.error
             return
-        number = self.round_number if self.has_claimed else 0
         try:
             if self.loss is not None and self.failure is None:
                 # There is nobody to report to, or no way.
-                self.lane.remember(failed, number)
+                self._remember(failed)
             else:
                 self._write(failed, reported, is_interrupt=not isinstance(error, Exception))
         except LostStoreError:
-            if self._round is None:
-                # The call uses up a number, or it would be taken for the next one.
-                self.lane.begin(self.identity)
-            self.lane.remember(failed, number)
+            self._remember(failed)
             raise
         finally:
-            if self._round is not None:
+            if self._round is not None and not self.lane.is_coordinator:
+                # An answer that this rank has not read.
                 self.lane.own(self._round.answer_key)
             self.lane.ended(failed)
+
+    def _remember(self, failed: Failed) -> None:
+        """Have the next call of this rank report a failure that keeps other ranks waiting."""
+        owned_round = self.round_number if self.has_claimed else 0
+        self.lane.remember(failed, owned_round, has_number=self._round is not None)
 
     def _write(self, failed: Failed, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Write a failure that the other ranks do not know."""
@@ -426,5 +435,6 @@ class Conversation:
                 self.changed.wait(left_s)
             is_acknowledged = all_key in self._present_keys
         if not is_acknowledged:
+            self.free_listener(all_key)
             log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)
         return is_acknowledged

@@ -43,10 +43,12 @@ class Coordinator:
                 # The key that announces a failure is a hint, too.
                 failed = current.failure(talk.phases.patience_s)
                 if failed is not None:
+                    talk.free_listener(current.all_key)
                     talk.note_failed(failed, talk.round_number)
             is_due = False
             talk.raise_failure()
             if talk.lane.keys.has_all(keys, talk.phases.patience_s):
+                talk.free_listener(current.all_key)
                 return self._payloads(talk.others)
             if time.monotonic() > talk.phases.end_s:
                 missing = self._missing()

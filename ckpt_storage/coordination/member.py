@@ -21,13 +21,27 @@ class Member:
         self._talk = conversation
 
     def arrive(self, packed: bytes) -> None:
-        """Send this member's payload of the present round."""
+        """Send this member's payload of the present round.
+
+        In a commit whose verdict cannot be read, raises `UndecidedError`.
+        """
         talk = self._talk
         current = talk.current()
         with talk.changed:
             talk.has_arrived = True
         talk.lane.own(current.arrival_key)
-        current.arrive(packed, talk.phases.patience_s)
+        try:
+            current.arrive(packed, talk.phases.patience_s)
+        except LostStoreError as error:
+            if not talk.is_commit:
+                raise
+            # The coordinator may have the payload: this is a failure only if the verdict says so.
+            try:
+                talk.fail_round(error)
+            except LostStoreError:
+                raise UndecidedError(str(error)) from error
+            if talk.failure is not None:
+                raise talk.failure from error
 
     def await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
         """Return the coordinator's answer, and enter the next round."""

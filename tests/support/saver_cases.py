@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
-from ckpt_storage.background import link, worker
+from ckpt_storage.background import link
 from ckpt_storage.commit import assembly
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.member import Member
 from ckpt_storage.saves import session
+from ckpt_storage.saves.rank_save import RankSave
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
@@ -157,10 +158,16 @@ def _pass(where: Where | None) -> None:
 @functools.cache
 def _patch() -> None:
     """Let saves look whether they are held; once a process."""
-    for module in (link, worker):
-        _stop(module, "rank_save", "local plan")
+    _stop(RankSave, "propose", "local plan")
     _stop(session, "write_shard", "write")
-    _stop(Operation, "outcome", "outcome")
+    await_release = Member.await_release
+
+    def stopping(self: Member) -> Any:
+        if self._talk.is_commit:
+            _pass("outcome")
+        return await_release(self)
+
+    Member.await_release = stopping  # type: ignore[method-assign]  # for the process
     _stop(assembly, "commit", "commit", "committed")
 
 
