@@ -195,7 +195,7 @@ class _CallersThread:
 
 
 class _LateListener:
-    """In place of a `KeyListener`: waits for a key when the rank needs it."""
+    """In place of a `KeyListener`: it waits for a key when the rank needs it."""
 
     def __init__(self, on_key: Callable[[str], None], keys: KeyValues, name: str) -> None:
         del name
