@@ -3,7 +3,8 @@
 Makes what N ranks would report of M tensors and runs it through the real codecs, the real commit
 and the real reader; no tensor has bytes. Measures what the coordinator does and what every rank
 does; what the ranks' network and disks do is not in it. Run as
-`python tests/benchmarks/scale.py --ranks 2048 --tensors 500`.
+`python tests/benchmarks/scale.py --ranks 2048 --tensors 500`. With `--messages` it measures the
+messages between ranks in place of that (see `messages`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from messages import run
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -259,9 +261,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--tensors", type=int, nargs="+", default=[500, 2000])
     parser.add_argument("--stock-metadata", action="store_true", help="write .metadata too")
-    given = parser.parse_args()
-    for sizes in itertools.product(given.ranks, given.tensors):
-        print(json.dumps(simulate(*sizes, stock_metadata=given.stock_metadata)), flush=True)
+    messages = parser.add_argument_group("the messages of a save, in place of its documents")
+    messages.add_argument("--messages", action="store_true")
+    messages.add_argument("--payload-bytes", type=int, default=20_000, help="of a rank and round")
+    messages.add_argument("--saves", type=int, default=5, help="of each kind")
+    messages.add_argument("--largest", type=int, default=10_000, help="ranks to extrapolate to")
+    options = parser.parse_args()
+    if options.messages:
+        run(options.ranks, options.payload_bytes, options.saves, options.largest)
+        return
+    for sizes in itertools.product(options.ranks, options.tensors):
+        print(json.dumps(simulate(*sizes, stock_metadata=options.stock_metadata)), flush=True)
 
 
 if __name__ == "__main__":

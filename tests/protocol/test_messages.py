@@ -1,0 +1,56 @@
+"""How many requests a save costs each rank, counted against a real TCPStore server."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from messages import Plan, SaveCost, Simulation, Threads, serve, simulated
+
+from ckpt_storage.coordination.keyvalue import COORDINATOR
+
+RANK_COUNT = 8
+
+OF_TWO_ROUNDS = Counter(set=2, add=3, wait=2, compare_set=2, delete_key=2)
+"""Payloads; two arrivals and the end are counted; releases are waited for and read."""
+
+OF_OWN_ANSWER = Counter(compare_set=1, delete_key=1)
+
+
+def costs_of(*plans: Plan, threads: Threads) -> list[SaveCost]:
+    """Return what each of several saves cost, the first of which begins the session."""
+    server = serve()
+    with simulated(threads):
+        simulation = Simulation(range(RANK_COUNT), RANK_COUNT, server.port, 1_000)
+        costs = []
+        for step, plan in enumerate(plans):
+            simulation.begin(step, plan)
+            costs.append(simulation.end())
+        simulation.close()
+    assert [cost.errors for cost in costs] == [[]] * len(plans)
+    return costs
+
+
+def requests_of_members(cost: SaveCost) -> list[Counter[str]]:
+    """Return the requests of each member, without heartbeats and hints of the last to arrive."""
+    members = [counts for rank, counts in cost.requests.items() if rank != COORDINATOR]
+    hint_count = sum(counts["set"] - OF_TWO_ROUNDS["set"] for counts in members)
+    assert 0 <= hint_count <= 3
+    return [Counter({**counts, "set": OF_TWO_ROUNDS["set"], "heartbeat": 0}) for counts in members]
+
+
+@pytest.mark.parametrize("threads", ["all", "one"])
+def test_a_member_sends_eleven_requests_a_save_and_two_more_for_its_own_answer(
+    threads: Threads,
+) -> None:
+    """That holds with all threads of a rank, and with the one that large simulations have."""
+    _, new, cached = costs_of("new", "new", "cached", threads=threads)
+    for requests in requests_of_members(new):
+        assert requests == OF_TWO_ROUNDS + OF_OWN_ANSWER
+    for requests in requests_of_members(cached):
+        assert requests == OF_TWO_ROUNDS
