@@ -209,7 +209,10 @@ class WorkerSave:
             store=None if is_alone else lane.keys.client.address(),
             heartbeat_key=lane.heartbeat_key(lane.rank),
         )
-        self._call(request, self._file)
+        try:
+            self._call(request, self._file)
+        except WorkerGoneError as gone:
+            self._settled(gone)
         self._staged, self._file = b"", None
         return self
 

@@ -10,10 +10,11 @@ Stage = Literal["writing", "reported", "committing"]
 reported: a member's report may have been sent. committing: the coordinator has claimed the commit.
 """
 
-Cause = Literal["none", "failure", "hang", "interrupt", "undecided"]
+Cause = Literal["none", "failure", "unexpected", "hang", "interrupt", "undecided"]
 """none: the outcome was released. failure: this rank failed, or all ranks learned of a failure.
-hang: the same, by a deadline or by silence, so that something may still be writing. interrupt:
-KeyboardInterrupt or SystemExit. undecided: whether the coordinator commits cannot be seen.
+unexpected: the same, by an error that is no `CheckpointError`. hang: the same, by a deadline or by
+silence, so that something may still be writing. interrupt: KeyboardInterrupt or SystemExit.
+undecided: whether the coordinator commits cannot be seen.
 """
 
 StorageSays = Literal["not asked", "committed", "absent"]
@@ -47,7 +48,9 @@ TABLE = (
     Row("member", "*", "undecided", "committed", "raise with info"),
     # The request that commits may still be in flight.
     Row("*", "committing", "interrupt", "*", "raise unknown"),
+    Row("*", "committing", "unexpected", "*", "raise unknown"),
     Row("coordinator", "writing", "failure", "*", "raise", discards=True),
+    Row("coordinator", "writing", "unexpected", "*", "raise", discards=True),
     # A rank that hangs may still write. What failed in the commit has deleted its files itself.
     Row("*", "*", "*", "*", "raise"),
 )

@@ -266,6 +266,8 @@ def _cause_of(error: BaseException) -> Cause:
         return "undecided"
     if not isinstance(error, Exception):
         return "interrupt"
+    if not isinstance(error, CheckpointError):
+        return "unexpected"
     # A storage or a rank that hangs would keep this rank waiting once more.
     is_hang = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
     return "hang" if is_hang else "failure"
