@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Stage = Literal["writing", "reported", "committing"]
-"""writing: before this rank's report was sent, or before the coordinator claimed the commit.
-reported: a member's report may have been sent. committing: the coordinator has claimed the commit.
+"""writing: this rank has sent no report, or the coordinator has not begun to commit. reported: a
+member's report may have been sent. committing: the coordinator may have sent the request to commit.
 """
 
 Cause = Literal["none", "failure", "unexpected", "hang", "interrupt", "undecided"]

@@ -231,12 +231,6 @@ def _write_and_commit(
 ) -> CheckpointInfo:
     """Write this rank's files; commit once all ranks have. Raises as `outcome_of` says."""
     stage: Stage = "writing"
-
-    def commit(reports: Sequence[Any]) -> CheckpointInfo:
-        nonlocal stage
-        stage = "committing"
-        return steps.commit(reports)
-
     try:
         report = steps.write()
         if not operation.is_coordinator:
@@ -244,8 +238,10 @@ def _write_and_commit(
             # The last rank may take the whole write phase, and only then the commit begins.
             limit_s = operation.deadline.remaining_s() + operation.timeouts.commit
             operation.phase("commit", limit_s)
-        return operation.exchange(report, commit, is_commit=True, is_last=is_last)  # type: ignore[no-any-return]  # what `commit` returns
+        return operation.exchange(report, steps.commit, is_commit=True, is_last=is_last)  # type: ignore[no-any-return]  # what `commit` returns
     except BaseException as error:
+        if operation.is_coordinator and operation.deadline.phase == "commit":
+            stage = "committing"
         outcome = outcome_of(
             is_coordinator=operation.is_coordinator, stage=stage, cause=_cause_of(error)
         )

@@ -349,7 +349,7 @@ def _told_before_its_word(rank: int, folder: str) -> str:
         raise ckpt_storage.StorageError("the disk is full")
 
     def late(operation: Operation, payload: bytes) -> list[bytes]:
-        if operation.deadline.phase == "write":
+        if operation.deadline.phase == "commit":
             mark.touch()
             cases.until(operation.failure, "the failure of rank 0")
         return gather(operation, payload)
