@@ -44,6 +44,7 @@ class GivenUp:
 
 def find_disagreement(
     identities: Mapping[int, Identity],
+    terms: Mapping[int, Mapping[str, str]],
     *,
     read_earlier: Callable[[], Sequence[Mapping[int, Identity]]],
     phase: str,
@@ -51,8 +52,9 @@ def find_disagreement(
 ) -> GivenUp | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
-    Everything is keyed by global rank. `read_earlier` returns what ranks came for under the numbers
-    that failed since all ranks met. `is_complete`: all ranks have arrived.
+    Everything is keyed by global rank. `terms` are what ranks must share besides. `read_earlier`
+    returns what ranks came for under the numbers that failed since all ranks met. `is_complete`:
+    all ranks have arrived.
 
     Of operations whose steps differ, the lowest is given up: its ranks fail, and those ahead try
     the next number. Where steps are not known, a rank is behind if it comes for what another rank,
@@ -63,10 +65,13 @@ def find_disagreement(
     if not all(_agree_on_step(a, b) for a, b in itertools.combinations(stepped, 2)):
         lowest = min(stepped, key=lambda identity: (identity.restores or 0, identity.step or 0))
         return GivenUp(error=_disagreement(identities, phase), identity=lowest)
-    if not is_complete or all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
+    if not is_complete:
         return None
+    error = mismatch_error(terms, phase=phase)
+    if all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
+        return None if error is None else GivenUp(error=error, identity=None)
     behind = _find_behind(identities, read_earlier())
-    return GivenUp(error=_disagreement(identities, phase), identity=behind)
+    return GivenUp(error=error or _disagreement(identities, phase), identity=behind)
 
 
 def _agree_on_step(a: Identity, b: Identity) -> bool:

@@ -19,8 +19,8 @@ from ckpt_storage.store.deadline import Deadline
 
 from .conversation import Conversation
 from .coordinator import Coordinator
-from .failures import mismatch_error, ranks_lost_error
-from .identity import GivenUp, Identity, find_disagreement
+from .failures import ranks_lost_error
+from .identity import Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
 from .liveness import FailureDetector, Heartbeats, RankProcess
@@ -180,7 +180,9 @@ class Operation:
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
         talk = self._talk
-        identity = talk.identity = identity or talk.identity or Identity(kind=self.what)
+        identity = talk.identity = (
+            identity or talk.identity or Identity(kind=kind_of(self.what), url=self.what)
+        )
         self.phase("plan")
         if self.world_size == 1:
             talk.raise_pending()
@@ -258,13 +260,14 @@ class Operation:
         names = self.lane.names
         phase = "load" if kind_of(self.what) == "the load" else "plan"
         identities = {names[rank]: one.identity for rank, one in sorted(arrivals.items())}
+        terms = {names[rank]: one.terms for rank, one in sorted(arrivals.items())}
         given_up = find_disagreement(
-            identities, read_earlier=self._read_earlier, phase=phase, is_complete=is_complete
+            identities,
+            terms,
+            read_earlier=self._read_earlier,
+            phase=phase,
+            is_complete=is_complete,
         )
-        if given_up is None and is_complete:
-            terms = {names[rank]: one.terms for rank, one in sorted(arrivals.items())}
-            error = mismatch_error(terms, phase=phase)
-            given_up = None if error is None else GivenUp(error=error, identity=None)
         if given_up is None:
             return
         failed = Failed(

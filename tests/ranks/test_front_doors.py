@@ -225,7 +225,7 @@ def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
     """Ranks that call different functions are told, and nothing is written."""
     call: Any = ckpt_storage.load if rank else ckpt_storage.save
     error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=20.0)
-    assert isinstance(error, ckpt_storage.RankMismatchError)
+    assert isinstance(error, ckpt_storage.RankMismatchError), repr(error)
     gathered()
     assert dcp_cases.files_below(tmp_path) == set()
 
