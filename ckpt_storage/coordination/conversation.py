@@ -57,7 +57,8 @@ class Conversation:
     """The rounds of one operation on one rank.
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot go on: it has lost the store
-    or the coordinator. `verdict` is the error that was reported first, the same on all ranks.
+    or the coordinator. `verdict` is the error that was reported first after all ranks had met, the
+    same on all ranks.
     `local_failure` says whether this rank's own worker is gone, `describe` what is known of a rank
     that is late. `others` are the other ranks of the group. Of the round that comes next:
     `has_arrived`, `has_claimed`, `is_commit`, and `release` once it was read. Safe in any thread:
@@ -184,7 +185,8 @@ class Conversation:
             raise NumberGivenUpError
         own = self.own_errors.get(failed.nonce)
         with self.changed:
-            self.verdict = self.verdict or failed.error
+            if number > 1:
+                self.verdict = self.verdict or failed.error
             self._is_failure_known = True
         self.note_failure(own or error_for_peers(failed, self.phases.what))
 
