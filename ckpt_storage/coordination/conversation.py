@@ -158,7 +158,8 @@ class Conversation:
         while True:
             counts = self.lane.round(number).fail(failed, _REPORT_S)
             if counts is not None:
-                self._note_failed(counts, number, own=error if counts == failed else None)
+                is_own = counts.nonce == failed.nonce
+                self._note_failed(counts, number, own=error if is_own else None)
                 return
             if is_commit:
                 return
@@ -471,7 +472,7 @@ class Conversation:
         """
         counts = self._current().fail(failed, self.phases.patience_s)
         assert counts is not None  # noqa: S101  # only this rank claims
-        self._note_failed(counts, 1, own=failed.error if counts == failed else None)
+        self._note_failed(counts, 1, own=failed.error if counts.nonce == failed.nonce else None)
         self.raise_failure()
 
     # The end.
