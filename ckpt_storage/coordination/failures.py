@@ -67,7 +67,9 @@ def error_for_peers(failure: ReportedFailure, what: str) -> CheckpointError:
     error = failure.error
     # What is of no kind of ours came from a planner or a state: that rank failed.
     is_foreign = type(error) is CheckpointError
-    if not is_foreign and (failure.is_decision or not isinstance(error, _OF_A_RANK)):
+    is_general = failure.is_decision or not isinstance(error, _OF_A_RANK)
+    names_another = isinstance(error, PhaseTimeoutError) and error.rank not in {None, failure.rank}
+    if not is_foreign and (is_general or names_another):
         return error
     return with_rank(failure.rank, error, what)
 

@@ -1,4 +1,4 @@
-"""Ranks that agree, meet and give up together, as threads over a store in memory."""
+"""Ranks that agree, meet and fail together, as threads over a store in memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from rank_threads import (
     END_S,
     LONG,
-    LOOK_S,
+    POLL_S,
     SLACK_S,
     TERMS,
     Ended,
-    MemoryKeys,
+    Fault,
+    SharedStore,
     errors,
     group,
-    operations_on,
     quick,
     run,
     together,
@@ -33,10 +33,11 @@ from rank_threads import (
     whole,
 )
 
-from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
+from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -62,7 +63,7 @@ def test_ranks_that_disagree_are_listed_by_value() -> None:
         with ranks.operation("the test", timeouts=LONG) as operation:
             operation.meet({"overwrite": "False", "the URL": f"s3://b/{ranks.rank // 2}"})
 
-    for error in errors(run(group(MemoryKeys(), 5), body)):
+    for error in errors(run(group(SharedStore(), 5), body)):
         assert isinstance(error, RankMismatchError)
         assert error.values == {"s3://b/0": [0, 1], "s3://b/1": [2, 3], "s3://b/2": [4]}
         assert "the URL" in str(error)
@@ -72,7 +73,7 @@ def test_ranks_that_disagree_are_listed_by_value() -> None:
 @pytest.mark.parametrize(("missing", "named"), [([2, 3], "Ranks 2-3 "), ([0], "Rank 0 ")])
 def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int], named: str) -> None:
     """Ranks that came raise an error that names the missing ones, within the deadline."""
-    came = [one for one in group(MemoryKeys(), 4) if one.rank not in missing]
+    came = [one for one in group(SharedStore(), 4) if one.rank not in missing]
     ended = run(came, lambda ranks: together(ranks, Timeouts(plan=0.5)))
     for error, one in zip(errors(ended), ended, strict=True):
         assert isinstance(error, PhaseTimeoutError)
@@ -81,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int], 
         assert one.wall_s < 0.5 + SLACK_S
 
 
-FAILURES = ("early", "met", "gather", "scatter", "broadcast", "last")
+FAILURES = ("early", "met", "gather", "broadcast", "exchange", "last")
 
 
 def failing(at: str, who: int, error: BaseException, phase: Any = "write") -> list[Ended]:
@@ -89,14 +90,13 @@ def failing(at: str, who: int, error: BaseException, phase: Any = "write") -> li
 
     def body(ranks: RankGroup) -> None:
         with ranks.operation("the test", timeouts=LONG) as operation:
-            operation.phase(phase)
-            whole(operation, at, error if ranks.rank == who else None)
-            # A rank that needs nothing of the failed one any more learns it at a look.
+            whole(operation, at, error if ranks.rank == who else None, phase)
+            # A rank that waits for nothing learns it all the same.
             while True:
                 operation.phase(phase).check("looking")
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
-    return run(group(MemoryKeys(), 3), body)
+    return run(group(SharedStore(), 3), body)
 
 
 @pytest.mark.parametrize("at", FAILURES)
@@ -145,7 +145,7 @@ def test_what_another_thread_tells_ends_the_operation_of_all(who: int) -> None:
             while True:
                 operation.all_gather(b"")
 
-    for error in errors(run(group(MemoryKeys(), 3), body)):
+    for error in errors(run(group(SharedStore(), 3), body)):
         assert "the worker died" in str(error)
         assert error.rank == who
 
@@ -169,23 +169,10 @@ def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int
     assert all(said in str(error) for error in errors(ended))
 
 
-class Deaf(MemoryKeys):
-    """A store in which some ranks' heartbeats get lost from a moment on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost: set[int] = set()
-
-    def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put a value, unless it is a heartbeat of a lost rank."""
-        if "/life/" not in key or int(key.rpartition("/")[2]) not in self.lost:
-            super().set(key, value, timeout_s)
-
-
 @pytest.mark.parametrize("who", [0, 3])
 def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) -> None:
     """All live ranks raise an error that says which rank fell silent, where and since when."""
-    keys, hold = Deaf(), threading.Event()
+    store, hold = SharedStore(), threading.Event()
     operations: dict[int, Operation] = {}
 
     def has_heard(rank: int) -> bool:
@@ -201,7 +188,7 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
             operation.advanced(1000 if rank != who else 250)
             if rank == who:
                 wait_until(lambda: all(map(has_heard, [0] if who else [1, 2, 3])), "not told")
-                keys.lost.add(who)
+                store.silent.add(who)
                 assert hold.wait(END_S)
                 return
             try:
@@ -210,7 +197,7 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
                 if rank == (1 if who == 0 else 0):
                     hold.set()
 
-    ended = run(group(keys, 4), body)
+    ended = run(group(store, 4), body)
     ended.pop(who)
     for error, one in zip(errors(ended), ended, strict=True):
         assert isinstance(error, RankFailedError)
@@ -238,7 +225,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
             finally:
                 done.set()
 
-    ended = run(group(MemoryKeys(), 3), body)
+    ended = run(group(SharedStore(), 3), body)
     ended.pop(who)
     for error, one in zip(errors(ended), ended, strict=True):
         for part in ("0 of 10 bytes", "write phase", f"ank {who} "):
@@ -247,31 +234,18 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     assert any(isinstance(one.error, PhaseTimeoutError) for one in ended)
 
 
-class Broken(MemoryKeys):
-    """A store whose server goes away: every call fails, or none ends in its time."""
-
-    how = ""
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in {"set", "get", "has_all", "set_first", "delete"} or not self.how:
-            return found
-
-        def call(*args: Any) -> Any:
-            if self.how == "hangs":
-                time.sleep(args[-1])  # the timeout
-            raise LostStoreError("no answer")
-
-        return call
-
-
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 @pytest.mark.parametrize("when", ["before", "in the middle"])
-def test_a_lost_store_is_a_failure_that_names_the_coordinator(how: str, when: str) -> None:
-    """A store that fails or hangs becomes an error naming rank 0, within the deadline."""
-    keys = Broken()
-    ranks = group(keys, 3)
-    keys.how = how if when == "before" else ""
+def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when: str) -> None:
+    """By itself, and by the others unless they lost the store as well."""
+    store = SharedStore()
+    hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
+
+    def lose() -> None:
+        if how == "fails":
+            store.cut(2)
+        else:
+            store.add_fault(hanging)
 
     def body(ranks: RankGroup) -> None:
         timeouts = Timeouts(plan=2.0, write=2.0, silence=2.0)
@@ -279,13 +253,43 @@ def test_a_lost_store_is_a_failure_that_names_the_coordinator(how: str, when: st
             operation.meet(TERMS)
             operation.phase("write")
             if ranks.rank == 2:
-                keys.how = how
+                lose()
             operation.all_gather(b"")
 
+    if when == "before":
+        lose()
+    try:
+        ended = run(group(store, 3), body)
+    finally:
+        hanging.released.set()
+    for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
+        assert isinstance(error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError)
+        assert error.rank == 2
+        assert "ank 2" in str(error)
+        assert one.wall_s < 2.0 + SLACK_S
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
+    """Each names itself, as nobody knows more, within the deadline."""
+    store = SharedStore()
+
+    def body(ranks: RankGroup) -> None:
+        timeouts = Timeouts(plan=2.0, write=2.0, silence=2.0)
+        with ranks.operation("the test", timeouts=timeouts) as operation:
+            operation.meet(TERMS)
+            operation.phase("write")
+            if ranks.rank == 2:
+                store.cut(0, 1, 2)
+            operation.all_gather(b"")
+
+    ranks = group(store, 3)
+    if when == "before":
+        store.cut(0, 1, 2)
     ended = run(ranks, body)
-    for error, one in zip(errors(ended), ended, strict=True):
-        assert isinstance(error, RankFailedError)
-        assert (error.rank, error.is_silent) == (0, True)
+    for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
+        assert isinstance(error, LostStoreError)
+        assert (error.rank, error.is_silent) == (rank, True)
         assert one.wall_s < 2.0 + SLACK_S
 
 
@@ -325,8 +329,8 @@ def _follow(ranks: RankGroup, plans: Sequence[Plan]) -> list[BaseException | Non
 @given(plans=PLANS)
 def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
     """After any failures no rank hangs, none meets another operation, and no old key stays."""
-    keys = MemoryKeys()
-    ranks = group(keys, 3)
+    store = SharedStore()
+    ranks = group(store, 3)
     seen = values(run(ranks, lambda one: _follow(one, plans)))
     for number, plan in enumerate(plans):
         for rank, (at, _) in enumerate(plan):
@@ -336,7 +340,7 @@ def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
                 assert f"failed in {number}" in str(error), (number, rank, error)
                 assert not isinstance(error, RankMismatchError)
     values(run(ranks, together))
-    assert len(operations_on(keys)) == 1, keys.keys
+    assert len(store.numbers()) == 1, store.key_names()
 
 
 def test_the_coordinator_stays_until_all_have_read_the_outcome(
@@ -344,7 +348,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
 ) -> None:
     """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
     left = threading.Event()
-    monkeypatch.setattr(operation_module, "_LEAVE_S", END_S)
+    monkeypatch.setattr(conversation_module, "_FINISH_S", END_S)
 
     def body(ranks: RankGroup) -> bytes:
         with ranks.operation("the test", timeouts=LONG) as operation:
@@ -357,7 +361,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
             left.set()
         return word
 
-    assert values(run(group(MemoryKeys(), 2), body)) == [b"done"] * 2
+    assert values(run(group(SharedStore(), 2), body)) == [b"done"] * 2
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -379,12 +383,12 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
         may_leave.set()
         return operation.is_void
 
-    assert values(run(group(MemoryKeys(), 2), body)) == [not is_late, False]
+    assert values(run(group(SharedStore(), 2), body)) == [not is_late, False]
 
 
 def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_end() -> None:
     """A rank that dies before it read the outcome keeps the coordinator no longer than promised."""
-    gone, keys = threading.Event(), Deaf()
+    gone, store = threading.Event(), SharedStore()
 
     def body(ranks: RankGroup) -> bytes:
         timeouts = Timeouts(plan=1.0, commit=1.0, silence=0.5)
@@ -392,14 +396,14 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
             operation.meet(TERMS)
             operation.phase("commit")
             if ranks.rank == 1:
-                keys.lost.add(1)
+                store.silent.add(1)
                 assert gone.wait(END_S)
                 return b"dead"
             word = operation.broadcast(b"done")
         gone.set()
         return word
 
-    ended = run(group(keys, 2), body)
+    ended = run(group(store, 2), body)
     assert ended[0].value == b"done"
     assert ended[0].wall_s < 1.0 + SLACK_S
 
@@ -431,11 +435,11 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
     def body(ranks: RankGroup) -> bool:
         with ranks.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
-            gathered = operation.gather(large if ranks.rank == 1 else b"small")
-            back = operation.scatter([b"small", gathered[1]] if gathered else [])
+            own = large if ranks.rank == 1 else b"small"
+            back = operation.exchange(own, lambda gathered: ByRank([b"small", gathered[1]]))
             return back == (large if ranks.rank == 1 else b"small")
 
     for make in _stores(tmp_path):
-        ranks = group(lambda make=make: KeyValues(make, "test"), 2)  # type: ignore[misc]  # a default
+        ranks = group(make, 2)
         assert values(run(ranks, body)) == [True, True], make
         assert values(run(ranks, together)) == [[b"0", b"1"]] * 2, make

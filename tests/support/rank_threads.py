@@ -1,52 +1,32 @@
-"""Ranks that are threads of one process, over a store in its memory."""
+"""Ranks that are threads of one process, over a `HashStore` whose requests can be made to fail."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
 
 from ckpt_storage import CheckpointError, Timeouts
+from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import KeyValues
+from ckpt_storage.coordination.keyvalue import KeyValues, StoreClient
+from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rounds import ByRank
 
+PREFIX = "test"
 
-class MemoryKeys(KeyValues):
-    """A store for the threads of one process; each call is one operation of a dict."""
-
-    def __init__(self) -> None:
-        super().__init__(dist.HashStore, "")
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes, _timeout_s: float) -> None:
-        self._values[key] = bytes(value)
-
-    def get(self, key: str, _timeout_s: float) -> bytes | None:
-        return self._values.get(key)
-
-    def has_all(self, keys: Sequence[str], _timeout_s: float) -> bool:
-        return all(key in self._values for key in keys)
-
-    def set_first(self, key: str, value: bytes, _timeout_s: float) -> None:
-        self._values.setdefault(key, bytes(value))
-
-    def delete(self, key: str, _timeout_s: float) -> None:
-        self._values.pop(key, None)
-
-    @property
-    def keys(self) -> list[str]:
-        return sorted(list(self._values))  # noqa: C414  # others add keys meanwhile
-
-
-LOOK_S = 0.002
+POLL_S = 0.002
 END_S = 60.0
 """After this a thread hangs; far longer than any test takes."""
 
@@ -54,7 +34,175 @@ LONG = Timeouts()
 SLACK_S = 5.0
 """What is promised beyond a deadline."""
 
-TERMS = {"the checkpoint's URL": "memory://x"}
+TERMS = {"the options": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a rank; `key` is the first key, without the prefix."""
+
+    rank: int
+    method: str
+    key: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """What becomes of the next `count` requests of a rank that match.
+
+    request lost: it has no effect and fails. reply lost: it takes effect and fails. broken: so do
+    all later ones over that connection. hangs: it waits until `released`, and takes effect then.
+    `key` is a regular expression; `seen` is set once the fault has happened.
+    """
+
+    effect: Literal["request lost", "reply lost", "broken", "hangs"]
+    rank: int
+    method: str = ""
+    key: str = ""
+    count: int = 1
+    seen: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def matches(self, request: Request) -> bool:
+        return (
+            self.count > 0
+            and self.rank == request.rank
+            and self.method in {"", request.method}
+            and re.search(self.key, request.key) is not None
+        )
+
+
+class SharedStore:
+    """The store of a job: a `HashStore` to which each rank has connections.
+
+    `unreachable` are the ranks of which every request fails. The heartbeats of `silent` ranks get
+    lost. `requests` are all requests so far, without waits.
+    """
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.changed = threading.Condition()
+        self.requests: list[Request] = []
+        self.unreachable: set[int] = set()
+        self.silent: set[int] = set()
+        self._faults: list[Fault] = []
+
+    def connect(self, rank: int) -> Connection:
+        if rank in self.unreachable:
+            raise ConnectionError("The store cannot be reached.")
+        return Connection(self, rank)
+
+    def keys_of(self, rank: int) -> KeyValues:
+        return KeyValues(StoreClient(partial(self.connect, rank)), PREFIX)  # type: ignore[arg-type]  # as much of a store as is used
+
+    def add_fault(self, fault: Fault) -> Fault:
+        self._faults.append(fault)
+        return fault
+
+    def find_fault(self, request: Request) -> Fault | None:
+        """Return the fault that applies to a request, and count it."""
+        with self.changed:
+            self.requests.append(request)
+            for fault in self._faults:
+                if fault.matches(request):
+                    fault.count -= 1
+                    return fault
+        return None
+
+    def cut(self, *ranks: int) -> None:
+        """Make the store unreachable for ranks; their waits end as well."""
+        with self.changed:
+            self.unreachable.update(ranks)
+            self.changed.notify_all()
+
+    def mend(self) -> None:
+        with self.changed:
+            self.unreachable.clear()
+
+    def key_names(self) -> list[str]:
+        """Return all keys but heartbeats, without the prefix."""
+        names = self.store.list_keys()
+        return sorted(
+            name.removeprefix(f"{PREFIX}/") for name in names if "/alive/" not in name
+        )
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of the operations of which keys are left."""
+        parts = [name.split("/") for name in self.key_names()]
+        return {int(part[1]) for part in parts if len(part) > 2 and part[1].isdigit()}
+
+    def requests_of(self, rank: int) -> list[Request]:
+        """Return the requests of a rank, without heartbeats."""
+        with self.changed:
+            return [one for one in self.requests if one.rank == rank and "/alive/" not in one.key]
+
+
+class Connection:
+    """One connection of one rank to a `SharedStore`, as `torch.distributed.Store` has it."""
+
+    def __init__(self, shared: SharedStore, rank: int) -> None:
+        self._shared = shared
+        self._rank = rank
+        self._is_broken = False
+
+    def set(self, key: str, value: bytes) -> None:
+        is_heartbeat = "/alive/" in key
+        if not is_heartbeat or self._rank not in self._shared.silent:
+            self._request("set", [key], key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._request("check", keys, keys))
+
+    def compare_set(self, key: str, expected: str, value: str | bytes) -> bytes:
+        return bytes(self._request("compare_set", [key], key, expected, value))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._request("add", [key], key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._request("delete_key", [key], key))
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        self._request("multi_set", keys, keys, values)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self._request("multi_get", keys, keys)
+        return values
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        shared, end_s = self._shared, time.monotonic() + timeout.total_seconds()
+        with shared.changed:
+            while not shared.store.check(keys):
+                self._check_connection()
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"no {keys} in {timeout}")
+                shared.changed.wait(left_s)
+
+    def _check_connection(self) -> None:
+        if self._is_broken or self._rank in self._shared.unreachable:
+            self._is_broken = True
+            raise ConnectionError("The connection is broken.")
+
+    def _request(self, method: str, keys: Sequence[str], *args: Any) -> Any:
+        shared = self._shared
+        self._check_connection()
+        request = Request(self._rank, method, keys[0].removeprefix(f"{PREFIX}/"))
+        fault = shared.find_fault(request)
+        if fault is not None and fault.effect == "hangs":
+            fault.seen.set()
+            assert fault.released.wait(END_S)
+        elif fault is not None and fault.effect != "reply lost":
+            self._is_broken = fault.effect == "broken"
+            fault.seen.set()
+            raise ConnectionError("The request is lost.")
+        result = getattr(shared.store, method)(*args)
+        with shared.changed:
+            shared.changed.notify_all()
+        if fault is not None and fault.effect == "reply lost":
+            fault.seen.set()
+            raise ConnectionError("The reply is lost.")
+        return result
 
 
 @pytest.fixture
@@ -62,7 +210,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what ranks wait for each other beyond their deadlines."""
     monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.2)
     monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.6)
-    monkeypatch.setattr(operation_module, "_LEAVE_FAILED_S", 0.3)
+    monkeypatch.setattr(conversation_module, "_FINISH_FAILED_S", 0.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,85 +222,102 @@ class Ended:
     wall_s: float = 0.0
 
 
-def group(keys: KeyValues | Callable[[], KeyValues], world_size: int) -> list[RankGroup]:
-    """Return all ranks over one store, or each over what `keys` makes."""
-    stores = [keys if isinstance(keys, KeyValues) else keys() for _ in range(world_size)]
-    given = {"world_size": world_size, "look_s": LOOK_S}
-    return [RankGroup(store, rank=rank, **given) for rank, store in enumerate(stores)]  # type: ignore[arg-type]
+def group(
+    store: SharedStore | Callable[[], dist.Store],
+    world_size: int,
+    names: Sequence[int] | None = None,
+) -> list[RankGroup]:
+    """Return all ranks of a job over one store, or over what `store` connects to.
+
+    `names` are their global ranks.
+    """
+
+    def keys_of(rank: int) -> KeyValues:
+        if isinstance(store, SharedStore):
+            return store.keys_of(rank)
+        return KeyValues(StoreClient(store), PREFIX)
+
+    global_ranks = range(world_size) if names is None else names
+    return [
+        RankGroup(Lane(keys_of(rank), rank=rank, names=global_ranks)) for rank in range(world_size)
+    ]
 
 
 def run(ranks: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list[Ended]:
     """Run `body` as every rank, each in a thread; fail if one does not end."""
     ended: dict[int, Ended] = {}
 
-    def main(one: RankGroup) -> None:
+    def main(rank: RankGroup) -> None:
         begin_s, value, error = time.monotonic(), None, None
         try:
-            value = body(one)
+            value = body(rank)
         except BaseException as caught:  # noqa: BLE001  # what a rank raised is what is tested
             error = caught
-        ended[one.rank] = Ended(value=value, error=error, wall_s=time.monotonic() - begin_s)
+        ended[rank.rank] = Ended(value=value, error=error, wall_s=time.monotonic() - begin_s)
 
-    threads = [threading.Thread(target=main, args=(one,), daemon=True) for one in ranks]
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"rank {rank.rank}", daemon=True)
+        for rank in ranks
+    ]
     for thread in threads:
         thread.start()
     end_s = time.monotonic() + END_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
     assert len(ended) == len(ranks), f"ranks hang; ended: {ended}"
-    return [ended[one.rank] for one in ranks]
+    return [ended[rank.rank] for rank in ranks]
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:
-    for one in ended:
-        if one.error is not None:
-            raise one.error
-    return [one.value for one in ended]
+    for rank in ended:
+        if rank.error is not None:
+            raise rank.error
+    return [rank.value for rank in ended]
 
 
 def errors(ended: Sequence[Ended]) -> list[CheckpointError]:
-    """Return what the ranks raised; each must have raised an error of ours that travels."""
-    found = []
-    for rank, one in enumerate(ended):
-        assert isinstance(one.error, CheckpointError), (rank, one)
-        again = pickle.loads(pickle.dumps(one.error))
-        assert (type(again), str(again)) == (type(one.error), str(one.error))
-        found.append(one.error)
-    return found
+    """Return what the ranks raised; each must have raised an error of ours that pickles."""
+    raised = []
+    for rank, outcome in enumerate(ended):
+        assert isinstance(outcome.error, CheckpointError), (rank, outcome)
+        copy = pickle.loads(pickle.dumps(outcome.error))
+        assert (type(copy), str(copy)) == (type(outcome.error), str(outcome.error))
+        raised.append(outcome.error)
+    return raised
 
 
-def operations_on(keys: MemoryKeys) -> set[str]:
-    """Return the ids of operations of which word is left; fail on any word of none.
-
-    Heartbeats do not count: a rank's last may come when all is over.
-    """
-    left = [key.split("/") for key in keys.keys if "/life/" not in key and key != "call"]
-    assert {parts[0] for parts in left} <= {"op", "here"}, keys.keys
-    return {parts[1] for parts in left}
-
-
-def whole(operation: Operation, at: str = "", error: BaseException | None = None) -> list[bytes]:
-    """Take every kind of step once; return what the last one gave. Raise `error` after `at`."""
+def whole(
+    operation: Operation,
+    at: str = "",
+    error: BaseException | None = None,
+    phase: Any = "plan",
+) -> list[bytes]:
+    """Run each kind of round once; return what the last gives. Raise `error` after step `at`."""
 
     def reach(step: str) -> None:
         if error is not None and step == at:
             raise error
 
     own = b"%d" % operation.rank
+
+    def decide(gathered: list[bytes]) -> ByRank[bytes]:
+        assert gathered == [b"%d" % rank for rank in range(operation.world_size)]
+        return ByRank([value * 2 for value in gathered])
+
     reach("early")
-    operation.meet(TERMS)
+    assert operation.meet(TERMS, value=own, decide=decide) == own * 2
+    operation.phase(phase)
     reach("met")
     gathered = operation.gather(own)
-    assert gathered == ([b"%d" % i for i in range(operation.world_size)] if gathered else [])
     reach("gather")
-    assert operation.scatter([item * 2 for item in gathered]) == own * 2
-    reach("scatter")
-    assert operation.broadcast(b"word" if operation.is_coordinator else b"") == b"word"
+    assert operation.broadcast(b"all" if operation.is_coordinator else b"") == b"all"
+    assert bool(gathered) == operation.is_coordinator
     reach("broadcast")
-    if at == "last":
-        operation.gather(own)
+    assert operation.exchange(own, decide) == own * 2
+    reach("exchange")
+    gathered = operation.gather(own)
     reach("last")
-    return operation.all_gather(own)
+    return operation.broadcast(gathered)
 
 
 def together(ranks: RankGroup, timeouts: Timeouts = LONG) -> list[bytes]:
@@ -160,8 +325,13 @@ def together(ranks: RankGroup, timeouts: Timeouts = LONG) -> list[bytes]:
         return whole(operation)
 
 
-def wait_until(found: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     end_s = time.monotonic() + END_S / 2
-    while not found():
+    while not condition():
         assert time.monotonic() < end_s, what
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
+
+
+def listener_count() -> int:
+    """Return how many threads wait for keys of operations."""
+    return sum(thread.name.startswith("ckpt-storage listen") for thread in threading.enumerate())
