@@ -129,6 +129,7 @@ class Conversation:
 
     def lose(self, error: CheckpointError) -> None:
         """Note why this rank cannot go on, from any thread."""
+        error.rank = self._global_rank if error.rank is None else error.rank
         with self._changed:
             self.loss = self.loss or error
             self._changed.notify_all()
