@@ -69,8 +69,9 @@ class Conversation:
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot go on: it has lost the store
     or the coordinator. `verdict` is the error that was reported first, the same on all ranks.
-    `local_failure` says whether this rank's own worker is gone. Safe in any thread: `fail`,
-    `lose`. All else is called in the thread of the operation.
+    `local_failure` says whether this rank's own worker is gone, `describe` what is known of a rank
+    that is late. Safe in any thread: `fail`, `lose`. All else is called in the thread of the
+    operation.
     """
 
     def __init__(self, lane: Lane, phases: Phases) -> None:
@@ -82,6 +83,7 @@ class Conversation:
         self.loss: CheckpointError | None = None
         self.is_complete = False
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
+        self.describe: Callable[[int], str] = lambda _: ""
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self._global_rank = lane.names[lane.rank]
         self._coordinator = lane.names[COORDINATOR]
@@ -331,7 +333,8 @@ class Conversation:
                 is_extended = True
                 self.phases.begin(self.phases.deadline.phase)
                 continue
-            cause = cause or self.phases.late([self._coordinator], "not answered")
+            known = self.describe(self._coordinator)
+            cause = cause or self.phases.late([self._coordinator], "not answered", known)
             release = self._give_up_waiting(cause, is_commit=is_commit)
             break
         return self._opened(release)

@@ -199,6 +199,7 @@ class Operation:
             except (NumberGivenUpError, SupersededError):
                 continue
             self._has_met = True
+            self._talk.describe = lambda name: f": {self.heartbeats.describe(name)}"
             self.lane.met(processes)
             assert self._detector is not None  # noqa: S101  # made with the number
             self._detector.all_have_met()
