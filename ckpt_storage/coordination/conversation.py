@@ -89,6 +89,8 @@ class Conversation:
         self._coordinator = lane.names[COORDINATOR]
         self._listener: KeyListener | None = None
         self._is_reported = False
+        self._is_failure_known = False
+        self._own_errors: dict[str, CheckpointError] = {}  # by the nonce of the release
         # The round that comes next, and what is known of it; changed under the condition.
         self._changed = threading.Condition()
         self._round: Round | None = None
@@ -156,39 +158,44 @@ class Conversation:
         operation, `LostStoreError`.
         """
         failed = self._failed_release(error)
-        with self._changed:
-            number, is_commit = self._round_number, self._is_commit
+        number = 0
         while True:
+            with self._changed:
+                # The operation may have come further meanwhile, in its own thread.
+                number = max(number + 1, self._round_number)
             counts = self.lane.round(number).fail(failed, _REPORT_S)
             if counts is not None:
-                is_own = counts.nonce == failed.nonce
-                self._note_failed(counts, number, own=error if is_own else None)
+                self._note_failed(counts, number)
                 return
-            if is_commit:
-                return
+            with self._changed:
+                if self._is_commit and self._round_number == number:
+                    return
             if self.lane.is_coordinator:
-                # This rank has claimed the round, and writes the failure when it raises it.
+                # This rank has claimed the round, and reports the failure when it raises it.
                 self._note_failure(error)
                 return
-            number, is_commit = number + 1, False
 
     def _failed_release(self, error: CheckpointError) -> Failed:
         error.rank = self._global_rank if error.rank is None else error.rank
         error.phase = error.phase or self.phases.deadline.phase
-        return Failed(
+        failed = Failed(
             rank=self._global_rank,
             error=picklable_copy(error),
             identity=self.identity,
             is_decision=self._has_claimed and error.phase in {"plan", "commit"},
         )
+        self._own_errors[failed.nonce] = error
+        return failed
 
-    def _note_failed(self, failed: Failed, number: int, own: CheckpointError | None = None) -> None:
-        """Take note of the failure that ended round `number`; `own` if this rank reported it."""
+    def _note_failed(self, failed: Failed, number: int) -> None:
+        """Take note of the failure that ended round `number`, of this rank or another one."""
         given_up, own_identity = failed.identity if number == 1 else None, self.identity
         if given_up and own_identity and not given_up.agrees_with(own_identity):
             raise NumberGivenUpError
+        own = self._own_errors.get(failed.nonce)
         with self._changed:
             self.verdict = self.verdict or failed.error
+            self._is_failure_known = True
         self._note_failure(own or error_for_peers(failed, self.phases.what))
 
     def _note_failure(self, error: CheckpointError) -> None:
@@ -474,9 +481,10 @@ class Conversation:
 
         Raises why this rank fails, or `NumberGivenUpError` if it goes on under the next number.
         """
+        self._own_errors[failed.nonce] = failed.error
         counts = self._current().fail(failed, self.phases.patience_s)
         assert counts is not None  # noqa: S101  # only this rank claims
-        self._note_failed(counts, 1, own=failed.error if counts.nonce == failed.nonce else None)
+        self._note_failed(counts, 1)
         self.raise_failure()
 
     # The end.
@@ -537,7 +545,7 @@ class Conversation:
                 # An error of this rank, or one that it noted while it decided.
                 self.verdict = self.verdict or failed.error
                 self._current().release(failed, _REPORT_S)
-            elif self.failure is None:
+            elif not self._is_failure_known:
                 self._report_open(reported, is_interrupt=not isinstance(error, Exception))
         except PhaseTimeoutError as late:
             log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
