@@ -15,6 +15,7 @@ The owner of the verdict writes the release. So an operation cannot both fail an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
-from .keyvalue import KeyValues
+from .keyvalue import KeyValues, LostStoreError
 
 _T = TypeVar("_T")
 
@@ -124,9 +125,10 @@ class Round:
     def arrive(self, payload: bytes, timeout_s: float) -> None:
         """Send this member's payload. The count is a hint that may be lost or come twice."""
         self._keys.set(self.arrival_key, payload, timeout_s)
-        count = self._keys.count(f"{self._prefix}/count", timeout_s)
-        if count == self._world_size - 1:
-            self._keys.set(self.all_key, b"", timeout_s)
+        with contextlib.suppress(LostStoreError):
+            count = self._keys.count(f"{self._prefix}/count", timeout_s)
+            if count == self._world_size - 1:
+                self._keys.set(self.all_key, b"", timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
