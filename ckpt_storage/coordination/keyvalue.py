@@ -139,11 +139,10 @@ class StoreClient:
         limits_s = [timeout_s / 2, timeout_s] if is_idempotent else [timeout_s]
         failure: Exception | None = None
         for limit_s in limits_s:
-            left_s = min(limit_s, end_s - time.monotonic())
+            # At least half for the second one, also if this process was stopped in the first.
+            left_s = min(limit_s, max(timeout_s / 2, end_s - time.monotonic()))
             try:
-                return self._pool.run(
-                    run, timeout_s=max(0.0, left_s), what=f"call {name}", repeatable=True
-                )
+                return self._pool.run(run, timeout_s=left_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
                 # A connection that broke stays broken; one that hangs blocks all other calls.
                 self._requests, failure = None, error
