@@ -572,7 +572,10 @@ class Conversation:
             except (NumberGivenUpError, SupersededError):
                 has_number = False
             else:
-                return
+                break
+        if self.lane.is_coordinator and not self._is_failure_known:
+            # This rank has claimed the round, and the reply was lost.
+            self._current().release(self._failed_release(error), _REPORT_S)
 
     def _acknowledge(self, *, is_failed: bool) -> bool:
         """Count this rank as done; return, on the coordinator, whether all ranks are."""
