@@ -89,7 +89,7 @@ class Conversation:
         self._coordinator = lane.names[COORDINATOR]
         self._listener: KeyListener | None = None
         self._is_reported = False
-        self._is_failure_known = False
+        self._is_failure_known = self._may_have_answered = False
         self._own_errors: dict[str, CheckpointError] = {}  # by the nonce of the release
         # The round that comes next, and what is known of it; changed under the condition.
         self._changed = threading.Condition()
@@ -469,6 +469,7 @@ class Conversation:
                 self.lane.keys.set(self._current().all_key, b"", self.phases.patience_s)
         except LostStoreError as error:
             if not self._is_commit:
+                self._may_have_answered = True
                 raise
             # The outcome stands; ranks that do not learn it ask the storage.
             log.warning("Reporting the outcome of %s failed: %s", self.phases.what, error)
@@ -545,6 +546,9 @@ class Conversation:
                 # An error of this rank, or one that it noted while it decided.
                 self.verdict = self.verdict or failed.error
                 self._current().release(failed, _REPORT_S)
+                if self._may_have_answered:
+                    # Members that have read the answer wait in the next round.
+                    self.lane.round(number + 1).fail(failed, _REPORT_S)
             elif not self._is_failure_known:
                 self._report_open(reported, is_interrupt=not isinstance(error, Exception))
         except PhaseTimeoutError as late:

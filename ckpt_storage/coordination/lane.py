@@ -192,6 +192,11 @@ class Lane:
             if earlier.round_number:
                 owned = self._round_of(self.session, earlier.number, earlier.round_number)
                 owned.release(earlier.release, timeout_s)
+                if isinstance(earlier.release, Failed):
+                    # An answer that was released before may have been read.
+                    following = earlier.round_number + 1
+                    next_round = self._round_of(self.session, earlier.number, following)
+                    next_round.fail(earlier.release, timeout_s)
             elif isinstance(earlier.release, Failed):
                 for round_number in range(1, _MAX_ROUNDS):
                     current = self._round_of(self.session, earlier.number, round_number)
