@@ -541,7 +541,7 @@ class Conversation:
         try:
             if self.loss is not None and self.failure is None:
                 # There is nobody to report to, or no way.
-                self.lane.remember(failed, number if self._has_claimed else 0)
+                self._remember(failed)
             elif self._has_claimed:
                 # An error of this rank, or one that it noted while it decided.
                 self.verdict = self.verdict or failed.error
@@ -554,10 +554,15 @@ class Conversation:
         except PhaseTimeoutError as late:
             log.debug("No rank learned why rank %d failed: %s", self._global_rank, late)
         except LostStoreError:
-            self.lane.remember(failed, number if self._has_claimed else 0)
+            self._remember(failed)
             raise
         finally:
             self.lane.ended(failed)
+
+    def _remember(self, failed: Failed) -> None:
+        """Have the next call of this rank report a failure, which keeps the other ranks waiting."""
+        owned_round = self._round_number if self._has_claimed else 0
+        self.lane.remember(failed, owned_round, has_number=self._round is not None)
 
     def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Report a failure in the first round that is open, of the number that the ranks use."""

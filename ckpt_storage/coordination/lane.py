@@ -174,12 +174,21 @@ class Lane:
         if not self.has_met:
             self._ended.append(failed)
 
-    def remember(self, release: Release, round_number: int = 0) -> None:
-        """Keep a release that could not be written, for the next call to write."""
-        if self.session:
-            self._unreported.append(
-                _Unreported(number=max(1, self.number), round_number=round_number, release=release)
-            )
+    def remember(
+        self, release: Release, round_number: int = 0, *, has_number: bool = True
+    ) -> None:
+        """Keep a release that could not be written, for the next call to write.
+
+        Without `has_number` the call had not taken a number yet: it counts as the next one.
+        """
+        if not self.session:
+            return
+        number = self.number
+        if not has_number:
+            number = max([number, *(earlier.number for earlier in self._unreported)]) + 1
+        self._unreported.append(
+            _Unreported(number=number, round_number=round_number, release=release)
+        )
 
     def report_earlier(self, timeout_s: float) -> None:
         """Write what earlier calls could not: other ranks may still wait for it.
