@@ -278,9 +278,9 @@ class Conversation:
     def _on_key(self, key: str) -> None:
         """Note that a key exists that this rank waits for; called in the listener's thread."""
         with self._changed:
+            self._present_keys.add(key)
             current, number = self._round, self._round_number
             if current is None or key not in {current.release_key, current.all_key}:
-                self._present_keys.add(key)
                 self._changed.notify_all()
                 return
         try:
@@ -415,16 +415,25 @@ class Conversation:
                 # The key that announces a failure is a hint, too.
                 failed = current.failure(self.phases.patience_s)
                 if failed is not None:
+                    self._free_listener(current.all_key)
                     self._note_failed(failed, self._round_number)
             is_due = False
             self.raise_failure()
             if self.lane.keys.has_all(keys, self.phases.patience_s):
+                self._free_listener(current.all_key)
                 return self._payloads(self.others)
             if time.monotonic() > self.phases.end_s:
                 missing = self._missing()
                 arrived = [rank for rank in self.others if rank not in missing]
                 raise LateRanksError(missing, self._payloads(arrived))
             self.phases.log_late(lambda: self.lane.names_of(self._missing()))
+
+    def _free_listener(self, key: str) -> None:
+        """Write a key that this rank has no use for any more, unless its listener has seen it."""
+        with self._changed:
+            is_free = key in self._present_keys
+        if not is_free:
+            self.lane.keys.set(key, b"", self.phases.patience_s)
 
     def _missing(self) -> list[int]:
         arrived = set(self._current().arrived(self.others, self.phases.patience_s))
@@ -607,5 +616,6 @@ class Conversation:
                 self._changed.wait(left_s)
             is_acknowledged = all_key in self._present_keys
         if not is_acknowledged:
+            self._free_listener(all_key)
             log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)
         return is_acknowledged
