@@ -168,12 +168,12 @@ class Conversation:
                 self._note_failed(counts, number)
                 return
             with self._changed:
-                if self._is_commit and self._round_number == number:
+                is_current = self._round_number == number
+                if is_current and self.lane.is_coordinator and not self._is_commit:
+                    # This rank has claimed the round, and reports the failure when it raises it.
+                    self._note_failure(error)
+                if is_current and (self.lane.is_coordinator or self._is_commit):
                     return
-            if self.lane.is_coordinator:
-                # This rank has claimed the round, and reports the failure when it raises it.
-                self._note_failure(error)
-                return
 
     def _failed_release(self, error: CheckpointError) -> Failed:
         error.rank = self._global_rank if error.rank is None else error.rank
