@@ -315,12 +315,26 @@ class Conversation:
     # What a member does in a round.
 
     def arrive(self, packed: bytes) -> None:
-        """Send this member's payload of the present round."""
+        """Send this member's payload of the present round.
+
+        In a commit whose verdict cannot be read, raises `UndecidedError`.
+        """
         current = self._current()
         with self._changed:
             self._has_arrived = True
         self.lane.own(current.arrival_key)
-        current.arrive(packed, self.phases.patience_s)
+        try:
+            current.arrive(packed, self.phases.patience_s)
+        except LostStoreError as error:
+            if not self._is_commit:
+                raise
+            # The coordinator may have the payload: this is a failure only if the verdict says so.
+            try:
+                self._fail(error)
+            except LostStoreError:
+                raise UndecidedError(str(error)) from error
+            if self.failure is not None:
+                raise self.failure from error
 
     def await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
         """Return the coordinator's answer, and enter the next round."""
