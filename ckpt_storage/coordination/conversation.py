@@ -520,6 +520,8 @@ class Conversation:
         """
         if error is not None:
             self._report(error)
+            if self._round is not None and not self.lane.is_coordinator:
+                self.lane.own_answer(self._round)
         elif not self.is_complete:
             self._close_round()
         self.is_complete = True

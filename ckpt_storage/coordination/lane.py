@@ -65,6 +65,7 @@ class Lane:
         self._ended: list[Failed] = []
         self._unreported: list[_Unreported] = []
         self._old_keys: list[tuple[int, str]] = []
+        self._old_answers: list[tuple[int, Round]] = []
 
     def heartbeat_key(self, rank: int) -> str:
         """Return where a rank sends its heartbeats, in all operations."""
@@ -223,6 +224,10 @@ class Lane:
         """Note keys of the present operation, which this rank removes later."""
         self._old_keys += [(self.number, key) for key in keys]
 
+    def own_answer(self, current: Round) -> None:
+        """Note a round of the present operation whose answer this rank may not have taken."""
+        self._old_answers.append((self.number, current))
+
     def delete_old(self, timeout_s: float) -> None:
         """Remove keys of operations before the present one, in which all ranks have met.
 
@@ -232,6 +237,9 @@ class Lane:
             while self._old_keys and self._old_keys[0][0] < self.number:
                 self.keys.delete(self._old_keys[0][1], min(timeout_s, _DELETE_S))
                 self._old_keys.pop(0)
+            while self._old_answers and self._old_answers[0][0] < self.number:
+                self._old_answers[0][1].take_answer(min(timeout_s, _DELETE_S))
+                self._old_answers.pop(0)
 
 
 def _incarnation() -> str:
