@@ -193,59 +193,6 @@ def test_a_rank_that_skipped_several_saves_passes_all_of_them() -> None:
     assert values(run(group(SharedStore(), 2), body)) == [[{400}, {500}]] * 2
 
 
-# Processes that are started anew over the same store.
-
-
-@pytest.mark.parametrize("first", ["the coordinator", "a member"])
-@pytest.mark.parametrize("old", ["committed", "failed", "twice failed", "alone", "waiting"])
-@pytest.mark.parametrize("has_count", [True, False])
-def test_no_key_of_an_earlier_incarnation_enters_the_next(
-    first: str, old: str, *, has_count: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever operations those were in that were ended, and whoever is there first."""
-    store = SharedStore()
-    if has_count:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    earlier = group(store, 3)
-    if old == "committed":
-        assert values(run(earlier, lambda ranks: rolling(ranks, 100))) == [{100}] * 3
-    elif old in {"failed", "twice failed"}:
-        for _ in range(1 if old == "failed" else 2):
-            # Each number is given up as one rank does not come.
-            run(earlier[:2], lambda ranks: rolling(ranks, 100, timeouts=SHORT))
-    elif old == "alone":
-        run(earlier[:1], lambda ranks: rolling(ranks, 100, timeouts=SHORT))
-    else:
-        for ranks in earlier[:2]:
-            threading.Thread(target=rolling, args=(ranks, 100), daemon=True).start()
-        threads.wait_until(
-            lambda: any(name.endswith("/1/1/from/1") for name in store.key_names()), "not there"
-        )
-        killed, store = store, _copy_of(store)
-        killed.cut(0, 1)
-    old_session = store.store.get("test/session")
-    if has_count:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-
-    def body(ranks: RankGroup) -> list[Any]:
-        if ranks.is_coordinator and first == "a member":
-            time.sleep(0.2)  # the others meet what is there
-        elif not ranks.is_coordinator and first == "the coordinator":
-            threads.wait_until(
-                lambda: store.store.get("test/session") != old_session, "no new session"
-            )
-        return [rolling(ranks, step) for step in (200, 300)]
-
-    assert values(run(group(store, 3), body)) == [[{200}, {300}]] * 3
-
-
-def _copy_of(store: SharedStore) -> SharedStore:
-    copy = SharedStore()
-    for key in store.store.list_keys():
-        copy.store.set(key, store.store.get(key))
-    return copy
-
-
 # Calls that raise before they have sent anything.
 
 

@@ -137,6 +137,13 @@ class SharedStore:
         with self.changed:
             self.unreachable.clear()
 
+    def copy(self) -> SharedStore:
+        """Return a store with the same keys, as those find it who are started anew."""
+        copy = SharedStore()
+        for key in self.store.list_keys():
+            copy.store.set(key, self.store.get(key))
+        return copy
+
     def key_names(self) -> list[str]:
         """Return all keys but heartbeats, without the prefix."""
         names = self.store.list_keys()
