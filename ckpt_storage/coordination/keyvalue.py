@@ -35,6 +35,9 @@ _WHOLE, _SLICED = b"w", b"p"
 _ABSENT = "-"
 """No value of ours; what a store answers that holds nothing under a key."""
 
+_MAX_WRITES = 4
+"""How often something is written whose connection breaks each time."""
+
 _RECONNECT_S = 0.1
 _CONNECT_S = 60.0
 _PROBE_S = 5.0
@@ -102,6 +105,11 @@ class StoreClient:
             where = self._address.host, self._address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
+
+    @property
+    def connection(self) -> object:
+        """The connection that carries requests; another one after a call that failed."""
+        return self._requests
 
     def address(self) -> StoreAddress | None:
         """Return where another process finds the store; None if only this process can reach it."""
@@ -205,8 +213,29 @@ class KeyValues:
         self._lock = threading.RLock()
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value`, of any size, under `key`; readers see all of it or nothing."""
+        """Put `value`, of any size, under `key`; readers see all of it or nothing.
+
+        Lost without an error where the connection has broken since the last call.
+        """
         self._call("set", key, self._envelope(key, value, timeout_s), timeout_s=timeout_s)
+
+    def set_surely(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put `value` under `key`, and make sure that the store has it."""
+        self.write_surely(lambda: self.set(key, value, timeout_s), key, timeout_s)
+
+    def write_surely(self, write: Callable[[], None], last_key: str, timeout_s: float) -> None:
+        """Call `write`, which sets `last_key` last, until the store has all that it sets.
+
+        Torch's client gets no reply to a `set`. A reply to what follows over the same connection
+        shows that the store has read all before it.
+        """
+        for _ in range(_MAX_WRITES):
+            connection = self.client.connection
+            write()
+            is_there = self.has_all([last_key], timeout_s)
+            if is_there and connection is not None and self.client.connection is connection:
+                return
+        raise LostStoreError(f"{last_key} got lost {_MAX_WRITES} times")
 
     def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
         """Put each value under its key, many in one request; each request has `timeout_s`."""

@@ -136,10 +136,10 @@ class Lane:
         token = self.keys.get("session", timeout_s)
         if token is not None and token.decode() != session:
             self._old_session = token
-        self.keys.set("session", session.encode(), timeout_s)
+        self.keys.set_surely("session", session.encode(), timeout_s)
         if self._old_session is not None:
             old = self._old_session.decode()
-            self.keys.set(f"{old}/superseded", session.encode(), timeout_s)
+            self.keys.set_surely(f"{old}/superseded", session.encode(), timeout_s)
             number, is_open = 1, False
             while not is_open:
                 # A rank of this incarnation may wait under any number up to the first open one.

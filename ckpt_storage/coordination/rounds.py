@@ -123,11 +123,17 @@ class Round:
         return f"{self._prefix}/from/{rank}"
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
-        """Send this member's payload. The count is a hint: the coordinator looks itself, too."""
-        self._keys.set(self.arrival_key, payload, timeout_s)
+        """Send this member's payload. The count is a hint that may be lost or come twice."""
+        keys, count = self._keys, 0
+        connection = keys.client.connection
+        keys.set(self.arrival_key, payload, timeout_s)
         with contextlib.suppress(LostStoreError):
-            if self._keys.count(f"{self._prefix}/count", timeout_s) == self._world_size - 1:
-                self._keys.set(self.all_key, b"", timeout_s)
+            count = keys.count(f"{self._prefix}/count", timeout_s)
+        if count == 0 or connection is None or keys.client.connection is not connection:
+            # No reply over the same connection shows that the store has the payload.
+            keys.set_surely(self.arrival_key, payload, timeout_s)
+        if count == self._world_size - 1:
+            keys.set(self.all_key, b"", timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
@@ -168,10 +174,14 @@ class Round:
         self, release: Release, timeout_s: float, answers: Mapping[int, bytes] | None = None
     ) -> None:
         """Let all ranks go on or fail; for the owner of the verdict."""
-        if answers:
-            by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in answers.items()}
+        by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in (answers or {}).items()}
+        packed = pickle.dumps(release)
+
+        def write() -> None:
             self._keys.set_many(by_key, timeout_s)
-        self._keys.set(self.release_key, pickle.dumps(release), timeout_s)
+            self._keys.set(self.release_key, packed, timeout_s)
+
+        self._keys.write_surely(write, self.release_key, timeout_s)
         if not isinstance(release, Released):
             # The coordinator waits for arrivals, not for the release.
             self._keys.set(self.all_key, b"", timeout_s)

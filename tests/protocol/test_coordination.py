@@ -263,7 +263,9 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when
     finally:
         hanging.released.set()
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
-        assert isinstance(error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError)
+        assert isinstance(
+            error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError
+        )
         assert error.rank == 2
         assert "ank 2" in str(error)
         assert one.wall_s < 2.0 + SLACK_S

@@ -14,114 +14,122 @@ from typing import Any
 import pytest
 import rank_threads as threads
 import torch.distributed as dist
+from rank_threads import SharedStore
 
-from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Timeouts
+from ckpt_storage import CheckpointError, PhaseTimeoutError, Timeouts
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError
+from ckpt_storage.coordination.identity import Identity
+from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError, StoreClient
+from ckpt_storage.store.threads import TimedPool
 
 quick = threads.quick
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-class EndedKeys(threads.MemoryKeys):
-    """A store as a process sees it that is ended as soon as it has left a message."""
-
-    def __init__(self, keys: threads.MemoryKeys) -> None:
-        self._values = keys._values  # noqa: SLF001  # the same memory
-        self._has_ended = False
-
-    def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        if not self._has_ended:
-            super().set(key, value, timeout_s)
-        self._has_ended = True
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        if self._has_ended:
-            raise LostStoreError(f"ended before it read {key} within {timeout_s} s")
-        return super().get(key, timeout_s)
-
-    def has_all(self, keys: object, timeout_s: float) -> bool:
-        raise LostStoreError(f"ended before it looked for {keys} within {timeout_s} s")
-
-    def delete(self, key: str, timeout_s: float) -> None:
-        raise LostStoreError(f"ended before it took {key} back within {timeout_s} s")
+SHORT = Timeouts(plan=0.3, silence=5)
+LONG = Timeouts(plan=20, silence=5)
 
 
-def leave_job(keys: threads.MemoryKeys, *, number: int, url: str) -> None:
-    """Leave what a job leaves that is ended while its ranks meet: a call, and answers to it."""
-    for ranks in threads.group(lambda: EndedKeys(keys), 3):
-        ranks.number = number - 1
-        with (
-            pytest.raises(RankFailedError),
-            ranks.operation("the test", timeouts=Timeouts()) as operation,
-        ):
-            operation.meet({"the checkpoint's URL": url})
-    assert keys.keys[0] == "call"
-    assert [key.split("/")[::2] for key in keys.keys[1:]] == [["here", "1"], ["here", "2"]]
+def tried(ranks: RankGroup, url: str, value: int, timeouts: Timeouts = LONG) -> Any:
+    """Run one operation; return the values of all ranks, or the error."""
+    try:
+        with ranks.operation("the save to x", timeouts=timeouts) as operation:
+            operation.meet(threads.TERMS, identity=Identity(kind="the save", url=url))
+            return operation.all_gather(value)
+    except CheckpointError as error:
+        return error
 
 
-@pytest.mark.parametrize("number", [1, 2, 7])
-@pytest.mark.parametrize("url", [*threads.TERMS.values(), "memory://other"])
+def leave_job(store: SharedStore, how: str, url: str) -> SharedStore:
+    """Leave what a job leaves in its store that is killed, and return that store."""
+    ranks = threads.group(store, 3)
+    count = 6 if how == "waiting after six" else 1
+    if how in {"committed", "waiting after six"}:
+        for _ in range(count):
+            ended = threads.run(ranks, lambda one: tried(one, url, 0))
+            assert threads.values(ended) == [[0, 0, 0]] * 3
+    elif how != "waiting":
+        # Each number is given up as one rank does not come, or two.
+        for _ in range(2 if how == "twice failed" else 1):
+            came = ranks[:1] if how == "alone" else ranks[:2]
+            threads.run(came, lambda one: tried(one, url, 0, SHORT))
+    if how.startswith("waiting"):
+        for one in ranks[:2]:
+            threading.Thread(target=tried, args=(one, url, 0), daemon=True).start()
+        at = f"/{count + 1 if how == 'waiting after six' else 1}/1/from/1"
+        threads.wait_until(
+            lambda: any(name.endswith(at) for name in store.key_names()), "rank 1 did not come"
+        )
+    left = store.copy()
+    store.cut(0, 1, 2)
+    return left
+
+
 @pytest.mark.parametrize("first", ["the coordinator", "the others"])
-def test_messages_of_ranks_that_were_ended_are_not_taken_for_their_successors(
-    number: int, url: str, first: str
+@pytest.mark.parametrize(
+    "how", ["committed", "failed", "twice failed", "alone", "waiting", "waiting after six"]
+)
+@pytest.mark.parametrize("has_count", [True, False])
+def test_keys_of_ranks_that_were_killed_are_not_taken_for_their_successors(
+    how: str, first: str, *, has_count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All meet, and no operation fails, whatever operation those were in that were ended."""
-    keys = threads.MemoryKeys()
-    leave_job(keys, number=number, url=url)
-    old = set(keys.keys) - {"call"}
-    call = keys.get("call", threads.END_S)
+    """All meet, whatever operations those were in; torchrun's count of restarts is not needed."""
+    if has_count:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    store = leave_job(SharedStore(), how, "/old")
+    if has_count:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    session = store.store.get("test/session")
 
-    def body(ranks: RankGroup) -> list[list[bytes]]:
+    def body(ranks: RankGroup) -> list[Any]:
         if ranks.is_coordinator and first == "the others":
-            time.sleep(20 * threads.LOOK_S)  # the others answer the old call meanwhile
+            time.sleep(0.2)  # the others read the old keys meanwhile
         elif not ranks.is_coordinator and first == "the coordinator":
-            threads.wait_until(lambda: keys.get("call", threads.END_S) != call, "no new call")
-        return [threads.together(ranks) for _ in range(3)]
+            threads.wait_until(lambda: store.store.get("test/session") != session, "no session")
+        return [tried(ranks, "/new", number) for number in range(3)]
 
-    told = threads.values(threads.run(threads.group(keys, 3), body))
-    assert told == [[[b"0", b"1", b"2"]] * 3] * 3
-    left = threads.MemoryKeys()
-    for key in set(keys.keys) - old:
-        left.set(key, b"", threads.END_S)
-    assert len(threads.operations_on(left)) == 1, keys.keys
+    ended = threads.values(threads.run(threads.group(store, 3), body))
+    assert ended == [[[number] * 3 for number in range(3)]] * 3
+
+
+@pytest.mark.parametrize("has_count", [True, False])
+def test_a_number_that_was_given_up_before_the_restart_costs_no_more_than_itself(
+    *, has_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the same operation is tried again; with torchrun's count it costs nothing."""
+    if has_count:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    store = leave_job(SharedStore(), "alone", "/last")
+    if has_count:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.is_coordinator:
+            time.sleep(0.2)  # the others read the old keys meanwhile
+        return [tried(ranks, "/last", number) for number in range(3)]
+
+    for first, *others in threads.values(threads.run(threads.group(store, 3), body)):
+        assert first == [0, 0, 0] or (not has_count and isinstance(first, CheckpointError))
+        assert others == [[1, 1, 1], [2, 2, 2]]
 
 
 def test_a_rank_that_is_not_started_anew_is_named() -> None:
     """What its predecessor left is not taken for its coming; once it has come, all meet."""
-    keys = threads.MemoryKeys()
-    leave_job(keys, number=1, url=threads.TERMS["the checkpoint's URL"])
-    ranks = threads.group(keys, 3)
+    store = leave_job(SharedStore(), "waiting", "/old")
+    ranks = threads.group(store, 3)
+    for error in threads.values(
+        threads.run([ranks[0], ranks[2]], lambda one: tried(one, "/new", 0, SHORT))
+    ):
+        assert isinstance(error, PhaseTimeoutError)
+        assert error.rank == 1
+        assert "Rank 1 of 3 has not come" in str(error)
 
-    def alone(ranks: RankGroup) -> str:
-        with pytest.raises(PhaseTimeoutError) as caught:
-            threads.together(ranks, Timeouts(plan=0.5))
-        return str(caught.value)
+    def body(one: RankGroup) -> Any:
+        if one.rank == 1:
+            assert isinstance(tried(one, "/new", 0), PhaseTimeoutError)
+        return tried(one, "/new", 1)
 
-    told = threads.values(threads.run([ranks[0], ranks[2]], alone))
-    assert all("Rank 1 of 3 has not come" in one for one in told), told
-
-    def all_come(ranks: RankGroup) -> list[bytes]:
-        if ranks.rank == 1:
-            with pytest.raises(PhaseTimeoutError, match="given up before"):
-                threads.together(ranks)
-        return threads.together(ranks)
-
-    assert threads.values(threads.run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
-
-
-SHORT = Timeouts(plan=0.3, silence=5)
-LONG = Timeouts(plan=8, silence=5)
-
-
-def tried(ranks: RankGroup, timeouts: Timeouts, url: int, said: bytes) -> Any:
-    """Run one operation; return what all said, or the error."""
-    try:
-        with ranks.operation("the save to x", timeouts=timeouts) as operation:
-            operation.meet({"url": f"x{url}"})
-            return operation.all_gather(said)
-    except CheckpointError as error:
-        return error
+    assert threads.values(threads.run(ranks, body)) == [[1, 1, 1]] * 3
 
 
 @pytest.mark.parametrize(
@@ -136,7 +144,8 @@ def test_a_rank_that_is_late_for_a_save_takes_part_in_the_next(late: str, *, is_
     gave_up = threading.Event()
 
     def saves(ranks: RankGroup, *steps: int, timeouts: Timeouts = LONG) -> list[Any]:
-        return [tried(ranks, timeouts, step * (not is_same), b"%d" % step) for step in steps]
+        urls = ["/last" if is_same else f"/step-{step}" for step in steps]
+        return [tried(ranks, url, step, timeouts) for url, step in zip(urls, steps, strict=True)]
 
     def body(ranks: RankGroup) -> list[Any]:
         if ranks.rank == 0:
@@ -155,28 +164,28 @@ def test_a_rank_that_is_late_for_a_save_takes_part_in_the_next(late: str, *, is_
                 raise CheckpointError("my own")
         return saves(ranks, 2, 3, 4)
 
-    ended = threads.values(threads.run(threads.group(threads.MemoryKeys(), 2), body))
-    assert ended == [[[b"%d" % step] * 2 for step in (2, 3, 4)]] * 2
+    ended = threads.values(threads.run(threads.group(SharedStore(), 2), body))
+    assert ended == [[[step] * 2 for step in (2, 3, 4)]] * 2
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(late: int) -> None:
-    """Of three ranks one whose word comes too late is in step again by the third operation."""
+    """Of three ranks one that comes too late is in step again by the third operation."""
     gave_up = threading.Barrier(3)
 
     def body(ranks: RankGroup) -> list[Any]:
         if ranks.rank == late:
             gave_up.wait(threads.END_S)
         timeouts = Timeouts(plan=2.0 if ranks.rank == late else 0.3)
-        ended = [tried(ranks, timeouts, 0, b"")]
+        ended = [tried(ranks, "/0", 0, timeouts)]
         if ranks.rank != late:
             gave_up.wait(threads.END_S)
-        return ended + [tried(ranks, Timeouts(plan=2.0), step, b"") for step in (1, 2, 3)]
+        return ended + [tried(ranks, f"/{step}", step, Timeouts(plan=2.0)) for step in (1, 2, 3)]
 
-    for ended in threads.values(threads.run(threads.group(threads.MemoryKeys(), 3), body)):
+    for ended in threads.values(threads.run(threads.group(SharedStore(), 3), body)):
         # Where rank 0 is late, the others wait for it in the next operation.
-        assert ended[2:] == [[b""] * 3] * 2
-        assert late == 0 or ended[1] == [b""] * 3
+        assert ended[2:] == [[2] * 3, [3] * 3]
+        assert late == 0 or ended[1] == [1] * 3
 
 
 @pytest.fixture
@@ -187,21 +196,6 @@ def server() -> dist.TCPStore:
 
 def _client(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-
-
-def operate(ranks: list[RankGroup], for_s: float) -> list[BaseException | None]:
-    """Run one operation that lasts a while; return what each rank raised."""
-
-    def body(one: RankGroup) -> None:
-        with one.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
-            operation.meet({})
-            end_s = time.monotonic() + for_s
-            while operation.failure() is None and time.monotonic() < end_s:
-                time.sleep(threads.LOOK_S)
-            operation.deadline.check("the test")
-            operation.all_gather(b"")
-
-    return [ended.error for ended in threads.run(ranks, body)]
 
 
 class Cable:
@@ -243,30 +237,39 @@ def _carry(source: socket.socket, drain: socket.socket) -> None:
             drain.sendall(data)
 
 
-def test_operations_keep_their_connection_until_it_breaks(server: dist.TCPStore) -> None:
-    """Each rank connects once. One that broke costs an operation; the next connects anew."""
+def test_ranks_keep_two_connections_and_replace_those_that_break(server: dist.TCPStore) -> None:
+    """One carries requests, one waits; an operation goes on if all break in the middle of it."""
     cable, made = Cable(server.port), list[dist.Store]()
-    while_s = 0.3  # torch takes a while to put down how a call failed
 
     def connect() -> dist.Store:
         made.append(_client(cable.port))
         return made[-1]
 
-    ranks = threads.group(lambda: KeyValues(connect, "test"), 2)
-    with contextlib.closing(cable), contextlib.closing(ranks[0]), contextlib.closing(ranks[1]):
+    def body(ranks: RankGroup, cuts: bool = False) -> list[int]:  # noqa: FBT001, FBT002  # of one test
+        with ranks.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+            operation.meet({})
+            values = operation.all_gather(ranks.rank)
+            if cuts and ranks.rank == 1:
+                cable.cut()
+            assert operation.all_gather(0) == [0, 0]
+            return values
+
+    ranks = threads.group(connect, 2)
+    with contextlib.closing(cable):
         for _ in range(4):
-            assert operate(ranks, while_s) == [None, None]
-        assert len(made) == 2
-        cable.cut()
-        assert all(isinstance(error, RankFailedError) for error in operate(ranks, while_s))
+            assert threads.values(threads.run(ranks, body)) == [[0, 1]] * 2
+        assert len(made) == 4
+        assert threads.values(threads.run(ranks, partial(body, cuts=True))) == [[0, 1]] * 2
         for _ in range(2):
-            assert operate(ranks, while_s) == [None, None]
+            assert threads.values(threads.run(ranks, body)) == [[0, 1]] * 2
+        for one in ranks:
+            one.keys.client.close()
 
 
 def test_what_is_removed_while_it_is_read_is_not_waited_for(server: dist.TCPStore) -> None:
     """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
     connect = partial(_client, server.port)
-    reader, writer = KeyValues(connect, "test"), KeyValues(connect, "test")
+    reader, writer = (KeyValues(StoreClient(connect), "test") for _ in range(2))
     is_over = threading.Event()
 
     def put_and_remove() -> None:
@@ -288,12 +291,12 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for(server: dist.TCPStor
     assert connect().delete_key("test/large#1")
     assert reader.get("large", threads.END_S) is None
     for keys in (writer, reader):
-        keys.close()
+        keys.client.close()
 
 
 def test_a_child_of_fork_connects_anew(server: dist.TCPStore) -> None:
     """Two processes that ask on one connection take each other's answers."""
-    keys = KeyValues(partial(_client, server.port), "test")
+    keys = KeyValues(StoreClient(partial(_client, server.port)), "test")
     for name in ("parent", "child"):
         keys.set(name, name.encode(), threads.END_S)
     assert keys.has_all(["parent", "child"], threads.END_S)
@@ -320,11 +323,11 @@ def test_a_child_of_fork_connects_anew(server: dist.TCPStore) -> None:
         process.join(threads.END_S)
     # The child let go of the connection that was the parent's, and the parent still has it.
     assert keys.get("parent", threads.END_S) == b"parent"
-    keys.close()
+    keys.client.close()
 
 
 def test_a_connection_that_hangs_is_left_behind() -> None:
-    """A call that does not come back keeps no later one, which connects anew."""
+    """A call that does not come back is repeated once over a new one, which later calls use."""
     is_over = threading.Event()
 
     class Hanging:
@@ -332,13 +335,37 @@ def test_a_connection_that_hangs_is_left_behind() -> None:
             is_over.wait(threads.END_S)
             return b""
 
-    stores: list[Any] = [Hanging(), dist.HashStore()]
-    keys = KeyValues(lambda: stores.pop(0), "test")
+    stores: list[Any] = [Hanging(), dist.HashStore(), Hanging(), Hanging(), dist.HashStore()]
+    keys = KeyValues(StoreClient(lambda: stores.pop(0)), "test")
     try:
-        with pytest.raises(LostStoreError, match="no answer in"):
-            keys.get("key", 0.1)
+        assert keys.get("key", 1.0) is None
         keys.set("key", b"value", threads.END_S)
         assert keys.get("key", threads.END_S) == b"value"
+        keys.client.close()
+        with pytest.raises(LostStoreError, match="no answer in"):
+            keys.get("key", 0.2)
+        assert keys.get("key", threads.END_S) is None
     finally:
         is_over.set()
-        keys.close()
+        keys.client.close()
+
+
+def test_a_process_that_was_stopped_in_a_request_has_not_lost_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long that was, the request is repeated before the store counts as lost."""
+    store = dist.HashStore()
+    client = StoreClient(lambda: store)
+    keys = KeyValues(client, "test")
+    keys.set("key", b"value", threads.END_S)
+    run, stopped = TimedPool.run, list[bool]()
+
+    def stop_first(pool: TimedPool, call: Any, **options: Any) -> Any:
+        if not stopped:
+            stopped.append(True)
+            time.sleep(0.5)
+            raise TimeoutError
+        return run(pool, call, **options)
+
+    monkeypatch.setattr(TimedPool, "run", stop_first)
+    assert keys.get("key", 0.3) == b"value"

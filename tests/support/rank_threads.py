@@ -6,7 +6,8 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from ckpt_storage.coordination.rounds import ByRank
 PREFIX = "test"
 
 POLL_S = 0.002
-END_S = 60.0
+END_S = 20.0
 """After this a thread hangs; far longer than any test takes."""
 
 LONG = Timeouts()
@@ -86,6 +87,7 @@ class SharedStore:
         self.unreachable: set[int] = set()
         self.silent: set[int] = set()
         self._faults: list[Fault] = []
+        self._goes_on: dict[int, threading.Event] = {}
 
     def connect(self, rank: int) -> Connection:
         if rank in self.unreachable:
@@ -93,7 +95,23 @@ class SharedStore:
         return Connection(self, rank)
 
     def keys_of(self, rank: int) -> KeyValues:
-        return KeyValues(StoreClient(partial(self.connect, rank)), PREFIX)  # type: ignore[arg-type]  # as much of a store as is used
+        return KeyValues(_Client(self, rank), PREFIX)
+
+    def goes_on(self, rank: int) -> threading.Event:
+        """Return the event that is clear while the process of a rank is stopped."""
+        if rank not in self._goes_on:
+            self._goes_on[rank] = threading.Event()
+            self._goes_on[rank].set()
+        return self._goes_on[rank]
+
+    @contextmanager
+    def stopped(self, rank: int) -> Iterator[None]:
+        """Stop the process of a rank, as far as the store can see it."""
+        self.goes_on(rank).clear()
+        try:
+            yield
+        finally:
+            self.goes_on(rank).set()
 
     def add_fault(self, fault: Fault) -> Fault:
         self._faults.append(fault)
@@ -119,12 +137,17 @@ class SharedStore:
         with self.changed:
             self.unreachable.clear()
 
+    def copy(self) -> SharedStore:
+        """Return a store with the same keys, as those find it who are started anew."""
+        copy = SharedStore()
+        for key in self.store.list_keys():
+            copy.store.set(key, self.store.get(key))
+        return copy
+
     def key_names(self) -> list[str]:
         """Return all keys but heartbeats, without the prefix."""
         names = self.store.list_keys()
-        return sorted(
-            name.removeprefix(f"{PREFIX}/") for name in names if "/alive/" not in name
-        )
+        return sorted(name.removeprefix(f"{PREFIX}/") for name in names if "/alive/" not in name)
 
     def numbers(self) -> set[int]:
         """Return the numbers of the operations of which keys are left."""
@@ -135,6 +158,18 @@ class SharedStore:
         """Return the requests of a rank, without heartbeats."""
         with self.changed:
             return [one for one in self.requests if one.rank == rank and "/alive/" not in one.key]
+
+
+class _Client(StoreClient):
+    """The client of a process that can be stopped: its calls wait until it goes on."""
+
+    def __init__(self, shared: SharedStore, rank: int) -> None:
+        super().__init__(partial(shared.connect, rank))  # type: ignore[arg-type]  # as much of a store as is used
+        self._goes_on = shared.goes_on(rank)
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        assert self._goes_on.wait(END_S)
+        return super().call(name, *args, **options)
 
 
 class Connection:

@@ -1,0 +1,678 @@
+"""Operations by number and step: ranks that skip, come late, are started anew, cancel, or lose
+requests; who learns what, and that the next operation of all ranks goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import rank_threads as threads
+from rank_threads import END_S, LONG, SLACK_S, TERMS, Fault, SharedStore, group, run, values
+
+from ckpt_storage.coordination import conversation
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
+from ckpt_storage.coordination.keyvalue import LostStoreError, StoreClient
+from ckpt_storage.coordination.liveness import worker_keys
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rounds import UndecidedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    PhaseTimeoutError,
+    RankFailedError,
+    RankMismatchError,
+    SaveCancelledError,
+)
+from ckpt_storage.options import Timeouts
+
+quick = threads.quick
+pytestmark = pytest.mark.usefixtures("quick")
+
+SHORT = Timeouts(plan=0.3, silence=5.0)
+LAST = "/last"
+
+
+def save(
+    ranks: RankGroup,
+    mark: int,
+    *,
+    step: int | None = None,
+    url: str = LAST,
+    timeouts: Timeouts = LONG,
+    inside: Callable[[Operation, str], object] = lambda _operation, _stage: None,
+) -> Any:
+    """Run an operation of the shape of a save; return what was committed, or the error.
+
+    What is committed are the marks of all ranks. `inside` is called in each stage.
+    """
+
+    def decide(_: object) -> None:
+        inside(operation, "deciding")
+
+    def commit(marks: list[int]) -> set[int]:
+        inside(operation, "committing")
+        return set(marks)
+
+    try:
+        with ranks.operation(f"the save to {url}", timeouts=timeouts) as operation:
+            inside(operation, "begun")
+            operation.identify(Identity(kind="the save", url=url, step=step))
+            operation.meet(TERMS, decide=decide)
+            operation.phase("write")
+            inside(operation, "writing")
+            operation.phase("commit")
+            return operation.exchange(mark, commit, is_commit=True, is_last=True)
+    except CheckpointError as error:
+        return error
+
+
+def rolling(ranks: RankGroup, step: int, **options: Any) -> Any:
+    """Save a step to a URL that stays the same."""
+    return save(ranks, step, step=step, **options)
+
+
+def numbered(ranks: RankGroup, step: int, **options: Any) -> Any:
+    """Save a step to a URL of its own; the step is not known."""
+    return save(ranks, step, url=f"/step-{step}", **options)
+
+
+def unnumbered(ranks: RankGroup, step: int, **options: Any) -> Any:
+    """Save a step to a URL that stays the same; the step is not known."""
+    return save(ranks, step, **options)
+
+
+# Ranks that skip a call.
+
+
+@pytest.mark.parametrize("skipping", [0, 1, 2])
+def test_a_skipped_save_fails_for_the_others_and_no_later_one(skipping: int) -> None:
+    """The error names both steps and their ranks; the rank ahead keeps its call."""
+    steps = {rank: [100, 200, 300] for rank in range(3)} | {skipping: [200, 300]}
+    ended = values(
+        run(
+            group(SharedStore(), 3),
+            lambda ranks: [rolling(ranks, step) for step in steps[ranks.rank]],
+        )
+    )
+    assert ended.pop(skipping) == [{200}, {300}]
+    for error, *saved in ended:
+        assert isinstance(error, RankMismatchError)
+        behind = [rank for rank in range(3) if rank != skipping]
+        assert error.values == {"100": behind, "200": [skipping]}
+        assert saved == [{200}, {300}]
+
+
+def test_the_rank_ahead_keeps_its_deadline() -> None:
+    """It waits no longer than its own call may, however many numbers are given up meanwhile."""
+    begin = threading.Event()
+
+    def body(ranks: RankGroup) -> Any:
+        if ranks.rank == 1:
+            begin.wait(END_S)
+            return rolling(ranks, 900, timeouts=Timeouts(plan=0.6))
+        ended = []
+        for step in range(100, 500, 100):
+            ended.append(rolling(ranks, step, timeouts=Timeouts(plan=0.2)))
+            begin.set()
+        return ended
+
+    ended = run(group(SharedStore(), 2), body)
+    assert all(isinstance(error, CheckpointError) for error in values(ended)[0])
+    assert isinstance(ended[1].value, PhaseTimeoutError)
+    assert ended[1].value.rank == 0
+    assert ended[1].wall_s < 0.6 + 4 * 0.5 + SLACK_S
+
+
+@pytest.mark.parametrize("skipped", [1, 2])
+def test_urls_bring_ranks_in_step_where_steps_are_not_known(skipped: int) -> None:
+    """After k skipped calls the next k fail, and those after them are committed by all."""
+    steps = [100 * number for number in range(1, 2 * skipped + 4)]
+
+    def body(ranks: RankGroup) -> dict[int, Any]:
+        own = steps[skipped:] if ranks.rank == 1 else steps
+        return {step: numbered(ranks, step) for step in own}
+
+    for ended in values(run(group(SharedStore(), 3), body)):
+        saved = {step for step, value in ended.items() if value == {step}}
+        assert saved >= set(steps[2 * skipped :])
+        assert all(value == {step} for step, value in ended.items() if step in saved)
+        assert all(
+            isinstance(value, CheckpointError) for step, value in ended.items() if step not in saved
+        )
+
+
+# Ranks that are late.
+
+
+@pytest.mark.parametrize("call", [rolling, unnumbered, numbered])
+@pytest.mark.parametrize("late_count", [1, 3])
+def test_a_late_rank_fails_what_the_others_gave_up_and_takes_part_in_the_next(
+    call: Callable[..., Any], late_count: int
+) -> None:
+    """However many calls it is behind; nothing of a call enters another one."""
+    gave_up = threading.Event()
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == 1:
+            assert gave_up.wait(END_S)
+        timeouts = LONG if ranks.rank == 1 else SHORT
+        ended = [call(ranks, number, timeouts=timeouts) for number in range(late_count)]
+        if ranks.rank == 0:
+            gave_up.set()
+        return ended + [call(ranks, number) for number in range(late_count, late_count + 2)]
+
+    for ended in values(run(group(SharedStore(), 2), body)):
+        assert all(isinstance(error, CheckpointError) for error in ended[:late_count])
+        assert ended[late_count:] == [{late_count}, {late_count + 1}]
+
+
+def test_a_rank_that_skipped_several_saves_passes_all_of_them() -> None:
+    """Its next call takes part in the others' next."""
+    gave_up = threading.Event()
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.rank == 1:
+            assert gave_up.wait(END_S)
+            return [rolling(ranks, step) for step in (400, 500)]
+        ended = [rolling(ranks, step, timeouts=SHORT) for step in (100, 200, 300)]
+        gave_up.set()
+        assert all(isinstance(error, PhaseTimeoutError) for error in ended)
+        return [rolling(ranks, step) for step in (400, 500)]
+
+    assert values(run(group(SharedStore(), 2), body)) == [[{400}, {500}]] * 2
+
+
+# Calls that raise before they have sent anything.
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("call", [rolling, unnumbered])
+def test_a_call_that_raises_at_once_fails_it_for_all(
+    call: Callable[..., Any], failing: int, *, is_first: bool
+) -> None:
+    """In the first operation as well as later; the next one goes on."""
+
+    def raise_begun(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (failing, "begun"):
+            raise CheckpointError("no state")
+
+    def body(ranks: RankGroup) -> list[Any]:
+        before = [] if is_first else [call(ranks, 0)]
+        return [*before, call(ranks, 1, inside=raise_begun), call(ranks, 2)]
+
+    for ended in values(run(group(SharedStore(), 3), body)):
+        *before, error, after = ended
+        assert (before, after) == ([] if is_first else [{0}], {2})
+        assert "no state" in str(error)
+        assert error.rank == failing
+
+
+@pytest.mark.parametrize(
+    ("before", "failing", "raises"),
+    [
+        ("nothing", 0, False),
+        ("nothing", 1, True),
+        ("a failure", 0, True),
+        ("a failure", 1, False),
+        ("a save", 0, False),
+        ("a save", 1, True),
+    ],
+)
+def test_calls_without_the_store_count_all_the_same(
+    before: str, failing: int, *, raises: bool
+) -> None:
+    """The others give them up at their deadline, and no state of one call enters another."""
+    store, turns = SharedStore(), threading.Barrier(3)
+
+    def raise_begun(_: Operation, stage: str) -> None:
+        if stage == "begun":
+            raise CheckpointError("no state")
+
+    def body(ranks: RankGroup) -> list[Any]:
+        is_failing = ranks.rank == failing
+        if before == "a save":
+            assert unnumbered(ranks, 0) == {0}
+        elif before == "a failure":
+            assert isinstance(unnumbered(ranks, 0, inside=raise_begun), CheckpointError)
+        errors, more = [], {"inside": raise_begun} if is_failing and raises else {}
+        for mark in (1, 2):
+            turns.wait(END_S)
+            if is_failing:
+                store.cut(failing)
+            turns.wait(END_S)
+            errors.append(unnumbered(ranks, mark, timeouts=Timeouts(plan=0.2, silence=0.2), **more))
+        turns.wait(END_S)
+        if is_failing:
+            store.mend()
+        return [errors, unnumbered(ranks, 3), unnumbered(ranks, 4)]
+
+    for rank, (errors, *after) in enumerate(values(run(group(store, 3), body))):
+        for error in errors:
+            assert isinstance(error, CheckpointError)
+            if rank != failing:
+                assert error.rank == failing or failing == 0
+        assert after == [{3}, {4}]
+
+
+# Requests that are lost.
+
+
+def _requests_of_a_save() -> list[tuple[int, str, str]]:
+    """Return rank, method and key of each request of a first and a second save of two ranks."""
+    store = SharedStore()
+    ranks = group(store, 2)
+    for step in (1, 2):
+        values(run(ranks, lambda one, step=step: rolling(one, step)))  # type: ignore[misc]  # a default
+    seen = dict.fromkeys(
+        (request.rank, request.method, request.key.partition("/")[2] or request.key)
+        for rank in range(2)
+        for request in store.requests_of(rank)
+    )
+    return list(seen)
+
+
+@pytest.mark.parametrize("effect", ["request lost", "reply lost", "broken"])
+def test_each_request_of_a_save_may_be_lost_once(
+    effect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save goes on, and so does the next one."""
+    monkeypatch.setattr(conversation, "_LOOK_S", 0.05)
+    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+    for rank, method, key in _requests_of_a_save():
+        store = SharedStore()
+        pattern = f"(^|/){re.escape(key)}$"
+        fault = store.add_fault(Fault(effect=effect, rank=rank, method=method, key=pattern))
+        ended = run(group(store, 2), lambda ranks: [rolling(ranks, step) for step in (1, 2)])
+        assert values(ended) == [[{1}, {2}]] * 2, fault
+        # Which rank writes these, and whether, is a matter of who is first.
+        assert fault.seen.is_set() or key.endswith(("/all", "/all_done")), fault
+
+
+@pytest.mark.parametrize("effect", ["request lost", "reply lost"])
+def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
+    effect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank says "failed" of what is committed, or the reverse; the next save is committed."""
+    monkeypatch.setattr(conversation, "_LOOK_S", 0.05)
+    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+    timeouts = Timeouts(plan=3.0, write=3.0, commit=3.0, silence=3.0)
+    for rank, method, key in _requests_of_a_save():
+        store = SharedStore()
+        pattern = f"(^|/){re.escape(key)}$"
+        fault = store.add_fault(
+            Fault(effect=effect, rank=rank, method=method, key=pattern, count=2)
+        )
+
+        def body(ranks: RankGroup) -> list[Any]:
+            return [rolling(ranks, step, timeouts=timeouts) for step in (1, 2, 3)]
+
+        ended = values(run(group(store, 2), body))
+        for step, of_ranks in enumerate(zip(*ended, strict=True), 1):
+            sure = [value for value in of_ranks if not isinstance(value, UndecidedError)]
+            is_committed = any(value == {step} for value in sure)
+            assert all((value == {step}) == is_committed for value in sure), (fault, ended)
+        assert [of_rank[-1] for of_rank in ended] == [{3}] * 2, (fault, ended)
+
+
+# Cancels from another thread.
+
+
+STAGES = ("begun", "waiting", "deciding", "writing", "reported", "committing")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("canceller", [0, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_cancel_in_any_stage_ends_the_save_for_all_or_for_none(
+    canceller: int, stage: str, *, is_first: bool
+) -> None:
+    """Without effect once the coordinator commits. The next save goes on."""
+    cancelled, ready = threading.Event(), threading.Barrier(2)
+
+    def cancel(operation: Operation) -> None:
+        operation.failed(SaveCancelledError("cancelled by the user"))
+        cancelled.set()
+
+    def inside(operation: Operation, reached: str) -> None:
+        is_canceller = operation.rank == canceller
+        if reached == stage in {"begun", "writing"} and is_canceller:
+            cancel(operation)
+        elif reached == "begun" and stage == "waiting":
+            # The canceller arrives; the other one comes once that is cancelled.
+            if is_canceller:
+                threading.Timer(0.1, cancel, [operation]).start()
+            else:
+                assert cancelled.wait(END_S)
+        elif reached == stage in {"deciding", "committing"}:
+            ready.wait(END_S)
+            assert cancelled.wait(END_S)
+        elif reached == "begun" and stage in {"deciding", "committing"} and is_canceller:
+            threading.Thread(target=lambda: (ready.wait(END_S), cancel(operation))).start()
+        elif reached == "writing" and stage == "reported":
+            if is_canceller:
+                threading.Timer(0.1, cancel, [operation]).start()
+            else:
+                assert cancelled.wait(END_S)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        before = [] if is_first else [unnumbered(ranks, 0)]
+        return [*before, unnumbered(ranks, 1, inside=inside), unnumbered(ranks, 2)]
+
+    for ended in values(run(group(SharedStore(), 2), body)):
+        *before, outcome, after = ended
+        assert (before, after) == ([] if is_first else [{0}], {2})
+        if stage == "committing":
+            assert outcome == {1}
+        else:
+            assert isinstance(outcome, SaveCancelledError)
+            assert outcome.rank == canceller
+
+
+@pytest.mark.parametrize("canceller", [0, 1])
+def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(canceller: int) -> None:
+    """It waits in the store while the coordinator claims its round, and the commit as well."""
+    store = SharedStore()
+    hanging = Fault(effect="hangs", rank=canceller, method="compare_set", key="/2/1/verdict$")
+    sending = threading.Event()
+    committed = threading.Event()
+
+    def cancel(operation: Operation) -> None:
+        # Before the coordinator's own claim: the next request for this verdict is the cancel's.
+        store.add_fault(hanging)
+        sending.set()
+        operation.failed(SaveCancelledError("cancelled by the user"))
+
+    def inside(operation: Operation, stage: str) -> None:
+        if stage == "begun" and operation.rank == canceller:
+            threading.Timer(0.1, cancel, [operation]).start()
+        elif stage == "begun":
+            assert hanging.seen.wait(END_S)
+        elif stage == "committing":
+            hanging.released.set()
+            time.sleep(0.3)
+            committed.set()
+
+    ranks = group(store, 2)
+    assert values(run(ranks, lambda one: unnumbered(one, 0))) == [{0}] * 2
+    ended = values(run(ranks, lambda one: unnumbered(one, 1, inside=inside)))
+    is_committed = committed.is_set()
+    hanging.released.set()
+    assert all((value == {1}) == is_committed for value in ended), ended
+
+
+# The commit.
+
+
+def test_a_member_that_sees_no_end_of_a_claimed_commit_cannot_tell() -> None:
+    """It says neither "failed" nor "committed"; the coordinator's outcome stands."""
+    gave_up = threading.Event()
+
+    def inside(_: Operation, stage: str) -> None:
+        if stage == "committing":
+            assert gave_up.wait(END_S)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        timeouts = LONG if ranks.is_coordinator else Timeouts(commit=0.3)
+        first = rolling(ranks, 1, timeouts=timeouts, inside=inside)
+        gave_up.set()
+        return [first, rolling(ranks, 2)]
+
+    (committed, *after), (undecided, *others) = values(run(group(SharedStore(), 2), body))
+    assert committed == {1}
+    assert isinstance(undecided, UndecidedError)
+    assert after == others == [{2}]
+
+
+def test_a_member_that_waits_for_an_unclaimed_commit_fails_it_for_all() -> None:
+    """As long as the coordinator has not claimed it, "failed" is true."""
+    done = threading.Event()
+
+    def inside(operation: Operation, stage: str) -> None:
+        if stage == "writing" and operation.rank == 0:
+            assert done.wait(END_S)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        timeouts = LONG if ranks.is_coordinator else Timeouts(commit=0.3)
+        first = rolling(ranks, 1, timeouts=timeouts, inside=inside)
+        done.set()
+        return [first, rolling(ranks, 2)]
+
+    for error, after in values(run(group(SharedStore(), 2), body)):
+        assert isinstance(error, PhaseTimeoutError)
+        assert error.rank == 0
+        assert after == {2}
+
+
+def test_an_outcome_that_did_not_reach_the_store_is_published_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The members that wait for it return then."""
+    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+    store = SharedStore()
+    store.add_fault(
+        Fault(effect="request lost", rank=0, method="set", key="/1/2/release$", count=2)
+    )
+    ended = run(group(store, 3), lambda ranks: [rolling(ranks, step) for step in (1, 2)])
+    assert values(ended) == [[{1}, {2}]] * 3
+
+
+@pytest.mark.parametrize("round_number", [1, 2])
+@pytest.mark.parametrize("is_claimed", [True, False])
+def test_a_coordinator_that_fails_before_or_after_its_claim_fails_all(
+    round_number: int, *, is_claimed: bool
+) -> None:
+    """No rank waits for its deadline; the next save goes on."""
+    store = SharedStore()
+
+    def inside(operation: Operation, stage: str) -> None:
+        if is_claimed and stage == ("deciding", "committing")[round_number - 1]:
+            if operation.lane.number == 1:
+                raise CheckpointError("no space")
+
+    if not is_claimed:
+        fault = Fault(effect="reply lost", rank=0, key=f"/1/{round_number}/verdict$", count=2)
+        store.add_fault(fault)
+    ended = run(
+        group(store, 3), lambda ranks: [rolling(ranks, step, inside=inside) for step in (1, 2)]
+    )
+    for error, after in values(ended):
+        assert "no space" in str(error) if is_claimed else isinstance(error, LostStoreError)
+        assert after == {2}
+
+
+# Keys, requests, threads.
+
+
+def test_neither_keys_nor_threads_grow_with_the_operations() -> None:
+    """After each save that all ranks made, only its own keys are left, whatever failed before."""
+    store, choices = SharedStore(), random.Random(5)
+    ranks = group(store, 3)
+    thread_count = threads.listener_count()
+    sizes: list[int] = []
+
+    def fail(failing: int, where: str, operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (failing, where):
+            if where == "writing" and choices.random() < 0.5:
+                operation.failed(SaveCancelledError("cancelled by the user"))
+            else:
+                raise CheckpointError("no space")
+
+    for number in range(50):
+        if choices.random() < 0.4:
+            where = choices.choice(("begun", "deciding", "writing", "committing"))
+            failing = choices.randrange(3) if where in {"begun", "writing"} else 0
+            inside = partial(fail, failing, where)
+            ended = values(run(ranks, lambda one: rolling(one, number, inside=inside)))  # noqa: B023  # called in this turn
+            assert all(isinstance(error, CheckpointError) for error in ended), ended
+        else:
+            assert values(run(ranks, lambda one: rolling(one, number))) == [{number}] * 3  # noqa: B023  # the same
+            assert store.numbers() == {number + 1}, store.key_names()
+            sizes.append(len(store.key_names()))
+    assert max(sizes) <= min(sizes)
+    threads.wait_until(lambda: threads.listener_count() <= thread_count, "threads are left")
+
+
+def test_an_answer_that_a_rank_does_not_take_is_removed() -> None:
+    """It may be a large plan."""
+    store = SharedStore()
+    fault = store.add_fault(
+        Fault(effect="request lost", rank=1, method="compare_set", key="/to/1$", count=2)
+    )
+    ended = run(group(store, 2), lambda ranks: [rolling(ranks, step) for step in (1, 2, 3)])
+    assert [of_rank[1:] for of_rank in values(ended)] == [[{2}, {3}]] * 2
+    assert fault.seen.is_set()
+    assert [key for key in store.key_names() if "/to/" in key] == []
+
+
+def test_a_save_costs_a_member_twelve_requests_at_most() -> None:
+    """And the number does not grow with the ranks."""
+    for world_size in (2, 5):
+        store = SharedStore()
+        ranks = group(store, world_size)
+        for step in (1, 2):
+            values(run(ranks, lambda one, step=step: rolling(one, step)))  # type: ignore[misc]  # a default
+        before = [len(store.requests_of(rank)) for rank in range(world_size)]
+        assert values(run(ranks, lambda one: rolling(one, 3))) == [{3}] * world_size
+        for rank in range(1, world_size):
+            sent = store.requests_of(rank)[before[rank] :]
+            assert len(sent) <= 12, sent
+
+
+# Heartbeats.
+
+
+@pytest.mark.parametrize("watching", [0, 1])
+def test_a_process_that_was_stopped_takes_no_other_for_dead(watching: int) -> None:
+    """Silence is counted in looks, each a fresh read: the others' heartbeats went on."""
+    store, silence_s = SharedStore(), 0.4
+    over = threading.Event()
+
+    def inside(operation: Operation, stage: str) -> None:
+        if stage == "writing":
+            if operation.rank == watching:
+                time.sleep(silence_s)  # it has heard the others
+                with store.stopped(watching):
+                    time.sleep(3 * silence_s)
+                time.sleep(silence_s)
+                over.set()
+            else:
+                assert over.wait(END_S)
+
+    def body(ranks: RankGroup) -> Any:
+        silence = silence_s if ranks.rank == watching else END_S
+        # Beats as frequent as those of a rank whose limit is short.
+        return rolling(ranks, 1, timeouts=Timeouts(silence=silence), inside=inside)
+
+    assert values(run(group(store, 2), body)) == [{1}] * 2
+
+
+def test_the_worker_keeps_a_silent_trainer_alive() -> None:
+    """As long as it sends heartbeats; without them the rank is named."""
+    store, silence_s = SharedStore(), 0.6
+    over, is_named = threading.Event(), threading.Event()
+    begun: dict[int, Operation] = {}
+
+    def beat_as_worker() -> None:
+        threads.wait_until(lambda: 1 in begun, "not begun")
+        lane = begun[1].lane
+        # The worker's process has a connection of its own.
+        client = StoreClient(partial(store.connect, 101))  # type: ignore[arg-type]  # as much as is used
+        for count in itertools.count():
+            if over.wait(0.2):
+                return
+            worker_keys(client).set(lane.heartbeat_key(1), b"%d" % count, END_S)
+
+    def inside(operation: Operation, stage: str) -> None:
+        if stage == "writing":
+            begun[operation.rank] = operation
+            if operation.rank == 1:
+                store.silent.add(1)
+                time.sleep(3 * silence_s)
+                assert operation.failure() is None
+                over.set()
+                assert is_named.wait(END_S)
+
+    def body(ranks: RankGroup) -> Any:
+        try:
+            return rolling(ranks, 1, timeouts=Timeouts(silence=silence_s), inside=inside)
+        finally:
+            is_named.set()
+
+    worker = threading.Thread(target=beat_as_worker, daemon=True)
+    worker.start()
+    error, _ = values(run(group(store, 2), body))
+    worker.join(END_S)
+    assert isinstance(error, RankFailedError)
+    assert (error.rank, error.is_silent) == (1, True)
+
+
+# Groups of some of the ranks.
+
+NAMES = (4, 7, 9)
+
+
+def _fail_in(stage: str, who: int) -> Callable[[Operation, str], None]:
+    def inside(operation: Operation, reached: str) -> None:
+        if (operation.rank, reached) == (who, stage):
+            raise CheckpointError("no space")
+
+    return inside
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize(
+    "how", ["missing", "failing", "skipping", "silent", "busy", "without the store", "cancelling"]
+)
+def test_errors_name_global_ranks(how: str, who: int) -> None:
+    """In a group of some of the job's ranks as well."""
+    store, done = SharedStore(), threading.Event()
+    ranks = group(store, 3, NAMES)
+    timeouts = Timeouts(plan=0.5, write=0.5, commit=0.8, silence=0.5 if how == "silent" else 5.0)
+
+    def inside(operation: Operation, stage: str) -> None:
+        is_who = operation.rank == who
+        if how == "failing" and is_who and stage == "writing":
+            raise CheckpointError("no space")
+        if how == "cancelling" and is_who and stage == "writing":
+            operation.failed(SaveCancelledError("cancelled by the user"))
+        if how == "without the store" and is_who and stage == "writing":
+            store.cut(who)
+        if how in {"silent", "busy"} and is_who and stage == "writing":
+            if how == "silent":
+                store.silent.add(who)
+            assert done.wait(END_S)
+
+    def body(one: RankGroup) -> Any:
+        step = 200 if how == "skipping" and one.rank == who else 100
+        try:
+            return rolling(one, step, timeouts=timeouts, inside=inside)
+        finally:
+            if one.rank != who:
+                done.set()
+
+    came = [one for one in ranks if how != "missing" or one.rank != who]
+    for one, error in zip(came, values(run(came, body)), strict=True):
+        assert isinstance(error, CheckpointError)
+        # That process hosts the store of all groups.
+        text = str(error).replace("the launcher, or rank 0", "")
+        named = {int(rank) for rank in re.findall(r"\branks? (\d+)", text, re.IGNORECASE)}
+        assert named <= set(NAMES), error
+        assert error.rank in {*NAMES, None}
+        if one.rank != who and how != "skipping":
+            assert error.rank == NAMES[who], error
+        if isinstance(error, RankMismatchError):
+            assert error.values == {
+                "100": [name for name in NAMES if name != NAMES[who]],
+                "200": [NAMES[who]],
+            }
+        if isinstance(error, RankFailedError):
+            assert set(error.failures) <= set(NAMES)

@@ -1,0 +1,95 @@
+"""What a save comes to on a rank: each row of the table."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from ckpt_storage.saves.outcome import TABLE, Action, Cause, Stage, StorageSays, outcome_of
+
+RANKS = {True: "coordinator", False: "member"}
+SITUATIONS = list(itertools.product(RANKS, get_args(Stage), get_args(Cause), get_args(StorageSays)))
+
+Expected = tuple[bool | None, Stage | None, Cause, StorageSays | None, Action, bool]
+
+ROWS: list[Expected] = [
+    # coordinator, stage, cause, storage (None: any) -> action, discards
+    (None, None, "none", None, "return", False),
+    (None, "writing", "undecided", None, "raise", False),
+    (None, "reported", "undecided", "not asked", "ask storage", False),
+    (None, "committing", "undecided", "not asked", "ask storage", False),
+    (None, "reported", "undecided", "absent", "raise unknown", False),
+    (None, "committing", "undecided", "absent", "raise unknown", False),
+    (True, "reported", "undecided", "committed", "return", False),
+    (True, "committing", "undecided", "committed", "return", False),
+    (False, "reported", "undecided", "committed", "raise with info", False),
+    (False, "committing", "undecided", "committed", "raise with info", False),
+    (None, "committing", "interrupt", None, "raise unknown", False),
+    (None, "writing", "interrupt", None, "raise", False),
+    (None, "reported", "interrupt", None, "raise", False),
+    (True, "writing", "failure", None, "raise", True),
+    (False, "writing", "failure", None, "raise", False),
+    (None, "reported", "failure", None, "raise", False),
+    (None, "committing", "failure", None, "raise", False),
+    (None, None, "hang", None, "raise", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("is_coordinator", "stage", "cause", "storage", "action", "discards"), ROWS
+)
+def test_each_situation_has_its_outcome(
+    is_coordinator: bool | None,  # noqa: FBT001  # of a row
+    stage: Stage | None,
+    cause: Cause,
+    storage: StorageSays | None,
+    action: Action,
+    discards: bool,  # noqa: FBT001  # of a row
+) -> None:
+    """As the page *Errors* lists them."""
+    pattern = (is_coordinator, stage, cause, storage)
+    count = 0
+    for situation in SITUATIONS:
+        if all(a is None or a == b for a, b in zip(pattern, situation, strict=True)):
+            count += 1
+            row = outcome_of(
+                is_coordinator=situation[0],
+                stage=situation[1],
+                cause=situation[2],
+                storage=situation[3],
+            )
+            assert (row.action, row.discards) == (action, discards), situation
+    assert count
+
+
+def test_the_rows_cover_every_situation_once() -> None:
+    """Nothing is left to chance, and no row of the table is without effect."""
+    covered = [
+        situation
+        for pattern in ROWS
+        for situation in SITUATIONS
+        if all(a is None or a == b for a, b in zip(pattern[:4], situation, strict=True))
+    ]
+    assert sorted(covered) == sorted(SITUATIONS)
+    used = {
+        outcome_of(is_coordinator=rank, stage=stage, cause=cause, storage=storage)
+        for rank, stage, cause, storage in SITUATIONS
+    }
+    assert used == set(TABLE)
+
+
+def test_what_is_or_may_be_committed_is_never_called_failed() -> None:
+    """A member that has reported and sees no outcome raises no plain failure, whatever is there."""
+    for storage in get_args(StorageSays):
+        row = outcome_of(is_coordinator=False, stage="reported", cause="undecided", storage=storage)
+        assert row.action != "raise"
+        assert not row.discards
+
+
+def test_only_the_coordinator_discards_and_only_what_nobody_writes() -> None:
+    """Neither after its claim nor where a rank may still be writing."""
+    for rank, stage, cause, storage in SITUATIONS:
+        row = outcome_of(is_coordinator=rank, stage=stage, cause=cause, storage=storage)
+        assert row.discards == (rank and (stage, cause) == ("writing", "failure"))
