@@ -35,7 +35,6 @@ from rank_threads import (
 
 from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import (
@@ -263,9 +262,8 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when
     finally:
         hanging.released.set()
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
-        assert isinstance(
-            error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError
-        )
+        kinds = (RankFailedError,) if rank == 2 else (PhaseTimeoutError, RankFailedError)
+        assert isinstance(error, kinds)
         assert error.rank == 2
         assert "ank 2" in str(error)
         assert one.wall_s < 2.0 + SLACK_S
@@ -290,7 +288,7 @@ def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
         store.cut(0, 1, 2)
     ended = run(ranks, body)
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
-        assert isinstance(error, LostStoreError)
+        assert isinstance(error, RankFailedError)
         assert (error.rank, error.is_silent) == (rank, True)
         assert one.wall_s < 2.0 + SLACK_S
 

@@ -19,7 +19,8 @@ RANK_COUNT = 8
 OF_TWO_ROUNDS = Counter(set=2, add=3, wait=2, compare_set=2, delete_key=2)
 """Payloads; two arrivals and the end are counted; releases are waited for and read."""
 
-OF_OWN_ANSWER = Counter(compare_set=1, delete_key=1)
+OF_OWN_ANSWER = Counter(compare_set=1)
+OF_LAST_ANSWER = Counter(delete_key=1)
 
 
 def costs_of(*plans: Plan, threads: Threads) -> list[SaveCost]:
@@ -45,12 +46,14 @@ def requests_of_members(cost: SaveCost) -> list[Counter[str]]:
 
 
 @pytest.mark.parametrize("threads", ["all", "one"])
-def test_a_member_sends_eleven_requests_a_save_and_two_more_for_its_own_answer(
+def test_a_member_sends_eleven_requests_a_save_and_two_more_for_new_plans(
     threads: Threads,
 ) -> None:
     """That holds with all threads of a rank, and with the one that large simulations have."""
-    _, new, cached = costs_of("new", "new", "cached", threads=threads)
+    _, new, first, cached = costs_of("new", "new", "cached", "cached", threads=threads)
     for requests in requests_of_members(new):
-        assert requests == OF_TWO_ROUNDS + OF_OWN_ANSWER
+        assert requests == OF_TWO_ROUNDS + OF_OWN_ANSWER + OF_LAST_ANSWER
+    for requests in requests_of_members(first):
+        assert requests == OF_TWO_ROUNDS + OF_LAST_ANSWER
     for requests in requests_of_members(cached):
         assert requests == OF_TWO_ROUNDS

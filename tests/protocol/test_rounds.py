@@ -1,5 +1,7 @@
-"""Operations by number and step: ranks that skip, come late, are started anew, cancel, or lose
-requests; who learns what, and that the next operation of all ranks goes on.
+"""Operations by number and step, whatever befalls a rank.
+
+Ranks skip, come late, are started anew, cancel, or lose requests; who learns what, and that the
+next operation of all ranks goes on.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import pytest
 import rank_threads as threads
 from rank_threads import END_S, LONG, SLACK_S, TERMS, Fault, SharedStore, group, run, values
 
-from ckpt_storage.coordination import conversation
+from ckpt_storage.coordination import conversation, coordinator
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.keyvalue import LostStoreError, StoreClient
+from ckpt_storage.coordination.keyvalue import StoreClient
 from ckpt_storage.coordination.liveness import worker_keys
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import UndecidedError
@@ -227,7 +229,7 @@ def test_a_call_that_raises_at_once_fails_it_for_all(
         ("a save", 1, True),
     ],
 )
-def test_calls_without_the_store_count_all_the_same(
+def test_calls_without_the_store_count_all_the_same(  # noqa: C901  # one body a rank
     before: str, failing: int, *, raises: bool
 ) -> None:
     """The others give them up at their deadline, and no state of one call enters another."""
@@ -259,7 +261,7 @@ def test_calls_without_the_store_count_all_the_same(
         for error in errors:
             assert isinstance(error, CheckpointError)
             if rank != failing:
-                assert error.rank == failing or failing == 0
+                assert failing in {error.rank, 0}
         assert after == [{3}, {4}]
 
 
@@ -285,7 +287,7 @@ def test_each_request_of_a_save_may_be_lost_once(
     effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save goes on, and so does the next one."""
-    monkeypatch.setattr(conversation, "_LOOK_S", 0.05)
+    monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
     for rank, method, key in _requests_of_a_save():
         store = SharedStore()
@@ -302,7 +304,7 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
     effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank says "failed" of what is committed, or the reverse; the next save is committed."""
-    monkeypatch.setattr(conversation, "_LOOK_S", 0.05)
+    monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
     timeouts = Timeouts(plan=3.0, write=3.0, commit=3.0, silence=3.0)
     for rank, method, key in _requests_of_a_save():
@@ -332,7 +334,7 @@ STAGES = ("begun", "waiting", "deciding", "writing", "reported", "committing")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("canceller", [0, 1])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_cancel_in_any_stage_ends_the_save_for_all_or_for_none(
+def test_a_cancel_in_any_stage_ends_the_save_for_all_or_for_none(  # noqa: C901  # one body a rank
     canceller: int, stage: str, *, is_first: bool
 ) -> None:
     """Without effect once the coordinator commits. The next save goes on."""
@@ -474,9 +476,9 @@ def test_a_coordinator_that_fails_before_or_after_its_claim_fails_all(
     store = SharedStore()
 
     def inside(operation: Operation, stage: str) -> None:
-        if is_claimed and stage == ("deciding", "committing")[round_number - 1]:
-            if operation.lane.number == 1:
-                raise CheckpointError("no space")
+        is_stage = stage == ("deciding", "committing")[round_number - 1]
+        if is_claimed and is_stage and operation.lane.number == 1:
+            raise CheckpointError("no space")
 
     if not is_claimed:
         fault = Fault(effect="reply lost", rank=0, key=f"/1/{round_number}/verdict$", count=2)
@@ -485,7 +487,11 @@ def test_a_coordinator_that_fails_before_or_after_its_claim_fails_all(
         group(store, 3), lambda ranks: [rolling(ranks, step, inside=inside) for step in (1, 2)]
     )
     for error, after in values(ended):
-        assert "no space" in str(error) if is_claimed else isinstance(error, LostStoreError)
+        assert (
+            "no space" in str(error)
+            if is_claimed
+            else "cannot reach the key-value store" in str(error)
+        )
         assert after == {2}
 
 
@@ -517,7 +523,8 @@ def test_neither_keys_nor_threads_grow_with_the_operations() -> None:
             assert values(run(ranks, lambda one: rolling(one, number))) == [{number}] * 3  # noqa: B023  # the same
             assert store.numbers() == {number + 1}, store.key_names()
             sizes.append(len(store.key_names()))
-    assert max(sizes) <= min(sizes)
+    # The first operation of a session answers each rank by itself.
+    assert set(sizes[1:]) == {min(sizes)}
     threads.wait_until(lambda: threads.listener_count() <= thread_count, "threads are left")
 
 
@@ -632,7 +639,7 @@ def _fail_in(stage: str, who: int) -> Callable[[Operation, str], None]:
 @pytest.mark.parametrize(
     "how", ["missing", "failing", "skipping", "silent", "busy", "without the store", "cancelling"]
 )
-def test_errors_name_global_ranks(how: str, who: int) -> None:
+def test_errors_name_global_ranks(how: str, who: int) -> None:  # noqa: C901  # one body a rank
     """In a group of some of the job's ranks as well."""
     store, done = SharedStore(), threading.Event()
     ranks = group(store, 3, NAMES)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -284,7 +285,7 @@ def test_what_is_pinned_is_host_memory_whatever_torchs_default_device(
         plain = {"pin_memory": False}
         monkeypatch.setattr(torch, "empty", lambda *of, **how: empty(*of, **(how | plain)))
         assert DeviceReader().buffer(torch.ones(2, device="cpu")).is_cpu
-        assert CudaMover.buffer(cast("Any", None), 8).is_cpu
+        assert CudaMover.buffer(cast("Any", SimpleNamespace(_device=-1)), 8).is_cpu
 
 
 UNIT_BYTES = 8 * MIB

@@ -33,6 +33,10 @@ ROWS: list[Expected] = [
     (False, "writing", "failure", None, "raise", False),
     (None, "reported", "failure", None, "raise", False),
     (None, "committing", "failure", None, "raise", False),
+    (True, "writing", "unexpected", None, "raise", True),
+    (False, "writing", "unexpected", None, "raise", False),
+    (None, "reported", "unexpected", None, "raise", False),
+    (None, "committing", "unexpected", None, "raise unknown", False),
     (None, None, "hang", None, "raise", False),
 ]
 
@@ -92,4 +96,4 @@ def test_only_the_coordinator_discards_and_only_what_nobody_writes() -> None:
     """Neither after its claim nor where a rank may still be writing."""
     for rank, stage, cause, storage in SITUATIONS:
         row = outcome_of(is_coordinator=rank, stage=stage, cause=cause, storage=storage)
-        assert row.discards == (rank and (stage, cause) == ("writing", "failure"))
+        assert row.discards == (rank and stage == "writing" and cause in {"failure", "unexpected"})
