@@ -175,9 +175,7 @@ class Lane:
         if not self.has_met:
             self._ended.append(failed)
 
-    def remember(
-        self, release: Release, round_number: int = 0, *, has_number: bool = True
-    ) -> None:
+    def remember(self, release: Release, round_number: int = 0, *, has_number: bool = True) -> None:
         """Keep a release that could not be written, for the next call to write.
 
         Without `has_number` the call had not taken a number yet: it counts as the next one.
