@@ -109,7 +109,7 @@ class Folder:
                 operation.meet(job.terms())
                 return run_consolidate(operation, job)
 
-        ended = threads.run(threads.group(threads.MemoryKeys(), world_size), body)
+        ended = threads.run(threads.group(threads.SharedStore(), world_size), body)
         return [one.error or one.value for one in ended]
 
     def version_in(self, output: str) -> int | None:

@@ -263,7 +263,9 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when
     finally:
         hanging.released.set()
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
-        assert isinstance(error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError)
+        assert isinstance(
+            error, LostStoreError if rank == 2 else PhaseTimeoutError | RankFailedError
+        )
         assert error.rank == 2
         assert "ank 2" in str(error)
         assert one.wall_s < 2.0 + SLACK_S
@@ -436,7 +438,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
         with ranks.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             own = large if ranks.rank == 1 else b"small"
-            back = operation.exchange(own, lambda gathered: ByRank([b"small", gathered[1]]))
+            back: bytes = operation.exchange(own, lambda gathered: ByRank([b"small", gathered[1]]))
             return back == (large if ranks.rank == 1 else b"small")
 
     for make in _stores(tmp_path):

@@ -180,9 +180,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
         ended = [tried(ranks, "/0", 0, timeouts)]
         if ranks.rank != late:
             gave_up.wait(threads.END_S)
-        return ended + [
-            tried(ranks, f"/{step}", step, Timeouts(plan=2.0)) for step in (1, 2, 3)
-        ]
+        return ended + [tried(ranks, f"/{step}", step, Timeouts(plan=2.0)) for step in (1, 2, 3)]
 
     for ended in threads.values(threads.run(threads.group(SharedStore(), 3), body)):
         # Where rank 0 is late, the others wait for it in the next operation.

@@ -53,12 +53,15 @@ def test_what_is_not_known_agrees_with_any_value(a: Identity, b: Identity, *, ag
 def test_equal_identities_go_on_and_are_not_looked_up() -> None:
     """Also with a rank that knows no step."""
     identities = {0: last(7), 1: last(None), 2: last(7)}
-    assert find_disagreement(
-        identities,
-        read_earlier=lambda: pytest.fail("what came before does not matter"),
-        phase="plan",
-        is_complete=True,
-    ) is None
+    assert (
+        find_disagreement(
+            identities,
+            read_earlier=lambda: pytest.fail("what came before does not matter"),
+            phase="plan",
+            is_complete=True,
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -101,9 +104,7 @@ def test_different_urls_fail_all_unless_one_has_been_left_behind() -> None:
 
 def test_ranks_that_disagree_each_time_all_fail_each_time() -> None:
     """What ranks repeat leaves nobody behind."""
-    given_up = disagreement(
-        {0: numbered(1), 1: numbered(2)}, {0: {numbered(1)}, 1: {numbered(2)}}
-    )
+    given_up = disagreement({0: numbered(1), 1: numbered(2)}, {0: {numbered(1)}, 1: {numbered(2)}})
     assert given_up is not None
     assert given_up.identity is None
 

@@ -10,9 +10,7 @@ import pytest
 from ckpt_storage.saves.outcome import TABLE, Action, Cause, Stage, StorageSays, outcome_of
 
 RANKS = {True: "coordinator", False: "member"}
-SITUATIONS = list(
-    itertools.product(RANKS, get_args(Stage), get_args(Cause), get_args(StorageSays))
-)
+SITUATIONS = list(itertools.product(RANKS, get_args(Stage), get_args(Cause), get_args(StorageSays)))
 
 Expected = tuple[bool | None, Stage | None, Cause, StorageSays | None, Action, bool]
 

@@ -19,9 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manager_cases import manager_of
-from rank_threads import MemoryKeys
+from rank_threads import SharedStore, group
 
-from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.manager.schedule import Call, Notices, Schedule
@@ -31,15 +30,15 @@ from ckpt_storage.testing.upload_facts import together
 
 def test_ranks_compare_at_the_first_step_what_they_were_given() -> None:
     """Also where each knows by itself when to save; and only then do they meet."""
-    boards = MemoryKeys()
+    groups = group(SharedStore(), 2)
 
     def train(rank: int) -> list[int]:
-        ranks = RankGroup(boards, rank=rank, world_size=2, look_s=0.001)
+        ranks = groups[rank]
         schedule = Schedule(ranks, Notices(), every_steps=5, every_s=None, timeouts=Timeouts())
         due = [schedule.is_due(1)]
-        boards_left = ranks.number
+        number = ranks.lane.number
         due += [schedule.is_due(step) for step in range(2, 21)]
-        assert ranks.number == boards_left, "no second meeting"
+        assert ranks.lane.number == number, "no second meeting"
         return [step for step, is_due in enumerate(due, 1) if is_due]
 
     assert together([partial(train, rank) for rank in range(2)]) == [[5, 10, 15, 20]] * 2
@@ -58,7 +57,7 @@ def in_step(
 
     Steps take a millisecond each, from `long_from` on 20 s, by clocks of their own.
     """
-    board = MemoryKeys()
+    groups = group(SharedStore(), world_size)
     turns = [threading.Semaphore(0) for _ in range(world_size)]
     last = notice_at + more
     found: list[list[int]] = [[] for _ in range(world_size)]
@@ -68,7 +67,7 @@ def in_step(
         notices = mock.Mock(are_asked_for=True)
         notices.given.return_value = None
         schedule = Schedule(
-            RankGroup(board, rank=rank, world_size=world_size, look_s=0.001),
+            groups[rank],
             notices,
             every_steps=None,
             every_s=every_s,
@@ -124,8 +123,7 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
 
     In the end all look at each turn, and at no great distance: then they do meet.
     """
-    board = MemoryKeys()
-    groups = [RankGroup(board, rank=r, world_size=world_size) for r in range(world_size)]
+    groups = group(SharedStore(), world_size)
     calls = [Call(ranks, timeout_s=1) for ranks in groups]
     for epoch in range(2):
         turns = [0] * world_size
@@ -154,11 +152,10 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
 
 def test_what_ranks_left_that_were_ended_is_no_call() -> None:
     """Those after them share their board, and would meet alone at a turn that others are past."""
-    board = MemoryKeys()
+    board = SharedStore()
 
     def ranks(meeting_id: str) -> list[Call]:
-        groups = [RankGroup(board, rank=r, world_size=2) for r in range(2)]
-        calls = [Call(group, timeout_s=1) for group in groups]
+        calls = [Call(ranks, timeout_s=1) for ranks in group(board, 2)]
         for one in calls:
             one.anew(meeting_id)
         return calls
@@ -167,7 +164,7 @@ def test_what_ranks_left_that_were_ended_is_no_call() -> None:
     for turn in range(1, 4):
         agreed = [one.look(turn, wants=turn == 1) for one in ended]
     assert agreed == [3, 3]
-    assert board.keys
+    assert board.key_names()
     late, early = ranks("of the second")
     assert early.look(1, wants=False) is None
     assert late.look(5, wants=False) is None
@@ -177,9 +174,9 @@ def test_what_ranks_left_that_were_ended_is_no_call() -> None:
 
 def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
     """Before, the next meeting tells; after it, nobody may go on without the word."""
-    board = MemoryKeys()
-    call = Call(RankGroup(board, rank=0, world_size=2), timeout_s=1)
-    gone = mock.patch.object(board, "get", side_effect=LostStoreError("gone"))
+    ranks = group(SharedStore(), 2)[0]
+    call = Call(ranks, timeout_s=1)
+    gone = mock.patch.object(ranks.keys, "get", side_effect=LostStoreError("gone"))
     with gone:
         assert call.look(1, wants=False) is None
     assert call.look(2, wants=True) is None
