@@ -338,9 +338,13 @@ class KeyValues:
         starts = range(0, len(value), _SLICE_BYTES)
         with self._lock:
             self._slice_counts[key] = len(starts)
-        for number, start in enumerate(starts):
-            piece = value[start : start + _SLICE_BYTES]
-            self._call("set", f"{key}#{number}", piece, timeout_s=timeout_s)
+
+        def write() -> None:
+            for number, start in enumerate(starts):
+                piece = value[start : start + _SLICE_BYTES]
+                self._call("set", f"{key}#{number}", piece, timeout_s=timeout_s)
+
+        self.write_surely(write, f"{key}#{len(starts) - 1}", timeout_s)
         return _SLICED + str(len(starts)).encode()
 
     def _opened(self, key: str, envelope: bytes, timeout_s: float) -> bytes | None:

@@ -20,6 +20,7 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ckpt_storage.errors import CheckpointError
@@ -174,14 +175,11 @@ class Round:
         self, release: Release, timeout_s: float, answers: Mapping[int, bytes] | None = None
     ) -> None:
         """Let all ranks go on or fail; for the owner of the verdict."""
-        by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in (answers or {}).items()}
-        packed = pickle.dumps(release)
-
-        def write() -> None:
-            self._keys.set_many(by_key, timeout_s)
-            self._keys.set(self.release_key, packed, timeout_s)
-
-        self._keys.write_surely(write, self.release_key, timeout_s)
+        if answers:
+            by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in answers.items()}
+            write = partial(self._keys.set_many, by_key, timeout_s)
+            self._keys.write_surely(write, next(reversed(by_key)), timeout_s)
+        self._keys.set_surely(self.release_key, pickle.dumps(release), timeout_s)
         if not isinstance(release, Released):
             # The coordinator waits for arrivals, not for the release.
             self._keys.set(self.all_key, b"", timeout_s)

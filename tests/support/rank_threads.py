@@ -52,11 +52,13 @@ class Fault:
     """What becomes of the next `count` requests of a rank that match.
 
     request lost: it has no effect and fails. reply lost: it takes effect and fails. broken: so do
-    all later ones over that connection. hangs: it waits until `released`, and takes effect then.
+    all later ones over that connection. swallowed: a `set` that has no effect, and only the next
+    request notices that the connection is broken, as with a `TCPStore`. hangs: it waits until
+    `released`, and takes effect then.
     `key` is a regular expression; `seen` is set once the fault has happened.
     """
 
-    effect: Literal["request lost", "reply lost", "broken", "hangs"]
+    effect: Literal["request lost", "reply lost", "broken", "swallowed", "hangs"]
     rank: int
     method: str = ""
     key: str = ""
@@ -141,7 +143,7 @@ class SharedStore:
         """Return a store with the same keys, as those find it who are started anew."""
         copy = SharedStore()
         for key in self.store.list_keys():
-            copy.store.set(key, self.store.get(key))
+            copy.store.set(key, self.store.get(key))  # type: ignore[arg-type]  # bytes will do
         return copy
 
     def key_names(self) -> list[str]:
@@ -228,8 +230,10 @@ class Connection:
             fault.seen.set()
             assert fault.released.wait(END_S)
         elif fault is not None and fault.effect != "reply lost":
-            self._is_broken = fault.effect == "broken"
+            self._is_broken = fault.effect in {"broken", "swallowed"}
             fault.seen.set()
+            if fault.effect == "swallowed" and method in {"set", "multi_set"}:
+                return None
             raise ConnectionError("The request is lost.")
         result = getattr(shared.store, method)(*args)
         with shared.changed:

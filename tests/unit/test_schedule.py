@@ -19,9 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manager_cases import manager_of
-from rank_threads import MemoryKeys
+from rank_threads import SharedStore, group
 
-from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.errors import InvalidInputError, RankMismatchError
 from ckpt_storage.manager.early_rendezvous import EarlyRendezvous
@@ -33,17 +32,17 @@ from ckpt_storage.testing.upload_facts import together
 
 def test_ranks_compare_their_arguments_at_the_first_step() -> None:
     """Also where each knows by itself when to save; and only then do they meet."""
-    keys = MemoryKeys()
+    store = SharedStore()
 
     def train(rank: int) -> list[int]:
-        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
+        ranks = group(store, 2)[rank]
         schedule = Schedule(
             ranks, PreemptionNotices(), every_steps=5, every_s=None, timeouts=Timeouts()
         )
         due = [schedule.is_due(1)]
-        met_count = ranks.number
+        met_count = ranks.lane.number
         due += [schedule.is_due(step) for step in range(2, 21)]
-        assert ranks.number == met_count, "no second meeting"
+        assert ranks.lane.number == met_count, "no second meeting"
         return [step for step, is_due in enumerate(due, 1) if is_due]
 
     assert together([partial(train, rank) for rank in range(2)]) == [[5, 10, 15, 20]] * 2
@@ -62,7 +61,7 @@ def in_step(
 
     Steps take a millisecond each, from `long_from` on 20 s, by clocks of their own.
     """
-    keys = MemoryKeys()
+    store = SharedStore()
     turns = [threading.Semaphore(0) for _ in range(world_size)]
     last = notice_at + more
     found: list[list[int]] = [[] for _ in range(world_size)]
@@ -72,7 +71,7 @@ def in_step(
         notices = mock.Mock(are_expected=True)
         notices.pending.return_value = None
         schedule = Schedule(
-            RankGroup(keys, rank=rank, world_size=world_size, look_s=0.001),
+            group(store, world_size)[rank],
             notices,
             every_steps=None,
             every_s=every_s,
@@ -122,11 +121,11 @@ def test_a_notice_and_seconds_are_answered_by_all_ranks_at_one_step() -> None:
 
 def test_ranks_that_failed_to_meet_meet_at_their_next_step() -> None:
     """A rank that was at another step ends one meeting, not all later ones."""
-    keys = MemoryKeys()
+    store = SharedStore()
     at_next_step = threading.Barrier(2)
 
     def train(rank: int) -> tuple[str | None, list[str]]:
-        ranks = RankGroup(keys, rank=rank, world_size=2, look_s=0.001)
+        ranks = group(store, 2)[rank]
         notices = mock.Mock(are_expected=True)
         notices.pending.return_value = None
         clock_s = itertools.count()
@@ -158,16 +157,16 @@ def test_ranks_that_failed_to_meet_meet_at_their_next_step() -> None:
 
 def test_the_keys_of_a_rendezvous_are_deleted_after_it() -> None:
     """Its own keys go with the meeting at which all ranks came together."""
-    keys = MemoryKeys()
-    groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+    store = SharedStore()
+    groups = group(store, 2)
     rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
     for turn in range(1, 4):
         agreed = [one.poll(turn, wants_meeting=turn == 1) for one in rendezvous]
     assert agreed == [3, 3]
-    assert keys.keys
+    assert store.key_names()
     for one in rendezvous:
         one.reset("the meeting")
-    assert keys.keys == []
+    assert store.key_names() == []
 
 
 @given(world_size=st.integers(1, 4), data=st.data())
@@ -178,8 +177,8 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
 
     In the end all ranks poll at each turn and keep pace: then they do meet.
     """
-    keys = MemoryKeys()
-    groups = [RankGroup(keys, rank=r, world_size=world_size) for r in range(world_size)]
+    store = SharedStore()
+    groups = group(store, world_size)
     rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
     for epoch in range(2):
         turns = [0] * world_size
@@ -208,10 +207,10 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
 
 def test_a_request_of_ranks_that_were_killed_is_no_request() -> None:
     """Restarted ranks share their store, and would meet at a turn that some of them are past."""
-    keys = MemoryKeys()
+    store = SharedStore()
 
     def rendezvous_of(meeting_id: str) -> list[EarlyRendezvous]:
-        groups = [RankGroup(keys, rank=rank, world_size=2) for rank in range(2)]
+        groups = group(store, 2)
         rendezvous = [EarlyRendezvous(ranks, timeout_s=1) for ranks in groups]
         for one in rendezvous:
             one.reset(meeting_id)
@@ -221,7 +220,7 @@ def test_a_request_of_ranks_that_were_killed_is_no_request() -> None:
     for turn in range(1, 4):
         agreed = [one.poll(turn, wants_meeting=turn == 1) for one in killed]
     assert agreed == [3, 3]
-    assert keys.keys
+    assert store.key_names()
     late, early = rendezvous_of("of the second")
     assert early.poll(1, wants_meeting=False) is None
     assert late.poll(5, wants_meeting=False) is None
@@ -231,9 +230,10 @@ def test_a_request_of_ranks_that_were_killed_is_no_request() -> None:
 
 def test_a_lost_store_matters_only_to_a_rank_that_is_committed() -> None:
     """Before that the next meeting raises; afterwards no rank may go on without the agreement."""
-    keys = MemoryKeys()
-    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=2), timeout_s=1)
-    lost = mock.patch.object(keys, "get", side_effect=LostStoreError("gone"))
+    store = SharedStore()
+    ranks = group(store, 2)[0]
+    rendezvous = EarlyRendezvous(ranks, timeout_s=1)
+    lost = mock.patch.object(ranks.keys, "get", side_effect=LostStoreError("gone"))
     with lost:
         assert rendezvous.poll(1, wants_meeting=False) is None
     assert rendezvous.poll(2, wants_meeting=True) is None
@@ -244,13 +244,14 @@ def test_a_lost_store_matters_only_to_a_rank_that_is_committed() -> None:
 
 def test_a_lost_store_ends_no_meeting_that_has_ended() -> None:
     """Keys that cannot be deleted stay; the decision that all ranks took counts."""
-    keys = MemoryKeys()
-    rendezvous = EarlyRendezvous(RankGroup(keys, rank=0, world_size=1), timeout_s=1)
+    store = SharedStore()
+    ranks = group(store, 1)[0]
+    rendezvous = EarlyRendezvous(ranks, timeout_s=1)
     assert [rendezvous.poll(turn, wants_meeting=True) for turn in (1, 2, 3)] == [None, None, 3]
-    with mock.patch.object(keys, "delete", side_effect=LostStoreError("gone")):
+    with mock.patch.object(ranks.keys, "delete", side_effect=LostStoreError("gone")):
         rendezvous.reset("the meeting")
     rendezvous.reset("the next meeting")
-    assert keys.keys == []
+    assert store.key_names() == []
 
 
 LONG_S = 60.0
