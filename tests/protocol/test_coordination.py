@@ -437,7 +437,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
             operation.meet(TERMS)
             own = large if ranks.rank == 1 else b"small"
             back = operation.exchange(own, lambda gathered: ByRank([b"small", gathered[1]]))
-            return back == (large if ranks.rank == 1 else b"small")
+            return bool(back == (large if ranks.rank == 1 else b"small"))
 
     for make in _stores(tmp_path):
         ranks = group(make, 2)
