@@ -49,7 +49,7 @@ class Hold:
     holds: Literal["victim", "other", "both", ""] = ""
     where: Where = ""
     hit_count: int = 1
-    coordinator_step: str = "gather 2"
+    coordinator_step: str = ""
     member_step: str = ""
     files: tuple[int, int, int] = (1, 2, 3)
     victims: tuple[Victim, ...] = get_args(Victim)
@@ -101,13 +101,11 @@ _RECORD = r"/\.ckpt-storage/[0-9a-f]+/[0-9]{5,}\.json$"
 _NAME = r"/model-0000{file}-of-0000[23](-[0-9a-f]{8})?\.safetensors$"
 _INDEX = r"/model\.safetensors\.index\.json$"
 
-_out = partial(Hold, {"consolidate"}, member_step="broadcast 3")
+_out = partial(Hold, {"consolidate"}, member_step="release 4")
 _CONSOLIDATE = {
     "before meeting": Hold({"plan"}, _DIES | {"stop and go on"}, where="call"),
     "plan": Hold({"plan"}, _ASKED, where="local plan"),
-    "opening": Hold(
-        {"plan"}, _LASTS, "get", r"saves/.*/manifest\.json$", member_step="broadcast 1"
-    ),
+    "opening": Hold({"plan"}, _LASTS, "get", r"saves/.*/manifest\.json$", member_step="release 2"),
     "read": _out(_GO_ON | _FAILS, "get", _SHARD, "victim"),
     # A weight file that a rank writes alone is one request, or one part.
     "write": _out(_GO_ON | _FAILS, "put|part", _NAME, "victim"),
@@ -127,12 +125,12 @@ _CONSOLIDATE = {
 
 PHASES = {"save": _SAVE, "async save": _ASYNC, "load": _LOAD, "consolidate": _CONSOLIDATE}
 WAITS = {
-    "save": "outcome 1",
-    "async save": "outcome 1",
-    "load": "broadcast 1",
-    "consolidate": "broadcast 3",
+    "save": ("collect 2", "release 2"),
+    "async save": ("collect 2", "release 2"),
+    "load": ("collect 3", "release 3"),
+    "consolidate": ("collect 3", "release 4"),
 }
-"""The step in which a member waits for the end of an operation."""
+"""The steps in which the coordinator and a member wait for the end of an operation."""
 
 
 @dataclass(frozen=True, slots=True)

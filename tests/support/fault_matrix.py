@@ -316,9 +316,11 @@ class Row:
             waiting = [rank for rank in range(cell.world_size) if rank != cell.rank]
         elif hold.holds == "other" or (hold.holds == "" and cell.victim == "member"):
             waiting = [cell.rank]
-        member_step = hold.member_step or WAITS[cell.operation]
+        coordinator_step, member_step = WAITS[cell.operation]
+        coordinator_step = hold.coordinator_step or coordinator_step
+        member_step = hold.member_step or member_step
         for rank in waiting:
-            ranks.told(member_step if rank else hold.coordinator_step, [rank])
+            ranks.told(member_step if rank else coordinator_step, [rank])
 
     def _go_on(self, ranks: Ranks) -> list[dict[str, Any]]:
         """Wake the victim, after all others raised; it must find out, too."""

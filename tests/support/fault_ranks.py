@@ -24,7 +24,8 @@ from saver_cases import until
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckpt_storage
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.member import Member
 
 URL = "s3://bucket/run/step-1"
 ELEMENT_COUNT = 50_000
@@ -150,8 +151,11 @@ def _watch(job: Job) -> None:
     def entered(name: str, numbers: Iterator[int]) -> None:
         job.line.tell(f"{name} {next(numbers)}")
 
-    for name in ("gather", "scatter", "broadcast", "outcome"):
-        _before(Operation, name, partial(entered, name, itertools.count(1)))
+    for kind, method, name in (
+        (Coordinator, "collect", "collect"),
+        (Member, "await_release", "release"),
+    ):
+        _before(kind, method, partial(entered, name, itertools.count(1)))
     for planner in (HeldSavePlanner, HeldLoadPlanner):
         _before(planner, "create_local_plan", partial(job.held, "local plan"))
         _before(planner, "create_global_plan", partial(job.held, "global plan"))
