@@ -47,19 +47,24 @@ class LostStoreError(RankFailedError):
     """The key-value store does not answer this rank, also not over a new connection."""
 
     def __init__(self, message: str) -> None:
+        # Else the process of global rank 0 hosts the store of the default group.
+        self._is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = "the launcher" if self._is_hosted_by_launcher else f"rank {COORDINATOR}"
         super().__init__(
             f"This rank cannot reach the key-value store that the ranks share ({message}).",
             is_silent=True,
-            next_step="Check the network, and the process that hosts the store: the launcher, or "
-            f"rank {COORDINATOR}.",
+            next_step=f"Check the network, and the process that hosts the store: {host}.",
         )
 
     def public(self) -> RankFailedError:
         """Return the error as users get it, of a public class."""
         failures = {} if self.rank is None else {self.rank: "cannot reach the key-value store"}
-        error = RankFailedError("", failures=failures, is_silent=True)
-        vars(error).update({**vars(self), "failures": failures})
-        error.args = self.args
+        if not self._is_hosted_by_launcher:
+            failures.setdefault(COORDINATOR, "hosts the key-value store, which does not answer")
+        error = RankFailedError(
+            "", failures=failures, is_silent=True, rank=self.rank, phase=self.phase
+        )
+        error.args, error.next_step = self.args, self.next_step
         return error.with_traceback(self.__traceback__)
 
 
