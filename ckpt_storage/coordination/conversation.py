@@ -539,6 +539,9 @@ class Conversation:
     def _close_round(self) -> None:
         """Release the round that nobody will use: threads of all ranks wait for it."""
         if self.lane.is_coordinator and self._round is not None:
+            if self._round.claim(self.phases.patience_s) is not None:
+                # A rank has failed in it, and all others learn that.
+                return
             self._round.release(Released(is_last=True), self.phases.patience_s)
             self.lane.keys.set(self._round.all_key, b"", self.phases.patience_s)
 
