@@ -422,7 +422,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
 
 
 def test_a_coordinator_that_ends_overwrites_no_failure() -> None:
-    """A rank that looks late learns why another one failed, though the coordinator needs nothing."""
+    """A rank that looks late learns why another one failed, also if the coordinator is through."""
     store, failed = SharedStore(), threading.Event()
 
     def body(ranks: RankGroup) -> None:
