@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import pickle
 import random
 import threading
 import time
@@ -23,6 +25,7 @@ from rank_threads import (
     Ended,
     Fault,
     SharedStore,
+    each,
     errors,
     group,
     quick,
@@ -36,7 +39,7 @@ from rank_threads import (
 from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.coordination.rounds import ByRank, Failed
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -168,9 +171,12 @@ def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int
     assert all(said in str(error) for error in errors(ended))
 
 
-@pytest.mark.parametrize("who", [0, 3])
-def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) -> None:
+def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age() -> None:
     """All live ranks raise an error that says which rank fell silent, where and since when."""
+    each((0, 3), _check_silent_rank)
+
+
+def _check_silent_rank(who: int) -> None:
     store, hold = SharedStore(), threading.Event()
     operations: dict[int, Operation] = {}
 
@@ -206,10 +212,13 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
         assert one.wall_s < SILENCE_S + SLACK_S
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
+def test_a_busy_rank_is_given_up_at_its_deadline_not_before() -> None:
     """A rank that lives but makes no progress is named by a timeout, and not as silent."""
-    timeouts = Timeouts(silence=SILENCE_S, write=2 * SILENCE_S)
+    each((0, 1), _check_busy_rank)
+
+
+def _check_busy_rank(who: int) -> None:
+    timeouts = Timeouts(silence=SILENCE_S, write=1.3 * SILENCE_S)
     done = threading.Event()
 
     def body(ranks: RankGroup) -> None:
@@ -229,14 +238,16 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     for error, one in zip(errors(ended), ended, strict=True):
         for part in ("0 of 10 bytes", "write phase", f"ank {who} "):
             assert part in str(error)
-        assert 2 * SILENCE_S <= one.wall_s < 2 * SILENCE_S + SLACK_S
+        assert 1.3 * SILENCE_S <= one.wall_s < 1.3 * SILENCE_S + SLACK_S
     assert any(isinstance(one.error, PhaseTimeoutError) for one in ended)
 
 
-@pytest.mark.parametrize("how", ["fails", "hangs"])
-@pytest.mark.parametrize("when", ["before", "in the middle"])
-def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when: str) -> None:
+def test_a_rank_that_loses_the_store_is_named_within_the_deadline() -> None:
     """By itself, and by the others unless they lost the store as well."""
+    each(itertools.product(("fails", "hangs"), ("before", "in the middle")), _check_lost_store)
+
+
+def _check_lost_store(how: str, when: str) -> None:
     store = SharedStore()
     hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
 
@@ -247,7 +258,7 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when
             store.add_fault(hanging)
 
     def body(ranks: RankGroup) -> None:
-        timeouts = Timeouts(plan=2.0, write=2.0, silence=2.0)
+        timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write")
@@ -266,7 +277,7 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline(how: str, when
         assert isinstance(error, kinds)
         assert error.rank == 2
         assert "ank 2" in str(error)
-        assert one.wall_s < 2.0 + SLACK_S
+        assert one.wall_s < 1.0 + SLACK_S
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
@@ -275,7 +286,7 @@ def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
     store = SharedStore()
 
     def body(ranks: RankGroup) -> None:
-        timeouts = Timeouts(plan=2.0, write=2.0, silence=2.0)
+        timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write")
@@ -290,7 +301,7 @@ def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
         assert isinstance(error, RankFailedError)
         assert (error.rank, error.is_silent) == (rank, True)
-        assert one.wall_s < 2.0 + SLACK_S
+        assert one.wall_s < 1.0 + SLACK_S
 
 
 Plan = list[tuple[str | None, float]]
@@ -325,7 +336,7 @@ def _follow(ranks: RankGroup, plans: Sequence[Plan]) -> list[BaseException | Non
     return seen
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(plans=PLANS)
 def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
     """After any failures no rank hangs, none meets another operation, and no old key stays."""
@@ -406,6 +417,26 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
     ended = run(group(store, 2), body)
     assert ended[0].value == b"done"
     assert ended[0].wall_s < 1.0 + SLACK_S
+
+
+def test_a_coordinator_that_ends_overwrites_no_failure() -> None:
+    """A rank that looks late learns why another one failed, also if the coordinator is through."""
+    store, failed = SharedStore(), threading.Event()
+
+    def body(ranks: RankGroup) -> None:
+        try:
+            with ranks.operation("the test", timeouts=LONG) as operation:
+                operation.meet(TERMS)
+                if ranks.rank == 1:
+                    raise StorageError("no space")
+                assert failed.wait(END_S)
+        finally:
+            failed.set()
+
+    first, second = run(group(store, 2), body)
+    assert (first.error, type(second.error)) == (None, StorageError)
+    (name,) = [name for name in store.key_names() if name.endswith("/1/2/release")]
+    assert isinstance(pickle.loads(store.store.get(f"test/{name}")[1:]), Failed)
 
 
 def test_operations_of_one_process_take_turns() -> None:

@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 import rank_threads as threads
-from rank_threads import END_S, LONG, SLACK_S, TERMS, Fault, SharedStore, group, run, values
+from rank_threads import (
+    END_S,
+    LONG,
+    SLACK_S,
+    TERMS,
+    Fault,
+    SharedStore,
+    each,
+    group,
+    run,
+    values,
+)
 
 from ckpt_storage.coordination import conversation, coordinator
 from ckpt_storage.coordination.group import RankGroup
@@ -37,7 +48,7 @@ from ckpt_storage.options import Timeouts
 quick = threads.quick
 pytestmark = pytest.mark.usefixtures("quick")
 
-SHORT = Timeouts(plan=0.3, silence=5.0)
+SHORT = Timeouts(plan=0.15, silence=5.0)
 LAST = "/last"
 
 
@@ -153,12 +164,12 @@ def test_urls_bring_ranks_in_step_where_steps_are_not_known(skipped: int) -> Non
 # Ranks that are late.
 
 
-@pytest.mark.parametrize("call", [rolling, unnumbered, numbered])
-@pytest.mark.parametrize("late_count", [1, 3])
-def test_a_late_rank_fails_what_the_others_gave_up_and_takes_part_in_the_next(
-    call: Callable[..., Any], late_count: int
-) -> None:
+def test_a_late_rank_fails_what_the_others_gave_up_and_takes_part_in_the_next() -> None:
     """However many calls it is behind; nothing of a call enters another one."""
+    each(itertools.product((rolling, unnumbered, numbered), (1, 3)), _check_late_rank)
+
+
+def _check_late_rank(call: Callable[..., Any], late_count: int) -> None:
     gave_up = threading.Event()
 
     def body(ranks: RankGroup) -> list[Any]:
@@ -217,21 +228,22 @@ def test_a_call_that_raises_at_once_fails_it_for_all(
         assert error.rank == failing
 
 
-@pytest.mark.parametrize(
-    ("before", "failing", "raises"),
-    [
-        ("nothing", 0, False),
-        ("nothing", 1, True),
-        ("a failure", 0, True),
-        ("a failure", 1, False),
-        ("a save", 0, False),
-        ("a save", 1, True),
-    ],
-)
-def test_calls_without_the_store_count_all_the_same(
-    before: str, failing: int, *, raises: bool
-) -> None:
+def test_calls_without_the_store_count_all_the_same() -> None:
     """The others give them up at their deadline, and no state of one call enters another."""
+    each(
+        [
+            ("nothing", 0, False),
+            ("nothing", 1, True),
+            ("a failure", 0, True),
+            ("a failure", 1, False),
+            ("a save", 0, False),
+            ("a save", 1, True),
+        ],
+        _check_calls_without_the_store,
+    )
+
+
+def _check_calls_without_the_store(before: str, failing: int, raises: bool) -> None:  # noqa: FBT001  # of a case
     store, turns = SharedStore(), threading.Barrier(3)
 
     def raise_begun(_: Operation, stage: str) -> None:
@@ -286,7 +298,8 @@ def test_each_request_of_a_save_may_be_lost_once(
     """The save goes on, and so does the next one."""
     monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
-    for rank, method, key in _requests_of_a_save():
+
+    def check(rank: int, method: str, key: str) -> None:
         store = SharedStore()
         pattern = f"(^|/){re.escape(key)}$"
         fault = store.add_fault(Fault(effect=effect, rank=rank, method=method, key=pattern))
@@ -294,6 +307,8 @@ def test_each_request_of_a_save_may_be_lost_once(
         assert values(ended) == [[{1}, {2}]] * 2, fault
         # Which rank writes these, and whether, is a matter of who is first.
         assert fault.seen.is_set() or key.endswith(("/all", "/all_done")), fault
+
+    each(_requests_of_a_save(), check)
 
 
 @pytest.mark.parametrize("effect", ["request lost", "reply lost"])
@@ -304,22 +319,24 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
     monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
     timeouts = Timeouts(plan=1.5, write=1.5, commit=1.5, silence=1.5)
-    for rank, method, key in _requests_of_a_save():
+
+    def check(rank: int, method: str, key: str) -> None:
         store = SharedStore()
         pattern = f"(^|/){re.escape(key)}$"
-        fault = store.add_fault(
-            Fault(effect=effect, rank=rank, method=method, key=pattern, count=2)
+        store.add_fault(Fault(effect=effect, rank=rank, method=method, key=pattern, count=2))
+        ended = values(
+            run(
+                group(store, 2),
+                lambda ranks: [rolling(ranks, step, timeouts=timeouts) for step in (1, 2, 3)],
+            )
         )
-
-        def body(ranks: RankGroup) -> list[Any]:
-            return [rolling(ranks, step, timeouts=timeouts) for step in (1, 2, 3)]
-
-        ended = values(run(group(store, 2), body))
         for step, of_ranks in enumerate(zip(*ended, strict=True), 1):
             sure = [value for value in of_ranks if not isinstance(value, UndecidedError)]
             is_committed = any(value == {step} for value in sure)
-            assert all((value == {step}) == is_committed for value in sure), (fault, ended)
-        assert [of_rank[-1] for of_rank in ended] == [{3}] * 2, (fault, ended)
+            assert all((value == {step}) == is_committed for value in sure), ended
+        assert [of_rank[-1] for of_rank in ended] == [{3}] * 2, ended
+
+    each(_requests_of_a_save(), check)
 
 
 # Cancels from another thread.
@@ -628,15 +645,21 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
 NAMES = (4, 7, 9)
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-@pytest.mark.parametrize(
-    "how", ["missing", "failing", "skipping", "silent", "busy", "without the store", "cancelling"]
-)
-def test_errors_name_global_ranks(how: str, who: int) -> None:
-    """In a group of some of the job's ranks as well."""
+def test_errors_name_global_ranks() -> None:
+    """In a group of some of the job's ranks as well, whatever went wrong."""
+    hows = "missing", "failing", "skipping", "silent", "busy", "without the store", "cancelling"
+    each(itertools.product(hows, range(3)), _check_names)
+
+
+def _check_names(how: str, who: int) -> None:
     store, done = SharedStore(), threading.Event()
     ranks = group(store, 3, NAMES)
-    timeouts = Timeouts(plan=0.5, write=0.5, commit=0.8, silence=0.5 if how == "silent" else 5.0)
+    timeouts = Timeouts(
+        plan=0.5 if how == "missing" else END_S,
+        write=0.5,
+        commit=0.8,
+        silence=0.5 if how == "silent" else 5.0,
+    )
 
     def raise_error(_: Operation) -> None:
         raise CheckpointError("no space")

@@ -6,7 +6,8 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -247,9 +248,10 @@ class Connection:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what ranks wait for each other beyond their deadlines."""
-    monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.2)
-    monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.6)
-    monkeypatch.setattr(conversation_module, "_FINISH_FAILED_S", 0.3)
+    monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.1)
+    monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.3)
+    monkeypatch.setattr(conversation_module, "_FINISH_FAILED_S", 0.1)
+    monkeypatch.setattr(conversation_module, "_FINISH_EXTRA_S", 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +364,20 @@ def whole(
 def together(ranks: RankGroup, timeouts: Timeouts = LONG) -> list[bytes]:
     with ranks.operation("the test", timeouts=timeouts) as operation:
         return whole(operation)
+
+
+def each(cases: Iterable[Any], check: Callable[..., object]) -> None:
+    """Check each case (a tuple: the arguments), several at a time: most wait for deadlines."""
+
+    def run_case(case: Any) -> None:
+        try:
+            check(*case) if isinstance(case, tuple) else check(case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run_case, cases))
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
