@@ -144,8 +144,9 @@ class WorkerLink:
             if not wait([self._pipe, self.process.sentinel], _LOOK_S):
                 return None
             if self._pipe.poll():
+                message = self._pipe.recv()
                 self.has_responded = True
-                return self._pipe.recv()
+                return message
         raise WorkerGoneError(self.exit_description())
 
     def kill(self) -> list[Any]:

@@ -201,10 +201,14 @@ def run_save(
                 global_ranks=ranks.lane.names,
             )
             operation.what = f"the save to {session.url}"
-            operation.identify(options.identity(session.url))
+            identity = options.identity(session.url)
+            if options.step is not None:
+                # Of another step than this one, a save does not fail with it.
+                operation.identify(identity)
             job = options.consolidation(session.location)
             terms = session.terms() | (job.terms() if job else {"consolidate": "no"})
             with closing(begin(operation, session)) as steps:
+                operation.identify(identity)
                 answer = operation.meet(terms, value=steps.propose(), decide=steps.decide)
                 while (save_id := steps.accept(answer)) is None:
                     answer = operation.exchange(steps.propose(), steps.decide)

@@ -76,8 +76,8 @@ def test_all_ranks_hear_where_to_resume_and_why_not(tmp_path: Path) -> None:
 
 @on_ranks()
 def test_who_has_not_come_is_logged_while_one_waits(rank: int, tmp_path: Path) -> None:
-    """Long before the deadline, by default ten minutes, rank 0 logs whom it waits for."""
-    assert Timeouts().plan == pytest.approx(600.0)
+    """Long before the deadline, by default four minutes, rank 0 logs whom it waits for."""
+    assert Timeouts().plan == pytest.approx(240.0)
     if rank == 1:
         return
     with patch.object(logging.getLogger("ckpt_storage"), "warning") as warning:

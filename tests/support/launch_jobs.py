@@ -86,7 +86,12 @@ class Settings:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return what an error says of the save: failed, unknown, committed; or what else it is."""
+    """Return what an error says of the save: failed, unknown, committed; or what else it is.
+
+    "earlier": an earlier save failed, and this one has begun.
+    """
+    if any("has begun all the same" in note for note in getattr(error, "__notes__", ())):
+        return "earlier"
     if isinstance(error, ckpt_storage.CommitUnknownError):
         return "unknown"
     if getattr(error, "info", None) is not None:
