@@ -129,6 +129,11 @@ class Conversation:
             self.loss = self.loss or error
             self.changed.notify_all()
 
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether the key-value store does not answer this rank any more."""
+        return isinstance(self.loss, LostStoreError)
+
     def lose_ranks(self, error: CheckpointError, *, with_coordinator: bool) -> None:
         """Fail the operation because ranks are dead or silent, from any thread."""
         try:
@@ -328,7 +333,7 @@ class Conversation:
         self.is_complete = True
         if self.lane.world_size == 1:
             return True
-        has_store = not isinstance(error or self.loss, LostStoreError)
+        has_store = not isinstance(error, LostStoreError) and not self.has_lost_store
         return self._round is not None and has_store and self._acknowledge(is_failed=bool(error))
 
     def close(self) -> None:

@@ -38,7 +38,8 @@ class Member:
             # The coordinator may have the payload: this is a failure only if the verdict says so.
             try:
                 talk.fail_round(error)
-            except LostStoreError:
+            except LostStoreError as lost_store:
+                talk.lose(lost_store)
                 raise UndecidedError(str(error)) from error
             if talk.failure is not None:
                 raise talk.failure from error
@@ -86,7 +87,7 @@ class Member:
 
     def _read_release(self) -> Release | None:
         talk = self._talk
-        if isinstance(talk.loss, LostStoreError):
+        if talk.has_lost_store:
             return None
         try:
             return talk.current().read_release(talk.phases.patience_s)
@@ -101,7 +102,7 @@ class Member:
         `UndecidedError`.
         """
         talk = self._talk
-        if not isinstance(talk.loss, LostStoreError):
+        if not talk.has_lost_store:
             try:
                 talk.fail_round(cause)
             except LostStoreError as error:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,12 +128,14 @@ class Round:
         """Send this member's payload. The count is a hint that may be lost or come twice."""
         keys, count = self._keys, 0
         connection = keys.client.connection
+        end_s = time.monotonic() + timeout_s
         keys.set(self.arrival_key, payload, timeout_s)
         with contextlib.suppress(LostStoreError):
-            count = keys.count(f"{self._prefix}/count", timeout_s)
+            count = keys.count(f"{self._prefix}/count", timeout_s / 3)
         if count == 0 or connection is None or keys.client.connection is not connection:
             # No reply over the same connection shows that the store has the payload.
-            keys.set_surely(self.arrival_key, payload, timeout_s)
+            left_s = max(end_s - time.monotonic(), timeout_s / 3)
+            keys.set_surely(self.arrival_key, payload, left_s)
         if count == self._world_size - 1:
             keys.set(self.all_key, b"", timeout_s)
 

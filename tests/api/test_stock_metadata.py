@@ -72,13 +72,18 @@ def test_never_always_and_the_limit_are_obeyed(
     """Without it torch's reader is told why, ours loads, and everyone who is asked says so."""
     save(tmp_path / "never" / "run", stock_metadata="never")
     check_note(tmp_path / "never" / "run")
-    limit = "ckpt_storage.saves.session.STOCK_ENTRY_LIMIT"
-    monkeypatch.setattr(limit, len(STATE) - 1)
+
+    def limit(entry_count: int) -> None:
+        for module in ("options", "planning", "rank_save"):
+            name = f"ckpt_storage.saves.{module}.STOCK_ENTRY_LIMIT"
+            monkeypatch.setattr(name, entry_count)
+
+    limit(len(STATE) - 1)
     caplog.set_level("INFO", "ckpt_storage")
     save(tmp_path / "large" / "run")
     assert "would hold 5 entries" in caplog.text
     check_note(tmp_path / "large" / "run")
-    monkeypatch.setattr(limit, 0)
+    limit(0)
     save(tmp_path / "run", stock_metadata="always")
     dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
     assert ckpt_storage.save(STATE, tmp_path / "door", stock_metadata="always").stock_metadata
