@@ -218,7 +218,3 @@ def spell_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-
-
-# Names until the other rooms use the new ones.
-told_by, travelling, place_of, locate = error_for_peers, picklable_copy, redacted_url, add_context

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt_storage.commit.slotlog import read_slot
-from ckpt_storage.coordination.failures import place_of
+from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
@@ -181,7 +181,7 @@ def consolidate(  # the public surface, all keyword-only
         found = ConsolidateJob.of(Location.of(url, storage_options), options)
         return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
-    what = f"the consolidation of {place_of(url)}"
+    what = f"the consolidation of {redacted_url(url)}"
     return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
 
 

@@ -21,7 +21,7 @@ from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.cleaning import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there, stat_if_there
-from ckpt_storage.coordination.failures import place_of
+from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
@@ -158,7 +158,7 @@ def convert(  # the public surface, all keyword-only
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
-    what, timeouts = f"the conversion of {place_of(src)}", Timeouts.of(timeout)
+    what, timeouts = f"the conversion of {redacted_url(src)}", Timeouts.of(timeout)
 
     def job() -> _Job:
         if to not in FORMATS:

@@ -23,7 +23,7 @@ from ckpt_storage import errors
 from ckpt_storage.commit import attempt, cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.coordination.failures import place_of
+from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
@@ -149,7 +149,7 @@ def copy(  # the public surface, all keyword-only
             `NotPublishedError` the copy is committed, after `CommitUnknownError` it may be.
 
     """
-    what = f"the copy of {place_of(src)}"
+    what = f"the copy of {redacted_url(src)}"
 
     def job() -> Setting:
         source = Location.of(src, storage_options)

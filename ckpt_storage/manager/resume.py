@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import travelling
+from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import (
     CheckpointError,
@@ -223,7 +223,7 @@ class Resumer:
         what = f"the outcome of loading {info.url}"
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
-            errors = operation.all_gather(None if error is None else travelling(error))
+            errors = operation.all_gather(None if error is None else picklable_copy(error))
             found: list[CheckpointError] = [one for one in errors if one is not None]
             # A rank that was told of another's failure while it read says only that.
             causes = [one for one in found if not _is_echo(one)] or found
