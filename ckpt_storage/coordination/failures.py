@@ -106,7 +106,7 @@ def ranks_lost_error(
 ) -> RankFailedError:
     """Return the error that says that ranks were lost: what happened, and what is known of each."""
     return RankFailedError(
-        f"{name_ranks(ranks)} of {world_size} {how} in the {phase} phase of {what}: "
+        f"{name_ranks(ranks)} of the group's {world_size} {how} in the {phase} phase of {what}: "
         f"{'; '.join(known.values())}.",
         failures=dict(known),
         is_silent=True,

@@ -61,7 +61,7 @@ class Phases:
         """Return the error that says what global ranks have not done by the deadline."""
         deadline, verb = self.deadline, "has" if len(ranks) == 1 else "have"
         return PhaseTimeoutError(
-            f"{name_ranks(ranks)} of {self._world_size} {verb} {did_not} within "
+            f"{name_ranks(ranks)} of the group's {self._world_size} {verb} {did_not} within "
             f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}{known}.",
             timeout_s=deadline.timeout_s,
             rank=ranks[0] if ranks else None,
@@ -81,7 +81,7 @@ class Phases:
             return
         self._logged_s = time.monotonic()
         log.warning(
-            "%s of %d: not arrived in %s yet; rank %d waits, %.0f s are left.",
+            "%s of the group's %d: not arrived in %s yet; rank %d waits, %.0f s are left.",
             *(name_ranks(ranks()), self._world_size, self.what, self._rank),
             self.deadline.remaining_s(),
         )

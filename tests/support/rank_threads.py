@@ -46,6 +46,8 @@ class Request:
     rank: int
     method: str
     key: str
+    is_read: bool = False
+    """A compare_set that changes nothing: how a key is read that may be missing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +58,8 @@ class Fault:
     all later ones over that connection. swallowed: a `set` that has no effect, and only the next
     request notices that the connection is broken, as with a `TCPStore`. hangs: it waits until
     `released`, and takes effect then.
-    `key` is a regular expression; `seen` is set once the fault has happened.
+    `key` is a regular expression; `seen` is set once the fault has happened. `spares_reads`: not
+    those that read a key which may be missing.
     """
 
     effect: Literal["request lost", "reply lost", "broken", "swallowed", "hangs"]
@@ -64,6 +67,7 @@ class Fault:
     method: str = ""
     key: str = ""
     count: int = 1
+    spares_reads: bool = False
     seen: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -73,6 +77,7 @@ class Fault:
             and self.rank == request.rank
             and self.method in {"", request.method}
             and re.search(self.key, request.key) is not None
+            and not (self.spares_reads and request.is_read)
         )
 
 
@@ -225,7 +230,8 @@ class Connection:
     def _request(self, method: str, keys: Sequence[str], *args: Any) -> Any:
         shared = self._shared
         self._check_connection()
-        request = Request(self._rank, method, keys[0].removeprefix(f"{PREFIX}/"))
+        is_read = method == "compare_set" and args[1] == args[2]
+        request = Request(self._rank, method, keys[0].removeprefix(f"{PREFIX}/"), is_read)
         fault = shared.find_fault(request)
         if fault is not None and fault.effect == "hangs":
             fault.seen.set()
