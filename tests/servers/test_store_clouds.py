@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from sshfs import SSHFileSystem
 from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Settings
+from ckpt_storage.store.backends import clouds
+from ckpt_storage.store.backends.azure import AzureBackend
 from ckpt_storage.store.store import Store
 
 
@@ -125,3 +129,16 @@ def test_what_cannot_be_removed_is_told(registered: dict[str, type]) -> None:
         store.delete(["x"])
     assert caught.value.kind == "connection"
     store.close()
+
+
+def test_a_deletion_on_azure_leaves_names_that_its_client_resolves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request for "saves/../x" would be one for "x"; a warning says what stays."""
+    caplog.set_level(logging.WARNING, "ckpt_storage")
+    sent: list[str] = []
+    monkeypatch.setattr(clouds.CloudBackend, "delete", lambda _self, paths: sent.extend(paths))
+    location = Location.of("az://box/run", {"account_name": "a", "account_key": "aaaa"})
+    AzureBackend(location, Settings()).delete(["saves/a", "saves/../x", "saves/f//"])
+    assert sent == ["saves/a", "saves/f//"]
+    assert "'saves/../x'" in caplog.text

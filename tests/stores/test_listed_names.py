@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,7 @@ from local_stores import local_store
 
 from ckpt_storage import UnsafeContentError
 from ckpt_storage.format.names import path_flaw
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.backend import Settings
-from ckpt_storage.store.backends import clouds
-from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_objects import S3Objects
 from ckpt_storage.testing.s3_server import S3Server
@@ -67,19 +63,6 @@ def test_a_deletion_through_fsspec_removes_no_file_with_an_unsafe_name(
         store.delete_folder("saves")
         store.close()
     assert removed == ["bkt/run/saves/good"]
-
-
-def test_a_deletion_on_azure_leaves_names_that_its_client_resolves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The request for "saves/../x" would be one for "x"; a warning says what stays."""
-    caplog.set_level(logging.WARNING, "ckpt_storage")
-    sent: list[str] = []
-    monkeypatch.setattr(clouds.CloudBackend, "delete", lambda _self, paths: sent.extend(paths))
-    location = Location.of("az://box/run", {"account_name": "a", "account_key": "aaaa"})
-    AzureBackend(location, Settings()).delete(["saves/a", "saves/../x", "saves/f//"])
-    assert sent == ["saves/a", "saves/f//"]
-    assert "'saves/../x'" in caplog.text
 
 
 ONE = memoryview(b"1")
