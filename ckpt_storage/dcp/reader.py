@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
-from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -47,8 +47,10 @@ class CheckpointStorageReader(StorageReader):
             that spares 64 MiB or more and is not too much to plan; "never": it is not.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
-        allow_lossy: load floats into integers, complex numbers into reals and anything into
-            booleans; and two different values into targets of one memory.
+        casts: what a target of another dtype may do to values. "checked": a value that does not
+            fit (it would wrap, be truncated, become infinite or NaN) raises `InvalidInputError`;
+            rounded ones are counted in one log line. "exact": rounding raises too. "any": as
+            torch, unchecked; also lets targets that share memory take different values.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
         retry: how failed storage requests are repeated.
         progress: called with a `ProgressEvent` after each read; True: a bar on the coordinator.
@@ -68,7 +70,7 @@ class CheckpointStorageReader(StorageReader):
         memory_limit_bytes: int | None = None,
         shared_reads: Literal["auto", "never"] = "auto",
         unsafe_pickle: bool = False,
-        allow_lossy: bool = False,
+        casts: Casts = "checked",
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
         progress: Progress = None,

@@ -20,9 +20,11 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
+from ckpt_storage.options import Casts
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
+from .casts import CastChecker, can_cast, is_lossless
 from .resolving import dtype_name, is_freed
 from .sharing import Key, ShareOrder
 
@@ -121,6 +123,7 @@ class TensorRead(ChunkRead):
     tensor: torch.Tensor
     dtype: torch.dtype
     ring: UploadRing | None = None
+    checker: CastChecker | None = None
 
     @property
     def memory(self) -> memoryview | None:
@@ -158,7 +161,15 @@ class TensorRead(ChunkRead):
                     copy.sizes, copy.source_strides, copy.source_offset_elements
                 )
                 part = map(slice, copy.dest_offsets, map(add, copy.dest_offsets, copy.sizes))
-                self.tensor[tuple(part)].copy_(source, non_blocking=self.ring is not None)
+                self.assign(tuple(part), source)
+
+    def assign(self, part: tuple[slice, ...], source: torch.Tensor) -> None:
+        """Copy stored elements into a part of the tensor. Raises `InvalidInputError` by `casts`."""
+        target, is_async = self.tensor[part], self.ring is not None
+        if self.checker is None or is_lossless(self.dtype, target.dtype):
+            target.copy_(source, non_blocking=is_async)
+        else:
+            self.checker.copy(source, target, self.place.fqn, non_blocking=is_async)
 
 
 class LoadItems:
@@ -172,13 +183,14 @@ class LoadItems:
         *,
         buffer_count: int,
         verify: bool,
-        allow_lossy: bool,
+        casts: Casts,
     ) -> None:
         self._source = source
         self._planner = planner
         self._rings: dict[torch.device, UploadRing] = {}
         self._buffer_count = buffer_count
-        self._allow_lossy = allow_lossy
+        self._casts = casts
+        self.checker = CastChecker(casts)
         self._items = plan.items
         # In columns: thousands of rows are as many objects for the collector to look at.
         self._targets: list[torch.Tensor] = []
@@ -197,7 +209,7 @@ class LoadItems:
                 continue
             stored = source.tensors[item.storage_index.fqn].dtype
             target = self._target(item, stored)
-            if not allow_lossy and place.crcs is not None and target.numel():
+            if casts != "any" and place.crcs is not None and target.numel():
                 known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
                 if known != number:
                     _check_memory((plan.items[known], places[known]), (item, place))
@@ -227,11 +239,11 @@ class LoadItems:
                 f"The target of {fqn} has no memory: its storage was resized to nothing.",
                 "Load into tensors that have memory (FSDP: into its state_dict()).",
             )
-        if not self._allow_lossy and not torch.can_cast(_dtype(stored)[0], target.dtype):
+        if not can_cast(_dtype(stored)[0], target.dtype):
             raise _unfit(
-                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, which "
-                "cannot hold such values.",
-                "Load into a target of the stored kind, or pass allow_lossy=True.",
+                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, to which "
+                "torch has no cast.",
+                "Load into a target of the stored dtype.",
             )
         return target
 
@@ -253,6 +265,7 @@ class LoadItems:
             tensor=target,
             dtype=dtype,
             ring=self._rings.get(device),
+            checker=self.checker if self._casts != "any" else None,
         )
 
     def split(self, order: ShareOrder) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
@@ -276,7 +289,7 @@ class LoadItems:
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""
         for read, found in read_opaque(chunks, self._opaque):
-            read.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorRead
+            read.assign((), found)  # type: ignore[attr-defined]  # a TensorRead
 
     def finish(self) -> None:
         """Return when all that is on its way to devices has arrived."""
@@ -341,7 +354,7 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     raise _unfit(
         f"The targets of {held.fqn} and {place.fqn} are one memory, and the checkpoint holds "
         "other values for each.",
-        "Give each a tensor of its own, load one of them, or pass allow_lossy=True: then either "
+        "Give each a tensor of its own, load one of them, or pass casts='any': then either "
         "value may stay.",
     )
 

@@ -20,7 +20,7 @@ from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
-from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
@@ -52,7 +52,7 @@ def load(  # the public surface, all keyword-only
     memory_limit_bytes: int | None = None,
     shared_reads: Literal["auto", "never"] = "auto",
     unsafe_pickle: bool = False,
-    allow_lossy: bool = False,
+    casts: Casts = "checked",
     retry: RetryPolicy | None = None,
 ) -> None:
     """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
@@ -79,7 +79,7 @@ def load(  # the public surface, all keyword-only
         memory_limit_bytes: ceiling of buffers per rank.
         shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
-        allow_lossy: casts that lose the kind of a value, and one memory for two values.
+        casts: "checked", "exact" or "any", as for `CheckpointStorageReader`.
         retry: how failed storage requests are repeated.
 
     Raises:

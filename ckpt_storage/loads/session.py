@@ -22,6 +22,7 @@ from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError,
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
+    Casts,
     Phase,
     Progress,
     RetryPolicy,
@@ -64,7 +65,7 @@ class LoadSettings:
     memory_limit_bytes: int | None
     shared_reads: Literal["auto", "never"]
     unsafe_pickle: bool
-    allow_lossy: bool
+    casts: Casts
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
@@ -79,6 +80,7 @@ class LoadSettings:
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
         check_choice("shared_reads", self.shared_reads, Literal["auto", "never"])
+        check_choice("casts", self.casts, Casts)
         self.transfer_options(is_remote=True)
 
     def transfer_options(self, *, is_remote: bool) -> TransferOptions:
@@ -249,7 +251,7 @@ class LoadSession:
                 planner,
                 buffer_count=max(1, min(options.thread_count + 1, share)),
                 verify=settings.verify,
-                allow_lossy=settings.allow_lossy,
+                casts=settings.casts,
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split
@@ -272,6 +274,7 @@ class LoadSession:
                     items.read_opaque(chunks)
             items.finish()
         items.commit(unsafe_pickle=settings.unsafe_pickle)
+        items.checker.report(self.url)
         self._finish_publishing(deadline)
 
 

@@ -21,6 +21,7 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
+    Casts,
     PageCache,
     Progress,
     RetryPolicy,
@@ -378,7 +379,7 @@ class CheckpointManager:
         memory_limit_bytes: int | None = None,
         shared_reads: Literal["auto", "never"] = "auto",
         unsafe_pickle: bool = False,
-        allow_lossy: bool = False,
+        casts: Casts = "checked",
     ) -> Restored | None:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 
