@@ -5,7 +5,6 @@ Elements are moved as words of their size, so that types that numpy lacks are re
 
 from __future__ import annotations
 
-import difflib
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +30,13 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gap
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
+from .near_names import find_near_names
 from .views import Entry, Sharding
 
 Words = NDArray[np.generic]
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
 
-_MOST_SUGGESTED_FROM = 20_000
 _PIECE = 1 << 20
 """Elements that are looked at together: 8 MiB as float64."""
 _PIECES_HELD = 8
@@ -102,8 +101,8 @@ class Handle:
     def unknown(self, fqn: object) -> KeyError:
         """Return the error that says that there is no such name, and which are like it."""
         near: list[str] = []
-        if isinstance(fqn, str) and len(self.values) <= _MOST_SUGGESTED_FROM:
-            near = difflib.get_close_matches(fqn, list(self.values), n=3)
+        if isinstance(fqn, str):
+            near = find_near_names(fqn, self.values)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
 

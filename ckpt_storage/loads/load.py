@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.failures import check_terms, redacted_url
@@ -27,6 +29,7 @@ from .loadplanner import OwnChunksLoadPlanner
 from .resolving import is_stateful, plain_state
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
+from .targets import find_duplicate, find_mismatch
 
 _MOST_LOOKS = 8
 """How often the newest checkpoint is looked for while saves overwrite what is read."""
@@ -124,6 +127,25 @@ def load(  # the public surface, all keyword-only
             return
 
 
+@contextmanager
+def _explaining_mismatches(
+    planner: LoadPlanner, state: Mapping[str, Any], metadata: Metadata, url: str
+) -> Iterator[None]:
+    """Raise `InvalidInputError` in place of what torch's planner raises for targets that differ."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, CheckpointError) or not isinstance(planner, DefaultLoadPlanner):
+            raise
+        mismatch = find_duplicate(state)
+        flat = getattr(planner, "state_dict", None)
+        if mismatch is None and flat is not None:
+            mismatch = find_mismatch(flat, metadata.state_dict_metadata, url)
+        if mismatch is None:
+            raise
+        raise mismatch from error
+
+
 def _run(
     operation: Operation,
     session: LoadSession,
@@ -140,9 +162,11 @@ def _run(
     )
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
-    planner.set_up_planner(state, session.metadata(lazy=custom is None), operation.is_coordinator)
-    session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
-    plan = planner.create_local_plan()
+    metadata = session.metadata(lazy=custom is None)
+    with _explaining_mismatches(planner, state, metadata, session.url):
+        planner.set_up_planner(state, metadata, operation.is_coordinator)
+        session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
+        plan = planner.create_local_plan()
     proposed = plan
     if custom is None and session.share_unit(operation.world_size) is None:
         proposed = replace(plan, items=[])

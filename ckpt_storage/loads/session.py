@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Self
 
 import torch
@@ -43,6 +44,7 @@ from ckpt_storage.transfer.ranges import RangeReader
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
 from .sharing import Key, Links, ShareOrder, can_plan, plan_shares, unit_for
+from .targets import warn_of_unfilled
 
 log = logging.getLogger("ckpt_storage")
 
@@ -230,6 +232,8 @@ class LoadSession:
         With `links`, which all ranks then give, together with others.
         """
         source, settings = self.open(), self._settings
+        names = chain(source.tensors, source.blobs)
+        warn_of_unfilled(getattr(planner, "original_state_dict", None), names, self.url)
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
         is_remote = store.capabilities.is_remote
