@@ -21,6 +21,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -38,6 +39,9 @@ class CheckpointStorageReader(StorageReader):
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        rename: names of the checkpoint's values in the target: a mapping from the stored name to
+            the new one, which may leave names out, or a function that gets every stored name and
+            returns the new one. Two values must not get one name. Ranks may have different ones.
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
@@ -65,6 +69,7 @@ class CheckpointStorageReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         storage_options: Mapping[str, Any] | None = None,
+        rename: Rename | None = None,
         verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,

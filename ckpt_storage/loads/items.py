@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from operator import add
@@ -184,12 +184,14 @@ class LoadItems:
         buffer_count: int,
         verify: bool,
         casts: Casts,
+        stored_names: Mapping[str, str] | None = None,
     ) -> None:
         self._source = source
         self._planner = planner
         self._rings: dict[torch.device, UploadRing] = {}
         self._buffer_count = buffer_count
         self._casts = casts
+        self._stored_names = stored_names or {}
         self.checker = CastChecker(casts)
         self._items = plan.items
         # In columns: thousands of rows are as many objects for the collector to look at.
@@ -197,7 +199,9 @@ class LoadItems:
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
-        places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
+        places = source.places(
+            [(self._stored_name(item), _offsets_of(item)) for item in plan.items]
+        )
         self.places = places
         owners: dict[torch.device, dict[int, int]] = {}
         for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
@@ -207,7 +211,7 @@ class LoadItems:
                 self._blobs.append((item, buffer, found))
                 self.reads.append(bytes_read(found, memoryview(buffer)))
                 continue
-            stored = source.tensors[item.storage_index.fqn].dtype
+            stored = source.tensors[self._stored_name(item)].dtype
             target = self._target(item, stored)
             if casts != "any" and place.crcs is not None and target.numel():
                 known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
@@ -216,6 +220,10 @@ class LoadItems:
             self._targets.append(target)
             reads = self._opaque if found.kind == "opaque" else self.reads
             reads.append(self._read(item, stored, target, found))
+
+    def _stored_name(self, item: ReadItem) -> str:
+        fqn = item.storage_index.fqn
+        return self._stored_names.get(fqn, fqn)
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
@@ -308,15 +316,23 @@ class LoadItems:
             self._planner.load_bytes(item, io.BytesIO(buffer))
 
 
-def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]]:
-    """Return for each chunk which ranks want which region of it, counted from its first element."""
+def wanted_regions(
+    plans: Sequence[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
+) -> dict[Key, list[tuple[int, Box]]]:
+    """Return for each chunk which ranks want which region of it, counted from its first element.
+
+    `stored_names` has for each rank the stored names of its values; None: they are those of its
+    plan.
+    """
     wants: dict[Key, list[tuple[int, Box]]] = {}
-    for rank, plan in enumerate(plans):
+    for rank, (plan, names) in enumerate(zip(plans, stored_names, strict=True)):
         for item in plan.items:
             offsets = _offsets_of(item)
             if offsets is not None:
                 region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
+                fqn = item.storage_index.fqn
+                stored = fqn if names is None else names.get(fqn, fqn)
+                wants.setdefault((stored, offsets), []).append((rank, region))
     return wants
 
 

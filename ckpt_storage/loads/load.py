@@ -23,6 +23,7 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
@@ -49,6 +50,7 @@ def load(  # the public surface, all keyword-only
     timeout: float | timedelta | Timeouts | None = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: LoadPlanner | None = None,
+    rename: Rename | None = None,
     progress: Progress = None,
     verify: bool = True,
     thread_count: int | None = None,
@@ -76,6 +78,7 @@ def load(  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
             All ranks give one, or none; the coordinator's sees all plans.
+        rename: names of the checkpoint's values in `state`, as for `CheckpointStorageReader`.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
@@ -172,15 +175,17 @@ def _run(
         proposed = replace(plan, items=[])
 
     def decide(proposals: list[Any]) -> ByRank[tuple[LoadPlan | None, ShareOrder | None]]:
-        plans = [proposal for proposal, _ in proposals]
+        plans = [proposal for proposal, _, _ in proposals]
         if custom is not None:
             plans = planner.create_global_plan(plans)
         names = operation.lane.names
-        check_terms({names[r]: terms for r, (_, terms) in enumerate(proposals)}, phase="load")
+        check_terms({names[r]: terms for r, (_, terms, _) in enumerate(proposals)}, phase="load")
         finals = [None] * len(plans) if custom is None else plans
-        return ByRank(list(zip(finals, session.share_orders(plans), strict=True)))
+        orders = session.share_orders(plans, [stored for _, _, stored in proposals])
+        return ByRank(list(zip(finals, orders, strict=True)))
 
-    final, order = operation.exchange((proposed, session.found()), decide)
+    proposal = (proposed, session.found(), session.stored_names(proposed))
+    final, order = operation.exchange(proposal, decide)
     if final is not None:
         plan = planner.finish_plan(final)
     session.read(plan, planner, None if order is None else partial(joined, operation, peers, order))

@@ -31,12 +31,23 @@ from .resolving import PLAIN, parts_of, placements_key
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
-def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
-    """Return what planners are told; with `lazy` each entry is made when it is asked for."""
-    state: Mapping[str, _Entry] = _Entries(source)
+def metadata_of(
+    source: Source, *, url: str, lazy: bool, stored_names: Mapping[str, str] | None = None
+) -> Metadata:
+    """Return the metadata for planners; with `lazy` each entry is made when it is asked for.
+
+    `stored_names` maps each name that planners see to the stored one; None: they are the same.
+    """
+    state: Mapping[str, _Entry] = _Entries(source, stored_names)
     if not lazy:
         state = dict(state)
     planner_data = source.planner_data
+    if stored_names is not None and planner_data is not None:
+        paths = planner_data
+        planner_data = {
+            name: paths.get(stored, (name,)) if name == stored else (name,)
+            for name, stored in stored_names.items()
+        }
     return Metadata(
         state_dict_metadata=state,  # type: ignore[arg-type]  # read only, as a dict is read
         # Planners that build a state dict from metadata alone need a path for every entry.
@@ -49,12 +60,15 @@ def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
 class _Entries(Mapping[str, _Entry]):
     """Entries made as they are asked for; tensors that are cut alike share their chunks."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, stored_names: Mapping[str, str] | None) -> None:
         self._tensors, self._blobs = source.tensors, source.blobs
+        self._stored_names = stored_names
         # By identity: who made the boxes of tensors that are cut alike made them once.
         self._made: dict[int, ChunkList] = {}
 
     def __getitem__(self, fqn: str) -> _Entry:
+        if self._stored_names is not None:
+            fqn = self._stored_names[fqn]
         if fqn in self._blobs:
             return BytesStorageMetadata()
         info = self._tensors[fqn]
@@ -68,6 +82,9 @@ class _Entries(Mapping[str, _Entry]):
         )
 
     def __iter__(self) -> Iterator[str]:
+        if self._stored_names is not None:
+            yield from self._stored_names
+            return
         yield from self._tensors
         yield from self._blobs
 

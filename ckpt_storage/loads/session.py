@@ -34,6 +34,7 @@ from ckpt_storage.options import (
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import Source, explaining
 from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.renaming import Rename, check_rename, new_names
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -65,6 +66,7 @@ class LoadSettings:
     verify: bool
     thread_count: int | None
     memory_limit_bytes: int | None
+    rename: Rename | None
     shared_reads: Literal["auto", "never"]
     unsafe_pickle: bool
     casts: Casts
@@ -83,6 +85,7 @@ class LoadSettings:
         """Raise `InvalidInputError` for settings that cannot be."""
         check_choice("shared_reads", self.shared_reads, Literal["auto", "never"])
         check_choice("casts", self.casts, Casts)
+        check_rename(self.rename)
         self.transfer_options(is_remote=True)
 
     def transfer_options(self, *, is_remote: bool) -> TransferOptions:
@@ -123,6 +126,7 @@ class LoadSession:
         self._is_coordinator = False
         self._opened: Store
         self._source: Source | None = None
+        self._stored_names: Mapping[str, str] | None = None
         self._publishing: threading.Thread | None = None
         self._newer: FormatError | None = None
 
@@ -148,12 +152,26 @@ class LoadSession:
             self._opened = store
             options = settings.transfer_options(is_remote=store.capabilities.is_remote)
             self._source = open_source(store.bounded(deadline), options)
+            self._stored_names = None
+            if settings.rename is not None:
+                fqns = [*self._source.tensors, *sorted(self._source.blobs)]
+                names = new_names(fqns, settings.rename)
+                self._stored_names = {name: fqn for fqn, name in names.items()}
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
         """Open the checkpoint anew and return what it holds, entry by entry where `lazy`."""
         self._source = None
-        return metadata_of(self.open(), url=self.url, lazy=lazy)
+        source = self.open()
+        return metadata_of(source, url=self.url, lazy=lazy, stored_names=self._stored_names)
+
+    def stored_names(self, plan: LoadPlan) -> Mapping[str, str] | None:
+        """Return the stored name of each value of a plan; None if no value has another name."""
+        names = self._stored_names
+        if names is None:
+            return None
+        fqns = {item.storage_index.fqn for item in plan.items}
+        return {fqn: names[fqn] for fqn in fqns if fqn in names}
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
@@ -213,13 +231,18 @@ class LoadSession:
             return None
         return unit_for(self._settings.transfer_options(is_remote=True).part_bytes)
 
-    def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
-        """Return who reads what several ranks need; None: each for itself. Coordinator only."""
+    def share_orders(
+        self, plans: list[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
+    ) -> Sequence[ShareOrder | None]:
+        """Return who reads what several ranks need; None: each for itself. Coordinator only.
+
+        `stored_names` is what `stored_names` returned on each rank.
+        """
         source, unit_bytes = self.open(), self.share_unit(len(plans))
         orders = None
         if unit_bytes is not None and can_plan(sum(len(plan.items) for plan in plans)):
             orders = plan_shares(
-                wanted_regions(plans),
+                wanted_regions(plans, stored_names),
                 partial(_shape_of, source),
                 world_size=len(plans),
                 unit_bytes=unit_bytes,
@@ -232,7 +255,7 @@ class LoadSession:
         With `links`, which all ranks then give, together with others.
         """
         source, settings = self.open(), self._settings
-        names = chain(source.tensors, source.blobs)
+        names = self._stored_names or chain(source.tensors, source.blobs)
         warn_of_unfilled(getattr(planner, "original_state_dict", None), names, self.url)
         deadline = self._begin("load")
         store = self._opened.bounded(deadline)
@@ -256,6 +279,7 @@ class LoadSession:
                 buffer_count=max(1, min(options.thread_count + 1, share)),
                 verify=settings.verify,
                 casts=settings.casts,
+                stored_names=self._stored_names,
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split

@@ -31,6 +31,7 @@ from ckpt_storage.options import (
     check_choice,
 )
 from ckpt_storage.saves.options import Chained
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -373,6 +374,7 @@ class CheckpointManager:
         step: int | None = None,
         check: Check = "read",
         planner: LoadPlanner | None = None,
+        rename: Rename | None = None,
         progress: Progress = None,
         verify: bool = True,
         thread_count: int | None = None,
