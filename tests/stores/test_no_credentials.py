@@ -29,7 +29,7 @@ def test_the_error_names_anonymous_access() -> None:
         ckpt_storage.save({"w": torch.ones(2)}, "s3://bucket/c", storage_options=options)
         nobody = {key: value for key, value in options.items() if key not in {"key", "secret"}}
         target = {"w": torch.zeros(2)}
-        with pytest.raises(ckpt_storage.StorageError, match="anon.*True.*public") as caught:
+        with pytest.raises(ckpt_storage.StorageError, match=r"anon.*True.*public") as caught:
             ckpt_storage.load(target, "s3://bucket/c", storage_options=nobody)
         assert caught.value.kind == "credentials"
         ckpt_storage.load(target, "s3://bucket/c", storage_options={**nobody, "anon": True})
