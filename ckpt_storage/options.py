@@ -73,6 +73,7 @@ StockMetadata = Literal["auto", "always", "never"]
 UnsafeValues = Literal["warn", "refuse"]
 PageCache = Literal["keep", "drop"]
 Casts = Literal["checked", "exact", "any"]
+Shared = Literal["auto", "always", "never"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 

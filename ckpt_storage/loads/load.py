@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,7 +22,7 @@ from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
-from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
 from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 
@@ -55,7 +55,7 @@ def load(  # the public surface, all keyword-only
     verify: bool = True,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
-    shared_reads: Literal["auto", "never"] = "auto",
+    shared_reads: Shared = "auto",
     unsafe_pickle: bool = False,
     casts: Casts = "checked",
     retry: RetryPolicy | None = None,
@@ -83,7 +83,7 @@ def load(  # the public surface, all keyword-only
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
         memory_limit_bytes: ceiling of buffers per rank.
-        shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
+        shared_reads: "auto", "always" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
         casts: "checked", "exact" or "any", as for `CheckpointStorageReader`.
         retry: how failed storage requests are repeated.

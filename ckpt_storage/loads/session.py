@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,6 +27,7 @@ from ckpt_storage.options import (
     Phase,
     Progress,
     RetryPolicy,
+    Shared,
     Timeouts,
     TransferOptions,
     check_choice,
@@ -67,7 +68,7 @@ class LoadSettings:
     thread_count: int | None
     memory_limit_bytes: int | None
     rename: Rename | None
-    shared_reads: Literal["auto", "never"]
+    shared_reads: Shared
     unsafe_pickle: bool
     casts: Casts
     timeouts: Timeouts
@@ -83,7 +84,7 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
-        check_choice("shared_reads", self.shared_reads, Literal["auto", "never"])
+        check_choice("shared_reads", self.shared_reads, Shared)
         check_choice("casts", self.casts, Casts)
         check_rename(self.rename)
         self.transfer_options(is_remote=True)
@@ -220,12 +221,12 @@ class LoadSession:
 
     def share_unit(self, world_size: int) -> int | None:
         """Return the longest unit that ranks share; None: nothing, and plans need not travel."""
-        source = self.open()
+        source, wish = self.open(), self._settings.shared_reads
         if (
-            self._settings.shared_reads == "never"
+            wish == "never"
             or world_size == 1
-            # From the page cache every rank has the bytes.
-            or not self._opened.capabilities.is_remote
+            # A local disk serves all ranks of its host from the page cache; a mount does not.
+            or (wish == "auto" and not self._opened.capabilities.is_remote)
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
@@ -246,18 +247,27 @@ class LoadSession:
                 partial(_shape_of, source),
                 world_size=len(plans),
                 unit_bytes=unit_bytes,
+                is_forced=self._settings.shared_reads == "always",
             )
         return orders or [None] * len(plans)
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, links: Links | None = None) -> None:
+    def read(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        links: Links | None = None,
+        *,
+        begin: Callable[[Phase], Deadline] | None = None,
+    ) -> None:
         """Read this rank's items into the planner's targets, and commit them once all is verified.
 
-        With `links`, which all ranks then give, together with others.
+        With `links`, which all ranks then give, together with others. `begin` starts the phase in
+        place of the session's own.
         """
         source, settings = self.open(), self._settings
         names = self._stored_names or chain(source.tensors, source.blobs)
         warn_of_unfilled(getattr(planner, "original_state_dict", None), names, self.url)
-        deadline = self._begin("load")
+        deadline = (begin or self._begin)("load")
         store = self._opened.bounded(deadline)
         is_remote = store.capabilities.is_remote
         options = settings.transfer_options(is_remote=is_remote)

@@ -117,11 +117,13 @@ def plan_shares(
     *,
     world_size: int,
     unit_bytes: int,
+    is_forced: bool = False,
 ) -> list[ShareOrder] | None:
     """Return the order for each rank, None if it does not pay; pure.
 
     `wants` has the regions of each chunk by rank, `shape_of` its sizes and the bytes of an element.
     Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
+    `is_forced`: any saving pays.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values()))):
@@ -148,7 +150,7 @@ def plan_shares(
             member_count += len(ranks)
         if not can_plan(member_count):
             return None
-    if saved_bytes < _LEAST_SAVED_BYTES:
+    if saved_bytes < (1 if is_forced else _LEAST_SAVED_BYTES):
         return None
     mine: list[list[Unit]] = [[] for _ in range(world_size)]
     load_bytes = [0] * world_size

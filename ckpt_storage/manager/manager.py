@@ -25,6 +25,7 @@ from ckpt_storage.options import (
     PageCache,
     Progress,
     RetryPolicy,
+    Shared,
     StockMetadata,
     Timeouts,
     UnsafeValues,
@@ -379,7 +380,7 @@ class CheckpointManager:
         verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
-        shared_reads: Literal["auto", "never"] = "auto",
+        shared_reads: Shared = "auto",
         unsafe_pickle: bool = False,
         casts: Casts = "checked",
     ) -> Restored | None:

@@ -130,3 +130,19 @@ def test_each_rank_may_have_its_own_names(rank: int, tmp_path: Path) -> None:
         ckpt_storage.load(target, tmp_path / "c", rename=own, planner=planner)
         wanted = {f"stage.{n}.w": seeded(2 * rank + n, 4, 2) for n in range(2)}
         assert dcp_cases.same(target, wanted)
+
+
+@on_ranks()
+def test_ranks_share_reads_under_different_names(rank: int, tmp_path: Path) -> None:
+    """What both ranks need is read once, whatever each of them calls it."""
+    state = {f"layers.{n}.w": cut(seeded(n, 4, 2), Shard(0)) for n in range(4)}
+    dcp_cases.save(state, tmp_path / "c")
+    own = {f"layers.{n}.w": f"layers.{(n + rank) % 4}.w" for n in range(4)}
+    loads: list[Load] = [ckpt_storage.load, dcp_cases.load]
+    for load in loads:
+        for planner in (None, DefaultLoadPlanner()):
+            target = {f"layers.{n}.w": torch.zeros(4, 2) for n in range(4)}
+            options = {"shared_reads": "always", "rename": own, "planner": planner}
+            load(target, tmp_path / "c", **options)
+            wanted = {f"layers.{(n + rank) % 4}.w": seeded(n, 4, 2) for n in range(4)}
+            assert dcp_cases.same(target, wanted)

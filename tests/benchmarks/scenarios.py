@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workload
+from bandwidth import Bandwidth
 from floors import DiskFloor, Floor, FsspecFloor, checksum
 from measure import Comparison, Contender, Meter
 from peers import Peer, peers_for
@@ -285,6 +286,28 @@ def part(bench: Bench) -> Comparison:
     return found
 
 
+def _shared(bench: Bench, what: str, sharding: Sharding) -> Comparison:
+    """Measure a load of what several ranks need, each for itself and shared."""
+    state, target = bench.state(sharding), bench.state(sharding, filled=False)
+    url = bench.at("shared")
+    ckpt_storage.save(state, url, **bench.options)
+
+    def contender(name: str, shared_reads: Literal["always", "never"]) -> Contender:
+        def run() -> None:
+            ckpt_storage.load(target, url, shared_reads=shared_reads, **bench.options)
+
+        def checked() -> None:
+            workload.check_same(target, state, name)
+            workload.zero(target)
+
+        return Contender(name=name, run=run, after=checked)
+
+    contenders = [contender("each rank for itself", "never"), contender("shared", "always")]
+    found = bench.compare(what, workload.state_bytes(state), contenders)
+    bench.clear("shared")
+    return found
+
+
 SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
     "save": lambda bench: _save(bench, "save"),
     "load": lambda bench: _load(bench, "load"),
@@ -293,6 +316,8 @@ SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
     "stall": stall,
     "small-save": lambda bench: _save(bench, "save of small tensors", is_small=True),
     "small-load": lambda bench: _load(bench, "load of small tensors", is_small=True),
+    "shared": lambda bench: _shared(bench, "load, replicated", "replicated"),
+    "shared-hsdp": lambda bench: _shared(bench, "load, two replicas of shards", "hsdp"),
     "slice": part,
     "export": lambda bench: _export(bench, "export", "rows"),
     "export-columns": lambda bench: _export(bench, "export, by columns", "columns"),
@@ -307,6 +332,7 @@ def measure(
     options: dict[str, Any],
     count: Any,
     scratch: str,
+    bandwidth: Bandwidth | None,
 ) -> None:
     """Measure on one rank, in a process of its own; rank 0 leaves what it found in `scratch`."""
     # torch's own background saves start a group that looks for these.
@@ -316,10 +342,17 @@ def measure(
     store = dist.FileStore(f"{scratch}/rendezvous", asked.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
     is_local = "://" not in url
+    if is_local and bandwidth is not None:
+        bandwidth.bound_mount()
     floor = DiskFloor(url) if is_local else FsspecFloor(url, options)
     given = {"gib": asked.gib, "small_count": asked.small, "run_count": asked.runs}
     bench = Bench(url, options, floor, Meter(count), with_peers=asked.peers, **given)
-    names = asked.scenario or [name for name in SCENARIOS if is_local or name != "load-cold"]
+    names = asked.scenario or [
+        name
+        for name in SCENARIOS
+        if (is_local or name != "load-cold")
+        and (bandwidth is not None or not name.startswith("shared"))
+    ]
     try:
         found = [SCENARIOS[name](bench) for name in names]
         if rank == 0:
