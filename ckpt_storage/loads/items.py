@@ -276,6 +276,15 @@ class LoadItems:
             checker=self.checker if self._casts != "any" else None,
         )
 
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes of all elements and blobs that this rank wants."""
+        blobs_bytes = sum(place.size_bytes for _, _, place in self._blobs)
+        reads: list[TensorRead] = [
+            read for read in (*self.reads, *self._opaque) if isinstance(read, TensorRead)
+        ]
+        return blobs_bytes + sum(read.tensor.numel() * read.item_bytes for read in reads)
+
     def split(self, order: ShareOrder) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
         """Return what is not shared, and what is by chunks; None if a block lies in two units.
 

@@ -297,8 +297,16 @@ class LoadSession:
                 own, shared = parts or (items.reads, None)
                 # A disk likes order; servers like to be asked for several things at a time.
                 reads = chunks.plan(own, turn=self.rank if is_remote else None)
-                total_bytes = sum(read.stop - read.start for read in reads)
-                total_bytes += 0 if shared is None else shared.total_bytes
+                own_bytes = sum(read.stop - read.start for read in reads)
+                shared_bytes = 0 if shared is None else shared.total_bytes
+                total_bytes = own_bytes + shared_bytes
+                if log.isEnabledFor(logging.DEBUG):
+                    counts = (items.wanted_bytes, own_bytes, len(reads), shared_bytes)
+                    log.debug(
+                        "%s: rank %d wants %d bytes. It reads %d bytes in %d requests by itself, "
+                        "and %d bytes together with other ranks.",
+                        *(self.url, self.rank, *counts),
+                    )
                 deadline.watch.expect(total_bytes)
                 bar, save_id = self._is_coordinator, source.save_id
                 with reporting(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 State = dict[str, DTensor]
@@ -44,9 +44,11 @@ def _shapes(gib: float) -> dict[str, tuple[int, int]]:
     return {**shapes, "embedding": first}
 
 
-def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
-    """Return this rank's part of one model, whatever the sharding; zeros unless `filled`."""
-    rank, rank_count = dist.get_rank(), dist.get_world_size()
+def llama_state(
+    gib: float, sharding: Sharding, *, filled: bool, group: dist.ProcessGroup | None = None
+) -> State:
+    """Return this rank's part of one model over the ranks of a group; zeros unless `filled`."""
+    rank, rank_count = dist.get_rank(group), dist.get_world_size(group)
     placements: list[Placement]
     if sharding == "hsdp":
         shard_count = max(1, rank_count // 2)
@@ -54,7 +56,11 @@ def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
         dimension, placements = 0, [Replicate(), Shard(0)]
         rank, rank_count = rank % shard_count, shard_count
     else:
-        mesh = init_device_mesh("cpu", (rank_count,))
+        mesh = (
+            init_device_mesh("cpu", (rank_count,))
+            if group is None
+            else DeviceMesh.from_group(group, "cpu")
+        )
         dimension = int(sharding == "columns")
         placements = [Replicate() if sharding == "replicated" else Shard(dimension)]
         if sharding == "replicated":
