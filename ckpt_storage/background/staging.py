@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
-from ckpt_storage.loads.resolving import plain_state
+from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.saves.devices import DeviceReader, clear_last_error, fork_stream, warn_unlocked
 from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
 from ckpt_storage.saves.planning import (

@@ -91,9 +91,9 @@ class CheckpointStorageReader(StorageReader):
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         super().__init__()
-        self._settings = LoadSettings.of(given, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -134,7 +134,7 @@ class CheckpointStorageReader(StorageReader):
 
     @property
     def format(self) -> SourceFormat:
-        """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
+        """The format of the checkpoint: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
@@ -148,7 +148,7 @@ class CheckpointStorageReader(StorageReader):
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint anew and return what it holds; all ranks.
+        """Open the checkpoint again and return its metadata; all ranks.
 
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
@@ -166,7 +166,7 @@ class CheckpointStorageReader(StorageReader):
         *args: Any,  # noqa: ARG002  # torch's signature
         **kwargs: Any,
     ) -> None:
-        """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
+        """Record the rank; the coordinator also publishes the save of a saver that crashed."""
         self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
@@ -174,7 +174,7 @@ class CheckpointStorageReader(StorageReader):
         """Attach what this rank is about to read; all ranks."""
         inbox().clear()
         session = self._session
-        content = (session.found(), session.stored_names(plan))
+        content = (session.save_terms(), session.stored_names(plan))
         hello = Rider(session.rank, content)
         self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
         return self._sent
@@ -188,9 +188,9 @@ class CheckpointStorageReader(StorageReader):
         # Taken from the inbox: a planner need not keep what the plans carry.
         session = self._session
         own = session.stored_names(self._sent or plans[0])
-        received = {**inbox(), session.rank: (session.found(), own)}
+        received = {**inbox(), session.rank: (session.save_terms(), own)}
         contents = [content for _, content in sorted(received.items())]
-        terms = {rank: found for rank, (found, _) in sorted(received.items())}
+        terms = {rank: save_terms for rank, (save_terms, _) in sorted(received.items())}
         check_terms(terms, phase="load")
         # The ranks meet again in the default group, which must be that of this load.
         is_default_group = dist.is_initialized() and dist.get_world_size() == len(plans)

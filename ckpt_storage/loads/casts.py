@@ -14,7 +14,7 @@ import torch
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Casts
 
-from .resolving import dtype_name
+from .tensors import dtype_name
 
 log = logging.getLogger("ckpt_storage")
 

@@ -25,8 +25,8 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
 from .casts import CastChecker, can_cast, is_lossless
-from .resolving import dtype_name, is_freed
 from .sharing import Key, ShareOrder
+from .tensors import dtype_name, is_freed
 
 log = logging.getLogger("ckpt_storage")
 
@@ -205,11 +205,11 @@ class LoadItems:
         self.places = places
         owners: dict[torch.device, dict[int, int]] = {}
         for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
-            found = place if verify else place.unchecked()
+            source_place = place if verify else place.unchecked()
             if item.type is LoadItemType.BYTE_IO:
-                buffer = bytearray(found.size_bytes)
-                self._blobs.append((item, buffer, found))
-                self.reads.append(bytes_read(found, memoryview(buffer)))
+                buffer = bytearray(source_place.size_bytes)
+                self._blobs.append((item, buffer, source_place))
+                self.reads.append(bytes_read(source_place, memoryview(buffer)))
                 continue
             stored = source.tensors[self._stored_name(item)].dtype
             target = self._target(item, stored)
@@ -218,8 +218,8 @@ class LoadItems:
                 if known != number:
                     _check_memory((plan.items[known], places[known]), (item, place))
             self._targets.append(target)
-            reads = self._opaque if found.kind == "opaque" else self.reads
-            reads.append(self._read(item, stored, target, found))
+            reads = self._opaque if source_place.kind == "opaque" else self.reads
+            reads.append(self._read(item, stored, target, source_place))
 
     def _stored_name(self, item: ReadItem) -> str:
         fqn = item.storage_index.fqn
@@ -305,8 +305,8 @@ class LoadItems:
 
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""
-        for read, found in read_opaque(chunks, self._opaque):
-            read.assign((), found)  # type: ignore[attr-defined]  # a TensorRead
+        for read, elements in read_opaque(chunks, self._opaque):
+            read.assign((), elements)  # type: ignore[attr-defined]  # a TensorRead
 
     def finish(self) -> None:
         """Return when all that is on its way to devices has arrived."""
@@ -366,8 +366,8 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     """Refuse targets that begin at one address and would get values of other checksums."""
     held, place = known[1], new[1]
     values = [
-        (tuple(item.storage_offsets), tuple(item.lengths), list(one.crcs or ()))
-        for item, one in (known, new)
+        (tuple(item.storage_offsets), tuple(item.lengths), list(chunk.crcs or ()))
+        for item, chunk in (known, new)
     ]
     if values[0] == values[1]:
         return

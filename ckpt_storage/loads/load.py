@@ -27,18 +27,18 @@ from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
-from .resolving import is_stateful, plain_state
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
 from .targets import find_duplicate, find_mismatch
+from .tensors import is_stateful, plain_state
 
-_MOST_LOOKS = 8
-"""How often the newest checkpoint is looked for while saves overwrite what is read."""
+_MAX_LOADS = 8
+"""How often a load starts again because a save overwrote the checkpoint."""
 
 _SUPERSEDED = (CheckpointGoneError, RankMismatchError)
-"""What tells of an overwriting save: its predecessor was freed, or ranks found different saves.
+"""Errors of an overwriting save: the files are gone, or ranks opened different saves.
 
-Ranks that mean different checkpoints never meet.
+Ranks that load different URLs never meet.
 """
 
 
@@ -100,9 +100,9 @@ def load(  # the public surface, all keyword-only
     ranks = RankGroup.of(process_group)
     what = f"the load from {redacted_url(url)}"
     timeouts = Timeouts()
-    with suppress(CheckpointError):  # raised below, where the other ranks hear of it
+    with suppress(CheckpointError):  # raised below, where it is reported to the other ranks
         timeouts = Timeouts.of(timeout)
-    for looks_left in reversed(range(_MOST_LOOKS)):
+    for loads_left in reversed(range(_MAX_LOADS)):
         operation: Operation | None = None
         has_read = False
         try:
@@ -122,9 +122,9 @@ def load(  # the public surface, all keyword-only
                     else:
                         state[key] = value
         except CheckpointError:
-            # Not this rank's own error: all ranks must decide alike.
+            # The verdict, not the error of this rank: all ranks must decide alike.
             verdict = None if operation is None else operation.verdict
-            if has_read or not looks_left or not isinstance(verdict, _SUPERSEDED):
+            if has_read or not loads_left or not isinstance(verdict, _SUPERSEDED):
                 raise
         else:
             return
@@ -156,7 +156,7 @@ def _run(
     state: dict[str, Any],
     peers: Peers,
 ) -> None:
-    """Plan and read; plans travel where the user passed a planner, or reads may be shared."""
+    """Plan and read; ranks exchange plans for a custom planner, or if they may share reads."""
     terms = session.terms()
     kind = kind_of(operation.what)
     operation.meet(
@@ -184,7 +184,7 @@ def _run(
         orders = session.share_orders(plans, [stored for _, _, stored in proposals])
         return ByRank(list(zip(finals, orders, strict=True)))
 
-    proposal = (proposed, session.found(), session.stored_names(proposed))
+    proposal = (proposed, session.save_terms(), session.stored_names(proposed))
     final, order = operation.exchange(proposal, decide)
     if final is not None:
         plan = planner.finish_plan(final)

@@ -1,4 +1,4 @@
-"""One load on one rank: what is opened, which of it the ranks share, and how it is read."""
+"""One load on one rank: opens the checkpoint, plans shared reads, reads and commits."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ log = logging.getLogger("ckpt_storage")
 _LOCAL_THREADS = 1
 
 _PUBLISH_S = 10.0
-"""So long a load looks at most whether stock readers find what it reads."""
+"""The longest time that a load spends on bringing `.metadata` up to date."""
 
 _REMOTE_THREADS = 16
-"""At most: how many requests are under way follows what the storage bears."""
+"""The most requests in flight; a storage that throttles gets fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """What a load is told besides state and ranks, checked."""
+    """The options of a load, checked."""
 
     base: Location
     verify: bool
@@ -76,11 +76,13 @@ class LoadSettings:
     progress: Progress
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], *, base: Location) -> Self:
+    def of(cls, arguments: Mapping[str, Any], *, base: Location) -> Self:
         """Return the settings among the arguments of a call. Raises `InvalidInputError`."""
-        found = {one.name: given[one.name] for one in fields(cls) if one.name in given}
-        timeouts, retry = Timeouts.of(given["timeout"]), given["retry"] or RetryPolicy()
-        return cls(**{**found, "base": base, "timeouts": timeouts, "retry": retry})
+        names = {option.name for option in fields(cls)} & arguments.keys()
+        options = {name: arguments[name] for name in names}
+        options["timeouts"] = Timeouts.of(arguments["timeout"])
+        options["retry"] = arguments["retry"] or RetryPolicy()
+        return cls(**{**options, "base": base})
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
@@ -119,7 +121,7 @@ class LoadSession:
         *,
         begin: Callable[[Phase], Deadline],
     ) -> None:
-        """Take up a load from the place that `checkpoint_id` leads to."""
+        """Begin a load from the URL that `checkpoint_id` leads to."""
         self._settings = settings
         self._location = settings.base.join(checkpoint_id)
         self._begin = begin
@@ -137,7 +139,7 @@ class LoadSession:
         return self._location.url
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common for a load."""
+        """Return the values that must be equal on all ranks for a load."""
         return {
             "the checkpoint's URL": self._location.url,
             "the storage's endpoint": endpoint_of(self._location),
@@ -161,7 +163,7 @@ class LoadSession:
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
-        """Open the checkpoint anew and return what it holds, entry by entry where `lazy`."""
+        """Open the checkpoint again and return its metadata; `lazy` makes entries when read."""
         self._source = None
         source = self.open()
         return metadata_of(source, url=self.url, lazy=lazy, stored_names=self._stored_names)
@@ -175,7 +177,7 @@ class LoadSession:
         return {fqn: names[fqn] for fqn in fqns if fqn in names}
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
-        """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
+        """Record the rank; the coordinator also publishes the save of a saver that crashed."""
         self._is_coordinator = is_coordinator
         self.rank = rank
         source, store = self.open(), self._opened
@@ -204,7 +206,7 @@ class LoadSession:
             log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
 
     def _finish_publishing(self, deadline: Deadline) -> None:
-        """Wait for what `set_up` began; raise what it found of a newer save."""
+        """Wait for the thread of `set_up`; raise its error about a newer save."""
         if self._publishing is not None:
             self._publishing.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
             if self._publishing.is_alive():
@@ -213,14 +215,14 @@ class LoadSession:
         if newer is not None:
             raise newer
 
-    def found(self) -> dict[str, str]:
-        """Return what all ranks must have found alike."""
+    def save_terms(self) -> dict[str, str]:
+        """Return the save that was opened, which must be the same on all ranks."""
         source = self.open()
         save = f"{source.format} {source.save_id}"
         return {"the checkpoint's URL": self._location.url, "the save to read": save}
 
     def share_unit(self, world_size: int) -> int | None:
-        """Return the longest unit that ranks share; None: nothing, and plans need not travel."""
+        """Return the longest unit that ranks share; None: they share nothing, and send no plans."""
         source, wish = self.open(), self._settings.shared_reads
         if (
             wish == "never"

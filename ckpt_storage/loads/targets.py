@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.inspect.near_names import find_near_names
 
-from .resolving import parts_of
+from .tensors import parts_of
 
 log = logging.getLogger("ckpt_storage")
 
