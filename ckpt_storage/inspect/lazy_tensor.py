@@ -14,7 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.names import DTYPES
+from ckpt_storage.options import Casts
 
+from .array_casts import cast_array
 from .reading import Handle, Words, elements_of, read_tensors
 from .views import Sharding, shape_text, shown
 
@@ -174,7 +176,10 @@ class LazyTensor:
                 f"{self.fqn} lies in storage: it cannot become an array without a copy"
             )
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if dtype is None:
+            return array
+        casts: Casts = self._handle.arguments.get("casts", "checked")
+        return cast_array(array, dtype, casts, self.fqn)
 
     def words(self, ranges: Selection) -> Words:
         """Return the elements at ascending positions, as unsigned words of their size."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -213,6 +214,44 @@ def test_equal_dtypes_are_not_compared(tmp_path: Path, monkeypatch: pytest.Monke
     target = {"a": torch.zeros(9), "b": torch.zeros(9)}
     ckpt_storage.load(target, tmp_path / "c")
     assert target["b"].tolist() == list(range(9))
+
+
+ARRAYS_THAT_DO_NOT_FIT: list[tuple[str, str, Any]] = [
+    ("int64", "int8", 300),
+    ("int64", "uint8", -1),
+    ("int64", "float16", 70_000),
+    ("float32", "float16", 1e30),
+    ("float64", "float32", 1e300),
+    ("float32", "int64", 0.5),
+    ("float32", "int32", NAN),
+    ("complex64", "float32", 1 + 2j),
+    ("int64", "bool", 2),
+    ("bfloat16", "float16", 1e30),
+]
+
+
+@pytest.mark.parametrize(("stored", "wanted", "value"), ARRAYS_THAT_DO_NOT_FIT)
+def test_an_array_of_another_dtype_has_equal_values(
+    tmp_path: Path, stored: str, wanted: str, value: Any
+) -> None:
+    """`numpy.asarray(tensor, dtype)` refuses what does not fit, unless casts="any"."""
+    ckpt_storage.save({"value": scalar(stored, value)}, tmp_path / "c")
+    with ckpt_storage.open_checkpoint(tmp_path / "c") as checkpoint:
+        with pytest.raises(ckpt_storage.InvalidInputError, match=f"value is stored as {stored}"):
+            np.asarray(checkpoint["value"], dtype=wanted)
+    with ckpt_storage.open_checkpoint(tmp_path / "c", casts="any") as checkpoint:
+        with np.errstate(all="ignore"):
+            assert np.asarray(checkpoint["value"], dtype=wanted).dtype == wanted
+
+
+def test_an_array_may_be_rounded_unless_exact(tmp_path: Path) -> None:
+    """Rounding is allowed by default and refused by casts="exact"; equal values never are."""
+    ckpt_storage.save({"value": torch.tensor([0.1, 3.0], dtype=torch.float64)}, tmp_path / "c")
+    with ckpt_storage.open_checkpoint(tmp_path / "c") as checkpoint:
+        assert np.asarray(checkpoint["value"], dtype="float32")[1] == 3
+    with ckpt_storage.open_checkpoint(tmp_path / "c", casts="exact") as checkpoint:
+        with pytest.raises(ckpt_storage.InvalidInputError, match=r"0\.1"):
+            np.asarray(checkpoint["value"], dtype="float32")
 
 
 NUMBERS = [name for name in DTYPES if can_cast(dtype_of(name), torch.float32)]
