@@ -62,7 +62,9 @@ class CastChecker:
             return
         # Pieces whose temporaries stay in a processor's second-level cache.
         row_count = max(1, _PIECE * len(source) // max(1, source.numel()))
-        for piece, place in zip(source.split(row_count), target.split(row_count), strict=True):
+        for piece, place in zip(
+            *(torch.split(t, row_count) for t in (source, target)), strict=True
+        ):
             self._copy(piece, place, fqn, non_blocking=non_blocking)
 
     def _copy(

@@ -116,11 +116,13 @@ def warn_of_unfilled(state: object, names: Iterable[str], url: str) -> None:
     """
     if not isinstance(state, Mapping):
         return
-    prefixes = [
-        ".".join(map(str, path if isinstance(value, Mapping) else (*path, len(value))))
-        for path, value in _walk((), state)
-        if (not value if isinstance(value, Mapping) else isinstance(value, list) and path)
-    ]
+    prefixes: list[str] = []
+    for path, value in _walk((), state):
+        name = ".".join(map(str, path))
+        if isinstance(value, Mapping) and not value:
+            prefixes.append(name)
+        elif isinstance(value, list):
+            prefixes.append(f"{name}.{len(value)}")
     if not prefixes:
         return
     ordered = sorted(names)

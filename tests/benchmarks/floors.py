@@ -38,8 +38,8 @@ def put_matrices(path: Path, matrices: Sequence[torch.Tensor]) -> list[int]:
     with path.open("wb", 0) as file:
         for matrix in matrices:
             step = max(1, _PIECE_BYTES // matrix[0].nbytes)
-            for rows in matrix.split(step):
-                view = memoryview(rows.contiguous().view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]  # numpy 2 on 3.11
+            for rows in torch.split(matrix, step):
+                view = memoryview(rows.contiguous().view(torch.uint8).reshape(-1).numpy())
                 starts = range(0, len(view), _BLOCK_BYTES)
                 crcs += [crc32c.crc32c(view[at : at + _BLOCK_BYTES]) for at in starts]
                 _whole(os.writev, file.fileno(), [view])
@@ -59,10 +59,10 @@ def load_columns(
     with path.open("rb", 0) as file:
         for target, row_bytes, first in targets:
             step = max(1, _PIECE_BYTES // row_bytes)
-            for pieces in target.split(_PIECES_READ * step):
+            for pieces in torch.split(target, _PIECES_READ * step):
                 whole = buffer[: len(pieces) * row_bytes]
                 _whole(os.readv, file.fileno(), [whole])
-                for at, rows in enumerate(pieces.split(step)):
+                for at, rows in enumerate(torch.split(pieces, step)):
                     piece = whole[at * step * row_bytes :][: len(rows) * row_bytes]
                     for start in range(0, len(piece), _BLOCK_BYTES):
                         if crc32c.crc32c(piece[start : start + _BLOCK_BYTES]) != next(known):
