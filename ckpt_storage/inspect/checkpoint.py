@@ -64,11 +64,12 @@ def open_checkpoint(
         "memory_limit_bytes": memory_limit_bytes,
         "timeout": Timeouts.of(timeout),
         "retry": retry or RetryPolicy(),
-        "casts": casts,
     }
     check_choice("casts", casts, Casts)
     location = Location.of(url, storage_options)
-    return Checkpoint(Handle(location, unsafe_pickle=unsafe_pickle, arguments=arguments))
+    return Checkpoint(
+        Handle(location, unsafe_pickle=unsafe_pickle, casts=casts, arguments=arguments)
+    )
 
 
 class Checkpoint(Mapping[str, Any]):

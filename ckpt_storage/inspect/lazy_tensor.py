@@ -14,7 +14,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.names import DTYPES
-from ckpt_storage.options import Casts
 
 from .array_casts import cast_array
 from .reading import Handle, Words, elements_of, read_tensors
@@ -178,8 +177,7 @@ class LazyTensor:
         array = self.numpy()
         if dtype is None:
             return array
-        casts: Casts = self._handle.arguments.get("casts", "checked")
-        return cast_array(array, dtype, casts, self.fqn)
+        return cast_array(array, dtype, self._handle.casts, self.fqn)
 
     def words(self, ranges: Selection) -> Words:
         """Return the elements at ascending positions, as unsigned words of their size."""

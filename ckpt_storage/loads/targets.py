@@ -127,14 +127,14 @@ def warn_of_unfilled(state: object, names: Iterable[str], url: str) -> None:
         return
     ordered = sorted(names)
     for prefix in prefixes:
-        name = _first_at(ordered, prefix)
-        if name is not None:
+        first = _first_at(ordered, prefix)
+        if first is not None:
             log.warning(
                 "%s has %s, for which the target has no place: it is not loaded, nor is what else "
                 "lies in %r. An optimizer makes its state in its first step: load into "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
                 "optimizer), which makes it before.",
-                *(url, name, prefix),
+                *(url, first, prefix),
             )
             return
 

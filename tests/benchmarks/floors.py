@@ -39,7 +39,8 @@ def put_matrices(path: Path, matrices: Sequence[torch.Tensor]) -> list[int]:
         for matrix in matrices:
             step = max(1, _PIECE_BYTES // matrix[0].nbytes)
             for rows in torch.split(matrix, step):
-                view = memoryview(rows.contiguous().view(torch.uint8).reshape(-1).numpy())
+                array: Any = rows.contiguous().view(torch.uint8).reshape(-1).numpy()
+                view = memoryview(array)
                 starts = range(0, len(view), _BLOCK_BYTES)
                 crcs += [crc32c.crc32c(view[at : at + _BLOCK_BYTES]) for at in starts]
                 _whole(os.writev, file.fileno(), [view])
