@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import load
 from ckpt_storage.background import staging
-from ckpt_storage.background.staging import Arena, Arenas, Kind, StagingJob
+from ckpt_storage.background.arenas import Arena, Arenas, Kind
+from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves import devices
 
@@ -289,7 +290,7 @@ def test_an_arena_that_a_device_may_still_write_to_is_not_reused(
     """If the streams do not end, or their device is lost, the memory stays mapped and unused."""
     retired: list[object] = []
     monkeypatch.setattr(staging, "_SYNCHRONIZE_S", 0.05)
-    monkeypatch.setattr(staging, "_written_by_devices", retired)
+    monkeypatch.setattr("ckpt_storage.background.arenas._RETIRED", retired)
     cuda.failing |= {"synchronize"} | ({"query"} if is_lost else set())
     cuda.is_idle = False
     with contextlib.closing(Arenas()) as arenas:
