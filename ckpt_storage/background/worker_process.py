@@ -163,8 +163,9 @@ def start_process(
 
     Not a fork, which would have the locks and devices of the trainer.
     """
+    path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"import sys; sys.path[:] = {path!r}; "
         "from ckpt_storage.background.start import run_worker; "
         f"run_worker({pipe_fd}, {os.getpid()}, {nice!r}, {io_class!r})"
     )

@@ -382,7 +382,7 @@ def test_a_prune_that_fails_does_not_stop_training(
         assert manager.wait_pruned(60)
         refuse = mock.Mock(side_effect=errors.StorageError("no listing today", kind="permission"))
         with monkeypatch.context() as patch:
-            patch.setattr(Root, "folders", refuse)
+            patch.setattr(Root, "list_folders", refuse)
             cases.save(manager, 3)
             assert manager.wait_pruned(60)
         assert "no listing today" in caplog.text
@@ -470,12 +470,12 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
 
 
 def test_a_user_waits_until_a_deletion_has_ended() -> None:
-    """`take` returns as soon as the name is no longer being deleted, and no deletion begins."""
+    """`acquire` returns once the name is no longer being deleted, and no deletion begins."""
     uses = NamesInUse()
     with ThreadPoolExecutor(1) as pool:
         with uses.reserved_for_deletion("x") as may, uses.reserved_for_deletion("x") as other:
             assert (may, other) == (True, False)
-            taking = pool.submit(uses.take, "x", "it is being saved", timeout_s=LONG_S)
+            taking = pool.submit(uses.acquire, "x", "it is being saved", timeout_s=LONG_S)
             with pytest.raises(TimeoutError):
                 taking.result(0.05)
         first = taking.result(LONG_S / 6)
@@ -560,7 +560,7 @@ def test_what_is_overwritten_again_and_again_is_an_error(
     with cases.manager_of(tmp_path) as manager:
         slow = mock.Mock(side_effect=lambda *_, **__: overwrite(tmp_path, 3))
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-        with pytest.raises(errors.CheckpointInProgressError, match="saved anew"):
+        with pytest.raises(errors.CheckpointInProgressError, match="was replaced 6 times"):
             manager.restore(cases.blank())
 
 
@@ -590,7 +590,7 @@ def test_a_restore_that_fails_leaves_nothing_in_use(
     away = mock.Mock(side_effect=errors.StorageError("The storage is away.", kind="connection"))
     with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(Root, "look_at", away)
+            patch.setattr(Root, "read_state", away)
             with pytest.raises(errors.StorageError, match="away"):
                 manager.restore(cases.blank(), step=1)
         assert cases.pruned(manager).deleted == ("step-00000001",)
