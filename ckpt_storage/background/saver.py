@@ -36,7 +36,7 @@ from .interpreter_exit import flush, flush_at_exit
 from .priorities import IoClass, check_priorities
 from .save_queue import PendingSave, SaveQueue
 from .staging import StagingJob
-from .worker_process import WorkerProcess
+from .worker_process import START_S, WorkerProcess
 from .worker_save import pack_options
 
 Mode = Literal["process", "thread"]
@@ -212,9 +212,10 @@ class AsyncSaver:
         """
         self._check_process()
         self._check_open()
-        # The deadlines of all phases of this save and of those before it.
+        # The deadlines of all phases, and the start of a worker, of this save and earlier ones.
         t, rank = options.timeouts, self._queue.ranks.global_rank
         save_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        save_s += START_S if self._queue.has_worker else 0.0
         limit_s = (len(self._saves) + 1) * save_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(

@@ -163,7 +163,7 @@ def start_process(
 
     Not a fork, which would have the locks and devices of the trainer.
     """
-    path = [entry for entry in sys.path if isinstance(entry, str)]
+    path = [str(entry) for entry in sys.path]  # programs add objects of `pathlib`
     code = (
         f"import sys; sys.path[:] = {path!r}; "
         "from ckpt_storage.background.start import run_worker; "

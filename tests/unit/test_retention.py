@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.folders import FolderState
-from ckpt_storage.manager.names import StepNames
-from ckpt_storage.manager.policies import (
+from ckpt_storage import (
     Candidate,
-    KeepAny,
+    CheckpointInfo,
+    InvalidInputError,
     KeepBest,
     KeepClosest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
+    PruneReport,
     RetentionPolicy,
-    policies_of,
 )
-from ckpt_storage.manager.retention import PruneReport, plan_retention, supports_of
+from ckpt_storage.manager.folders import FolderState
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import KeepAny, policies_of
+from ckpt_storage.manager.retention import plan_retention, supports_of
 
 
 def info(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -302,3 +304,9 @@ def test_memory_that_a_worker_cannot_map_is_an_error_with_its_reason() -> None:
     worker._respond(worker._finish)  # noqa: SLF001  # as above
     assert isinstance(ours.recv(), RankProgress)
     assert ours.recv() == Response(value=True)
+
+
+def test_the_first_code_of_a_worker_needs_no_torch() -> None:
+    """So a worker watches its trainer before it imports what takes long, and may hang."""
+    code = "import sys, ckpt_storage.background.start; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # our own
