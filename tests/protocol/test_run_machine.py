@@ -114,7 +114,7 @@ class Run(RuleBasedStateMachine):
     def prune(self, count: int, is_mirrored: bool, cut: int | None) -> None:  # noqa: FBT001
         mirror = Mirror(self.fast_root, self.slow_root, None)
         with self.dying(cut):
-            more: dict[str, Any] = {"others": mirror.waiting} if is_mirrored else {}
+            more: dict[str, Any] = {"protect": mirror.pending} if is_mirrored else {}
             Pruner(self.fast_root, KeepLatest(count), **more).prune(Deadline("commit", 60))
         now, newest = seen_in(self.folder / "fast"), set(sorted(self.fast)[-count:])
         waiting = {one for one, mark in self.fast.items() if self.slow.get(one) != mark}

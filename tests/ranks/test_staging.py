@@ -55,7 +55,7 @@ def copied(state: Any, arenas: Arenas) -> StagingJob:
 
 
 def starts_of(staged: StagingJob) -> dict[str, int]:
-    return {index.fqn: row[0] for index, row in staged.staged.rows.items()}
+    return {index.fqn: place.start for index, place in staged.staged.places.items()}
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -117,7 +117,7 @@ def test_the_same_elements_are_copied_once() -> None:
         del state["subclass"]  # a plan with one is not kept
         first, again = copied(state, arenas), copied(state, arenas)
         assert first.arena is staged.arena
-        assert again.staged.kept is first.staged.kept
+        assert again.staged.cached is first.staged.cached
     starts = starts_of(staged)
     assert len({starts[name] for name in ("whole", "again", "parameter", "subclass")}) == 1
     assert len(set(starts.values())) == 3
