@@ -189,19 +189,20 @@ def _starts_late(rank: int, folder: str, *, is_cancelled: bool) -> SaveState:
     gate = Path(folder) / "gate"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases.ForkedWorker, "gate", gate if rank == 1 else None)
-        timeout = cases.quick_timeouts(plan=1.0)
+        timeout = cases.quick_timeouts(plan=5.0)
         with cases.quick_saver("process", timeout=timeout, on_error="warn") as saver:
             pid = saver.worker_pid
             handle = cases.save_step(saver, folder, rank, 0)
             if is_cancelled and rank == 0:
                 handle.cancel()
             if not is_cancelled:
-                time.sleep(6.0)  # the fault itself: beyond the deadline, and what ranks add to it
+                time.sleep(10.0)  # the fault itself: beyond the deadline, and what ranks add to it
                 gate.touch()
             handle.exception(cases.END_S)
             dist.barrier()
             gate.touch()
-            cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+            if is_cancelled:
+                cases.save_step(saver, folder, rank, 1).result(cases.END_S)
             assert saver.worker_pid == pid
     return handle.state
 
