@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -225,7 +225,7 @@ class CheckpointStorageWriter(StorageWriter):
                 "keeps SavePlan objects.",
             )
         nonces, terms, items = zip(*(found[rank] for rank in range(world_size)), strict=True)
-        leave: Grant | CheckpointError
+        ticket_or_error: SaveTicket | CheckpointError
         try:
             group_size = world_size if group is None else dist.get_world_size(group)
             if group_size != world_size:
@@ -239,13 +239,13 @@ class CheckpointStorageWriter(StorageWriter):
             refusal = find_mismatch(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
-            leave = refusal or session.begin(world_size, item_count)
+            ticket_or_error = refusal or session.begin(world_size, item_count)
         except CheckpointError as error:
-            leave = error
+            ticket_or_error = error
         # No exception in the planning step: with plan caching, every later save would fail.
-        inbox()[self._threads.nonce] = leave
+        inbox()[self._threads.nonce] = ticket_or_error
         answers = zip(plans, nonces, strict=True)
-        return [replace(plan, storage_data=Rider(nonce, leave)) for plan, nonce in answers]
+        return [replace(plan, storage_data=Rider(nonce, ticket_or_error)) for plan, nonce in answers]
 
     @at_dcp_border
     def write_data(
@@ -257,9 +257,9 @@ class CheckpointStorageWriter(StorageWriter):
         `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
         session, of = self._session(), self._threads
-        leave = inbox().get(of.nonce)
+        ticket_or_error = inbox().get(of.nonce)
         inbox().clear()
-        if leave is None:
+        if ticket_or_error is None:
             raise InvalidInputError(
                 f"Rank {session.rank} got no save id for this save; it writes nothing.",
                 rank=session.rank,
@@ -267,10 +267,10 @@ class CheckpointStorageWriter(StorageWriter):
                 next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
                 "(enable_plan_caching=False).",
             )
-        if not isinstance(leave, Grant):
-            raise leave
-        report = session.write(leave, plan, LiveItems(planner).items, ties_of(planner))
-        of.save_id = leave.save_id
+        if not isinstance(ticket_or_error, SaveTicket):
+            raise ticket_or_error
+        report = session.write(ticket_or_error, plan, LiveItems(planner).items, ties_of(planner))
+        of.save_id = ticket_or_error.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator
         result = WriteResult(

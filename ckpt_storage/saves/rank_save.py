@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
@@ -43,7 +43,7 @@ class Answer:
     plan_id: str | None
     plan: SavePlan | None = None
     item_count: int = 0
-    ticket: Grant | None = None
+    ticket: SaveTicket | None = None
 
 
 class RankSave:
@@ -64,7 +64,7 @@ class RankSave:
         self._cached: CachedPlan | None = None
         self._metadata: Metadata | None = None
         self._plan: SavePlan | None = None
-        self._ticket: Grant | None = None
+        self._ticket: SaveTicket | None = None
 
     def propose(self) -> Any:  # noqa: ANN401  # a `Proposal`, packed or not
         """Return this rank's plan, or the id of the cached plan of an equal state."""

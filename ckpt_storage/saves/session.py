@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
-from ckpt_storage.commit.attempt import Grant, begin
+from ckpt_storage.commit.attempt import SaveTicket, begin
 from ckpt_storage.commit.cleaning import delete_attempt, free_dead
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
@@ -80,7 +80,7 @@ class SaveSession:
         self.is_coordinator = is_coordinator
         self.options = options
         self._phase = begin
-        self._grant: Grant | None = None
+        self._ticket: SaveTicket | None = None
 
     @property
     def url(self) -> str:
@@ -109,7 +109,7 @@ class SaveSession:
             "the version of ckpt_storage": __version__,
         }
 
-    def begin(self, world_size: int, item_count: int) -> Grant:
+    def begin(self, world_size: int, item_count: int) -> SaveTicket:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
@@ -124,52 +124,52 @@ class SaveSession:
                     phase="plan",
                     next_step="Save to a storage that all ranks share.",
                 )
-            grant = begin(store, overwrite=self.options.overwrite, replaces=replaces)
-        previous = grant.previous
+            ticket = begin(store, overwrite=self.options.overwrite, replaces=replaces)
+        previous = ticket.previous
         if previous is not None and previous.save_id in replaces:
             log.warning(
                 "%s: save %s is damaged, and save %s is to replace it",
                 store.url,
                 previous.save_id,
-                grant.save_id,
+                ticket.save_id,
             )
-        log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, world_size)
+        log.info("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
         with_places = self.options.is_stock_wanted(item_count)
-        return replace(grant, world_size=world_size, with_places=with_places)
+        return replace(ticket, world_size=world_size, with_places=with_places)
 
     def write(
-        self, grant: Grant, plan: SavePlan, items: Items, ties: Mapping[str, str]
+        self, ticket: SaveTicket, plan: SavePlan, items: Items, ties: Mapping[str, str]
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
         A full storage is freed of dead attempts first. After an error nothing of it is committed.
         """
-        self._grant, deadline = grant, self._phase("write")
+        self._ticket, deadline = ticket, self._phase("write")
         try:
             try:
-                return self._write(grant, plan, items, ties, deadline)
+                return self._write(ticket, plan, items, ties, deadline)
             except StorageError as error:
-                if error.kind != "no-space" or not self._has_freed(grant, deadline):
+                if error.kind != "no-space" or not self._has_freed(ticket, deadline):
                     raise
-            return self._write(grant, plan, items, ties, deadline)
+            return self._write(ticket, plan, items, ties, deadline)
         except CheckpointError as error:
             # Without this rank's report the coordinator cannot commit.
             if not isinstance(error, PhaseTimeoutError):
-                self.discard(grant.save_id, is_whole=False)
+                self.discard(ticket.save_id, is_whole=False)
             raise
 
-    def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
+    def _has_freed(self, ticket: SaveTicket, deadline: Deadline) -> bool:
         """Make room on a full storage; return whether there was anything of dead attempts."""
-        self.discard(grant.save_id, is_whole=False)
+        self.discard(ticket.save_id, is_whole=False)
         try:
-            return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
+            return bool(free_dead(self._store.bounded(deadline), besides=ticket.save_id))
         except StorageError as error:
             log.warning("%s: files of dead attempts stay: %s", self.url, error)
             return False
 
     def _write(
         self,
-        grant: Grant,
+        ticket: SaveTicket,
         plan: SavePlan,
         items: Items,
         ties: Mapping[str, str],
@@ -178,7 +178,7 @@ class SaveSession:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
             transfer = options.transfer(store.capabilities)
-            save_id, byte_count = grant.save_id, planned_bytes(plan)
+            save_id, byte_count = ticket.save_id, planned_bytes(plan)
             files, known, unsafe = [], Vocabulary(), dict[str, str]()
             if plan.items:
                 deadline.watch.expect(byte_count)
@@ -212,7 +212,7 @@ class SaveSession:
             manifest = RankManifest(
                 save_id=save_id,
                 rank=self.rank,
-                world_size=grant.world_size,
+                world_size=ticket.world_size,
                 fqns=list(known.fqns),
                 dtypes=list(known.dtypes),
                 boxes=list(known.boxes),
@@ -225,7 +225,7 @@ class SaveSession:
             path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
         ref = FileRef.of(path, document)
-        return RankReport.of(manifest, ref, with_places=grant.with_places, ties=ties)
+        return RankReport.of(manifest, ref, with_places=ticket.with_places, ties=ties)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
         """Yield the items; note those that `load` will refuse, or raise at them."""
@@ -260,13 +260,13 @@ class SaveSession:
 
         `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
-        grant, options, deadline = self._grant, self.options, self._phase("commit")
-        assert grant is not None  # noqa: S101  # it has written its part
+        ticket, options, deadline = self._ticket, self.options, self._phase("commit")
+        assert ticket is not None  # noqa: S101  # it has written its part
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
-                    grant,
+                    ticket,
                     metadata=metadata,
                     reports=reports,
                     user=options.user,
@@ -274,7 +274,7 @@ class SaveSession:
                 )
         except (CommitConflictError, IntegrityError, StorageError):
             # These say that it is not committed, and nobody will try again.
-            self.discard(grant.save_id, is_whole=True)
+            self.discard(ticket.save_id, is_whole=True)
             raise
         return CheckpointInfo.of(self.url, record)
 
