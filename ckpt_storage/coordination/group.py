@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import Timeouts
 
 from .failures import add_context, as_checkpoint_errors
-from .keyvalue import KeyValues, LostStoreError, StoreClient, store_of
+from .keyvalue import KeyValues, LostStoreError, StoreClient
 from .lane import Lane
 from .liveness import Heartbeats
 from .operation import Operation
@@ -36,31 +36,31 @@ class _Lanes:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch
 
-        # Over connections of our own: torch waits on its own. Its stub leaves `clone` out.
-        self.client = StoreClient(store_of(process_group).clone)  # type: ignore[attr-defined]
+        self.client = StoreClient.of_group(process_group)
         self.rank = process_group.rank()
         self.global_ranks = dist.get_process_group_ranks(process_group)
         self.by_name: dict[str, RankGroup] = {}
 
     def find_elsewhere(self, own: str, ranks: Sequence[int], timeout_s: float) -> str:
-        """Say which of `ranks` are in an operation of another lane than `own`.
+        """Describe which of `ranks` are in an operation of another lane than `own`.
 
-        Such as when one rank calls `save` and another `save_async`. Raises `LostStoreError`.
+        Such as when one rank calls `save` and another `save_async`.
         """
-        for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
-            here = self.by_name.get(name)
-            keys = KeyValues(self.client, f"ckpt_storage/{name}")
-            session = here.lane.session.encode() if here else keys.get("session", timeout_s)
-            if not session:
-                continue
-            number = (here.lane.number if here else 0) + 1
-            for rank in ranks[:_MAX_SOUGHT]:
-                beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
-                if beat is not None and Heartbeats.number_of(beat) == number:
-                    return (
-                        f"; rank {self.global_ranks[rank]} waits in another operation of this "
-                        f"group ({name}): all ranks must make the same calls"
-                    )
+        with suppress(LostStoreError):
+            for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
+                here = self.by_name.get(name)
+                keys = KeyValues(self.client, f"ckpt_storage/{name}")
+                session = here.lane.session.encode() if here else keys.get("session", timeout_s)
+                if not session:
+                    continue
+                number = (here.lane.number if here else 0) + 1
+                for rank in ranks[:_MAX_SOUGHT]:
+                    beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
+                    if beat is not None and Heartbeats.number_of(beat) == number:
+                        return (
+                            f"; rank {self.global_ranks[rank]} waits in another operation of this "
+                            f"group ({name}): all ranks must make the same calls"
+                        )
         return ""
 
 

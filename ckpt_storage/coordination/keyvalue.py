@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
-from ckpt_storage.store.threads import TimedPool
+from ckpt_storage.store.threads import TimedPool, halted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,6 +42,7 @@ _MAX_WRITES = 4
 _RECONNECT_S = 0.1
 _CONNECT_S = 60.0
 _PROBE_S = 5.0
+_FOREVER_S = 30 * 86_400.0
 
 
 class LostStoreError(RankFailedError):
@@ -91,23 +93,38 @@ class StoreClient:
 
     One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
+    `address`: where another process of this host finds the store; None if only this process can
+    reach it.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+    def __init__(
+        self, connect: Callable[[], dist.Store], address: StoreAddress | None = None
+    ) -> None:
+        self.address = address
         self._connect = connect
-        self._address: StoreAddress | None = None
         self._has_failed = False
         self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
 
+    @classmethod
+    def of_group(cls, process_group: dist.ProcessGroup) -> StoreClient:
+        """Return a client of the store that the members of a group share."""
+        store = store_of(process_group)
+        root = _root_of(store)
+        host, path = getattr(root, "host", ""), getattr(root, "path", "")
+        port = getattr(root, "port", 0)
+        address = StoreAddress(host=host, port=port, path=path) if host or path else None
+        # Over connections of our own: torch waits on its own. Its stub omits `clone`.
+        return cls(store.clone, address)  # type: ignore[attr-defined]
+
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
-        if self._has_failed and self._address is not None and self._address.port:
+        if self._has_failed and self.address is not None and self.address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.
-            where = self._address.host, self._address.port
+            where = self.address.host, self.address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
 
@@ -115,18 +132,6 @@ class StoreClient:
     def connection(self) -> object:
         """The connection that carries requests; another one after a call that failed."""
         return self._requests
-
-    def address(self) -> StoreAddress | None:
-        """Return where another process finds the store; None if only this process can reach it."""
-        return self._address
-
-    def _adopt(self, store: dist.Store) -> dist.Store:
-        """Note where the store of a first connection is; return the connection."""
-        root = _root_of(store)
-        host, path = getattr(root, "host", ""), getattr(root, "path", "")
-        if self._address is None and (host or path):
-            self._address = StoreAddress(host=host, port=getattr(root, "port", 0), path=path)
-        return store
 
     def close(self) -> None:
         """Drop the connections and the idle threads; a later call connects again."""
@@ -154,7 +159,7 @@ class StoreClient:
             self._forget_parent()
             store = self._requests
             if store is None:
-                store = self._requests = self._adopt(self.connect())
+                store = self._requests = self.connect()
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
         # A first attempt that hangs leaves half of the time for the second.
@@ -214,8 +219,6 @@ class KeyValues:
         self.client = client
         self._prefix = prefix
         self._is_root = is_root
-        self._slice_counts: dict[str, int] = {}
-        self._lock = threading.RLock()
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
         """Put `value`, of any size, under `key`; readers see all of it or nothing.
@@ -309,12 +312,10 @@ class KeyValues:
         count: int = self._call("add", key, 1, timeout_s=timeout_s, is_idempotent=False)
         return count
 
-    def delete(self, key: str, timeout_s: float) -> None:
-        """Remove `key`; a missing one is no error."""
-        with self._lock:
-            count = self._slice_counts.pop(key, 0)
+    def delete(self, key: str, timeout_s: float, *, size_bytes: int = 0) -> None:
+        """Remove `key`, whose value has `size_bytes` or fits one request; it may be missing."""
         # The slices first: a reader that misses one takes the value for absent.
-        for name in [*(f"{key}#{number}" for number in range(count)), key]:
+        for name in [*_slice_keys(key, size_bytes), key]:
             self._call("delete_key", name, timeout_s=timeout_s)
 
     def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
@@ -338,33 +339,67 @@ class KeyValues:
 
     def _envelope(self, key: str, value: bytes, timeout_s: float) -> bytes:
         """Return what is put under `key` itself, once the slices of a large value are stored."""
-        if len(value) <= _SLICE_BYTES:
+        slice_keys = _slice_keys(key, len(value))
+        if not slice_keys:
             return _WHOLE + value
-        starts = range(0, len(value), _SLICE_BYTES)
-        with self._lock:
-            self._slice_counts[key] = len(starts)
 
         def write() -> None:
-            for number, start in enumerate(starts):
-                piece = value[start : start + _SLICE_BYTES]
-                self._call("set", f"{key}#{number}", piece, timeout_s=timeout_s)
+            for number, slice_key in enumerate(slice_keys):
+                piece = value[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES]
+                self._call("set", slice_key, piece, timeout_s=timeout_s)
 
-        self.write_surely(write, f"{key}#{len(starts) - 1}", timeout_s)
-        return _SLICED + str(len(starts)).encode()
+        self.write_surely(write, slice_keys[-1], timeout_s)
+        return _SLICED + str(len(value)).encode()
 
     def _opened(self, key: str, envelope: bytes, timeout_s: float) -> bytes | None:
         """Return the value of what is under `key`; None if a slice has been removed."""
         if envelope[:1] == _WHOLE:
             return envelope[1:]
-        with self._lock:
-            count = self._slice_counts[key] = int(envelope[1:])
         slices = []
-        for number in range(count):
-            piece = self._compare_set(f"{key}#{number}", _ABSENT, _ABSENT, timeout_s)
+        for slice_key in _slice_keys(key, int(envelope[1:])):
+            piece = self._compare_set(slice_key, _ABSENT, _ABSENT, timeout_s)
             if piece == _ABSENT.encode():
                 return None
             slices.append(piece)
         return b"".join(slices)
+
+
+def _slice_keys(key: str, size_bytes: int) -> list[str]:
+    """Return the keys of a value's slices; none if it is stored under `key` itself."""
+    if size_bytes <= _SLICE_BYTES:
+        return []
+    return [f"{key}#{number}" for number in range(-(-size_bytes // _SLICE_BYTES))]
+
+
+class KeyListener:
+    """Waits for one key after another and calls `on_key(key)` for each, in a daemon thread.
+
+    A wait cannot be cancelled: it ends when a rank writes the key. So a rank that abandons an
+    operation writes its release. If the store does not answer, the thread is abandoned.
+    """
+
+    def __init__(self, on_key: Callable[[str], None], keys: KeyValues, name: str) -> None:
+        self._on_key = on_key
+        self._keys = keys
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._is_closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def listen(self, key: str) -> None:
+        """Wait for `key` next; from any thread."""
+        self._queue.put(key)
+
+    def close(self) -> None:
+        """Call nothing any more; the thread ends with its present wait."""
+        self._is_closed = True
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (key := self._queue.get()) is not None and not self._is_closed:
+            is_present = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
+            halted()
+            if is_present and not self._is_closed:
+                self._on_key(key)
 
 
 def _root_of(store: dist.Store) -> dist.Store:

@@ -245,7 +245,9 @@ class CheckpointStorageWriter(StorageWriter):
         # No exception in the planning step: with plan caching, every later save would fail.
         inbox()[self._threads.nonce] = ticket_or_error
         answers = zip(plans, nonces, strict=True)
-        return [replace(plan, storage_data=Rider(nonce, ticket_or_error)) for plan, nonce in answers]
+        return [
+            replace(plan, storage_data=Rider(nonce, ticket_or_error)) for plan, nonce in answers
+        ]
 
     @at_dcp_border
     def write_data(

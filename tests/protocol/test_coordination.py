@@ -36,7 +36,7 @@ from rank_threads import (
     whole,
 )
 
-from ckpt_storage.coordination import conversation as conversation_module
+from ckpt_storage.coordination import operation_rounds as rounds_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import ByRank, Failed
@@ -359,7 +359,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
 ) -> None:
     """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
     left = threading.Event()
-    monkeypatch.setattr(conversation_module, "_FINISH_S", END_S)
+    monkeypatch.setattr(rounds_module, "_FINISH_S", END_S)
 
     def body(ranks: RankGroup) -> bytes:
         with ranks.operation("the test", timeouts=LONG) as operation:

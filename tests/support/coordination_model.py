@@ -36,7 +36,6 @@ from coordination_protocol import (
     DOWN,
     OK,
     OVER,
-    UNKNOWN,
     Local,
     Protocol,
     Rank,
@@ -161,7 +160,7 @@ class Search:
 
     # The store.
 
-    def apply(self, store: dict[Any, Any], request: Request) -> Reply:
+    def apply(self, store: dict[Any, Any], request: Request) -> Reply:  # noqa: C901  # a table
         """Execute a request; None: it has to wait."""
         if request[0] in READS:
             return self._read(store, request)
