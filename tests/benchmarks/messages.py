@@ -272,11 +272,11 @@ class _SharedDetector(FailureDetector):
             _beats().plan(self, _NUDGE_S, is_nudge=True)
 
     def stop(self) -> None:
-        self._has_ended = True
+        self._ended.set()
         self._close()
 
     def beat(self, *, is_nudge: bool) -> None:
-        if self._has_ended:
+        if self._ended.is_set():
             return
         try:
             self._send()
