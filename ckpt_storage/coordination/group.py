@@ -148,7 +148,7 @@ class RankGroup:
                     yield operation
             except CheckpointError as caught:
                 operation.finish(caught)
-                # Requests that were cancelled say so; the reason is what matters.
+                # A request that was cancelled raises that; the user needs the reason for it.
                 failure = operation.failure()
                 is_effect = isinstance(caught, StorageError | LostStoreError)
                 error = failure if failure is not None and is_effect else caught

@@ -162,9 +162,10 @@ class Lane:
         token = self.keys.get("session", timeout_s)
         return token is not None and token.decode() != self.session
 
-    def note_met(self) -> None:
-        """Note that all ranks have met in the present operation."""
+    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
+        """Note that all ranks have met in the present operation, and processes of this host."""
         self.has_met = True
+        self.processes = {**self.processes, **processes}
         self._met_number = self.number
         self.own_identities.clear()
         self._ended.clear()

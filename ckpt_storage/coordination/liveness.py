@@ -54,9 +54,12 @@ class RankProcess:
 class LocalProcesses:
     """Processes of other ranks on this host; a descriptor of each becomes ready when it ends."""
 
-    def __init__(self, processes: Mapping[int, RankProcess]) -> None:
+    def __init__(self) -> None:
         self._rank_of: dict[int, int] = {}  # by descriptor
         self._ended: list[int] = []
+
+    def add(self, processes: Mapping[int, RankProcess]) -> None:
+        """Watch processes, by rank; those of other hosts are left out."""
         own = RankProcess.own()
         for rank, process in processes.items():
             if own is None or process.host != own.host or process.pid == own.pid:
@@ -249,7 +252,8 @@ class FailureDetector:
         self._rank = rank
         self._world_size = world_size
         self._key_of = key_of
-        self._processes = LocalProcesses(processes)
+        self._processes = LocalProcesses()
+        self._processes.add(processes)
         self._silence_s = silence_s
         self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
         self._allowed_looks = math.ceil(silence_s / self._beat_s)
@@ -267,9 +271,16 @@ class FailureDetector:
             self._close()
             raise
 
-    def note_met(self) -> None:
-        """Note that all ranks have met: one without any heartbeat counts as silent from now on."""
+    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
+        """Note that all ranks have met, and watch `processes`, which were not known before.
+
+        A rank without any heartbeat counts as silent from now on.
+        """
         self._has_met = True
+        with self._lock:
+            if self._wake_write >= 0:
+                self._processes.add(processes)
+        self.nudge()
 
     def nudge(self) -> None:
         """Send a heartbeat soon, as this rank has begun a phase; from any thread."""

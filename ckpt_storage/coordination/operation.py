@@ -195,11 +195,10 @@ class Operation:
                     self._member.arrive(packed)
                     answer = self._member.await_release()
                 self._has_met = True
-        if not self.lane.has_met:
-            self.lane.processes = read_local_processes(rounds)
-        self.lane.note_met()
+        new_processes = {} if self.lane.has_met else read_local_processes(rounds)
+        self.lane.note_met(new_processes)
         assert self._detector is not None  # noqa: S101  # made with the number
-        self._detector.note_met()
+        self._detector.note_met(new_processes)
         return answer
 
     def _detect_failures(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import FoldedPlan, Rider, at_dcp_border, inbox, rank_of_call
+from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
 
 
 class CheckpointStorageReader(StorageReader):
@@ -73,9 +74,9 @@ class CheckpointStorageReader(StorageReader):
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         super().__init__()
-        self._settings = LoadSettings.of(given, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -84,15 +85,14 @@ class CheckpointStorageReader(StorageReader):
         begin = partial(Deadline.of, settings.timeouts)
         self._session = LoadSession(settings, checkpoint_id, begin=begin)
         self._checkpoint_id = checkpoint_id
-        self._sent: FoldedPlan | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.checkpoint_id!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # What is open belongs to a process; the other side opens its own.
-        del state["_session"], state["_sent"]
+        # Open files belong to a process; the other one opens its own.
+        del state["_session"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class CheckpointStorageReader(StorageReader):
 
     @property
     def format(self) -> SourceFormat:
-        """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
+        """The checkpoint's format: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
@@ -142,27 +142,26 @@ class CheckpointStorageReader(StorageReader):
     @at_dcp_border
     def set_up_storage_reader(
         self,
-        metadata: Metadata,  # noqa: ARG002  # torch passes it; we keep a better one
+        metadata: Metadata,  # noqa: ARG002  # torch's signature
         is_coordinator: bool,  # noqa: FBT001  # torch's signature
         *args: Any,  # noqa: ARG002  # torch's signature
         **kwargs: Any,
     ) -> None:
-        """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
+        """Note this rank's role; the coordinator also publishes a commit whose saver crashed."""
         self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        inbox().clear()
-        hello = Rider(self._session.rank, self._session.found())
-        self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
-        return self._sent
+        received_messages().clear()
+        message = PiggybackMessage(self._session.rank, self._session.found())
+        return replace(plan, storage_data=message)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        # Taken from the inbox: a planner need not keep what the plans carry.
-        terms = {**inbox(), self._session.rank: self._session.found()}
+        # Not from the plans: a planner need not keep their storage data.
+        terms = {**received_messages(), self._session.rank: self._session.found()}
         check_terms(dict(sorted(terms.items())), phase="load")
         return plans
 
@@ -175,8 +174,6 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        if self._sent is not None:
-            plan, self._sent = self._sent.unless_changed(plan), None
         self._session.read(plan, planner)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
