@@ -14,7 +14,7 @@ from .rounds import ByRank, Failed, LateRanksError, Released
 log = logging.getLogger("ckpt_storage")
 
 _LOOK_S = 1.0
-"""How often the coordinator looks for arrivals itself: the key that announces them is a hint."""
+"""How often the coordinator checks for arrivals: the key that announces them is a hint."""
 
 
 class Coordinator:
@@ -104,7 +104,7 @@ class Coordinator:
         return own
 
     def abandon(self, failed: Failed) -> None:
-        """End the first round, as ranks came for different operations.
+        """End the first round, as the operations of ranks differ.
 
         Raises why this rank fails, or `NumberAbandonedError` if it goes on under the next number.
         """

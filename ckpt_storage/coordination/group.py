@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 _COMMON_LANES = ("main", "async/save_async", "async/default")
-"""Lanes that another rank may use though this one never did."""
+"""Lanes that another rank may use and this rank has never used."""
 
-_MAX_SOUGHT = 8
-"""How many missing ranks are looked for."""
+_MAX_LOOKUPS = 8
+"""How many missing ranks are looked up."""
 
 
 class _Lanes:
@@ -44,7 +44,7 @@ class _Lanes:
     def find_elsewhere(self, own: str, ranks: Sequence[int], timeout_s: float) -> str:
         """Describe which of `ranks` are in an operation of another lane than `own`.
 
-        Such as when one rank calls `save` and another `save_async`.
+        For example, one rank calls `save` and another `save_async`.
         """
         with suppress(LostStoreError):
             for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
@@ -54,7 +54,7 @@ class _Lanes:
                 if not session:
                     continue
                 number = (here.lane.number if here else 0) + 1
-                for rank in ranks[:_MAX_SOUGHT]:
+                for rank in ranks[:_MAX_LOOKUPS]:
                     beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
                     if beat is not None and Heartbeats.number_of(beat) == number:
                         return (
@@ -72,8 +72,8 @@ _lock = threading.RLock()
 class RankGroup:
     """The ranks of one group on one lane; runs their operations, one at a time.
 
-    Every rank has one over the same store and runs the same operations in the same order. `of` and
-    `alone` make them.
+    Every rank has such an object over the same store and runs the same operations in the same
+    order. `of` and `alone` create it.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -88,7 +88,7 @@ class RankGroup:
 
     @classmethod
     def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
-        """Return this process as the only rank, or as one that has no store with the others."""
+        """Return this process as the only rank, or as a rank that shares no store with others."""
         keys = KeyValues(StoreClient(_no_store), "")
         return cls(Lane(keys, rank=rank, names=range(world_size)))
 
@@ -119,7 +119,7 @@ class RankGroup:
             if is_owned and ranks._is_owned:  # an object of this class
                 raise InvalidInputError(
                     f"An AsyncSaver named {lane.rpartition('/')[2]!r} is open in this group.",
-                    next_step="Close it first, or give the second one a name of its own (name=).",
+                    next_step="Close it first, or pass another name (name=).",
                 )
             ranks._is_owned |= is_owned  # as above
             return ranks
@@ -128,18 +128,18 @@ class RankGroup:
     def operation(self, what: str, *, timeouts: Timeouts) -> Iterator[Operation]:
         """Run one operation of all ranks; each calls `Operation.meet` first in the block.
 
-        `what` names it in messages ("the save to s3://..."). An exception that leaves the block is
-        reported to all ranks, which raise within seconds wherever they are. It is one of ours,
-        except for interrupts.
+        `what` names it in messages ("the save to s3://..."). An exception raised in the block is
+        reported to all ranks, which raise within seconds wherever they are. It becomes a
+        `CheckpointError`, unless it is an interrupt.
         """
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
-                f"Another operation of rank {self.global_rank} kept {what} waiting for "
+                f"Another operation of rank {self.global_rank} blocked {what} for "
                 f"{timeouts.plan:g} s in the plan phase.",
                 rank=self.global_rank,
                 phase="plan",
                 timeout_s=timeouts.plan,
-                next_step="Wait for the other to end, or raise Timeouts.plan.",
+                next_step="Wait for that operation to end, or raise Timeouts.plan.",
             )
         try:
             operation = Operation(self.lane, what, timeouts)
@@ -168,7 +168,7 @@ class RankGroup:
             self._lock.release()
 
     def close(self) -> None:
-        """Give up the ownership of the lane; called after the last operation, idempotent."""
+        """Release the ownership of the lane; called after the last operation, idempotent."""
         self._is_owned = False
 
 
@@ -184,7 +184,7 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    # Outside of its members, `new_group` returns a mark of another type.
+    # On other ranks than its members, `new_group` returns a marker of another type.
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         what = "This process is not a member of process_group."
         raise InvalidInputError(what, next_step="Call this on the ranks of process_group only.")

@@ -16,7 +16,7 @@ class Identity:
     """The identity of an operation: its kind ("the save"), URL, step, and the restores before it.
 
     The step finds ranks that skipped a call: with a URL that stays the same, the next call would
-    otherwise look like the skipped one. `restores` counts how often this run went back to
+    otherwise look like the skipped call. `restores` counts how often this run went back to
     an earlier step. None: not known, which agrees with any value.
     """
 
@@ -52,7 +52,7 @@ def find_disagreement(
 ) -> Abandonment | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
-    All mappings have global ranks as keys. `terms` are what ranks must share besides.
+    All mappings have global ranks as keys. `terms` are further values that ranks must share.
     `read_earlier` returns the identities under the numbers that failed since all ranks met.
     `is_complete`: all ranks have arrived.
 

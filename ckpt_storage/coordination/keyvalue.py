@@ -34,10 +34,10 @@ _SET_KEYS, _SET_BYTES, _GET_KEYS, _CHECK_KEYS = 128, 128 << 10, 256, 1024
 _WHOLE, _SLICED = b"w", b"p"
 
 _ABSENT = "-"
-"""No value of ours; what a store answers that holds nothing under a key."""
+"""Never a value of ours: the reply of a store that has no value under a key."""
 
 _MAX_WRITES = 4
-"""How often something is written whose connection breaks each time."""
+"""How often a write is repeated whose connection breaks each time."""
 
 _RECONNECT_S = 0.1
 _CONNECT_S = 60.0
@@ -46,7 +46,7 @@ _FOREVER_S = 30 * 86_400.0
 
 
 class LostStoreError(RankFailedError):
-    """The key-value store does not answer this rank, also not over a new connection."""
+    """The key-value store does not respond to this rank, even over a new connection."""
 
     def __init__(self, message: str) -> None:
         # Else the process of global rank 0 hosts the store of the default group.
@@ -59,7 +59,7 @@ class LostStoreError(RankFailedError):
         )
 
     def public(self) -> RankFailedError:
-        """Return the error as users get it, of a public class."""
+        """Return this error as a public class."""
         failures = {} if self.rank is None else {self.rank: "cannot reach the key-value store"}
         if not self._is_hosted_by_launcher:
             failures.setdefault(COORDINATOR, "hosts the key-value store, which does not answer")
@@ -72,7 +72,7 @@ class LostStoreError(RankFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where another process of this host finds the same store: a TCP address, or a file."""
+    """The address of the store for another process of this host: a TCP address, or a file."""
 
     host: str = ""
     port: int = 0
@@ -93,8 +93,8 @@ class StoreClient:
 
     One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
-    `address`: where another process of this host finds the store; None if only this process can
-    reach it.
+    `address` is that of the store for other processes of this host; None if only this process
+    can reach it.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class StoreClient:
         """Return what method `name` of the store returns, within `timeout_s` seconds.
 
         An idempotent call that fails is repeated once over a new connection. A call that hangs is
-        left behind in its thread. `is_root`: keys have none of the group's prefixes. Raises
+        abandoned in its thread. `is_root`: keys have none of the group's prefixes. Raises
         `LostStoreError`.
         """
 
@@ -162,7 +162,7 @@ class StoreClient:
                 store = self._requests = self.connect()
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
-        # A first attempt that hangs leaves half of the time for the second.
+        # A first attempt that hangs may use half of the time.
         limits_s = [timeout_s / 2, timeout_s / 2] if is_idempotent else [timeout_s]
         failure: Exception | None = None
         for limit_s in limits_s:
@@ -176,7 +176,7 @@ class StoreClient:
         raise LostStoreError(reason) from failure
 
     def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Wait until `key` exists; return whether it does. For a thread that may be left behind.
+        """Wait until `key` exists; return whether it does. For a thread that may be abandoned.
 
         Connects again after a broken connection, until `timeout_s` have passed or `is_over()`. If
         the store's process is stopped, torch's client returns only once that process continues.
@@ -221,21 +221,21 @@ class KeyValues:
         self._is_root = is_root
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value`, of any size, under `key`; readers see all of it or nothing.
+        """Write `value`, of any size, under `key`; readers see all of it or nothing.
 
-        Lost without an error where the connection has broken since the last call.
+        Lost without an error if the connection has broken since the last call.
         """
         self._call("set", key, self._envelope(key, value, timeout_s), timeout_s=timeout_s)
 
     def set_surely(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value` under `key`, and make sure that the store has it."""
+        """Write `value` under `key`, and make sure that the store has it."""
         self.write_surely(lambda: self.set(key, value, timeout_s), key, timeout_s)
 
     def write_surely(self, write: Callable[[], None], last_key: str, timeout_s: float) -> None:
         """Call `write`, which sets `last_key` last, until the store has all that it sets.
 
-        Torch's client gets no reply to a `set`. A reply to what follows over the same connection
-        shows that the store has read all before it.
+        Torch's client gets no reply to a `set`. A reply to a later request over the same connection
+        shows that the store has read all earlier ones.
         """
         for _ in range(_MAX_WRITES):
             connection = self.client.connection
@@ -246,7 +246,7 @@ class KeyValues:
         raise LostStoreError(f"{last_key} got lost {_MAX_WRITES} times")
 
     def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
-        """Put each value under its key, many in one request; each request has `timeout_s`."""
+        """Write each value under its key, many in one request; each request has `timeout_s`."""
         batch: dict[str, bytes] = {}
         size_bytes = 0
         for key, value in values.items():
@@ -291,7 +291,7 @@ class KeyValues:
         )
 
     def present(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Return those of `keys` that exist: halves with a missing key are looked at again."""
+        """Return those of `keys` that exist: halves with a missing key are checked again."""
         if not keys or self.has_all(keys, timeout_s):
             return list(keys)
         if len(keys) == 1:
@@ -301,7 +301,7 @@ class KeyValues:
         return [key for half in halves for key in self.present(half, timeout_s)]
 
     def set_first(self, key: str, value: bytes, timeout_s: float) -> bytes:
-        """Put `value` (a few MiB at most) under `key` unless it exists; return what is there.
+        """Write `value` (a few MiB at most) under `key` unless it exists; return the stored value.
 
         Values of different ranks differ, so a caller that gets its own value back was first.
         """
@@ -314,7 +314,7 @@ class KeyValues:
 
     def delete(self, key: str, timeout_s: float, *, size_bytes: int = 0) -> None:
         """Remove `key`, whose value has `size_bytes` or fits one request; it may be missing."""
-        # The slices first: a reader that misses one takes the value for absent.
+        # The slices first: to a reader that misses a slice the value is absent.
         for name in [*_slice_keys(key, size_bytes), key]:
             self._call("delete_key", name, timeout_s=timeout_s)
 
@@ -338,7 +338,7 @@ class KeyValues:
         return bytes(self._call("compare_set", key, old, new, timeout_s=timeout_s))
 
     def _envelope(self, key: str, value: bytes, timeout_s: float) -> bytes:
-        """Return what is put under `key` itself, once the slices of a large value are stored."""
+        """Store the slices of a large value; return the bytes to store under `key` itself."""
         slice_keys = _slice_keys(key, len(value))
         if not slice_keys:
             return _WHOLE + value
@@ -352,7 +352,7 @@ class KeyValues:
         return _SLICED + str(len(value)).encode()
 
     def _opened(self, key: str, envelope: bytes, timeout_s: float) -> bytes | None:
-        """Return the value of what is under `key`; None if a slice has been removed."""
+        """Return the value of the bytes under `key`; None if a slice has been removed."""
         if envelope[:1] == _WHOLE:
             return envelope[1:]
         slices = []
@@ -410,11 +410,11 @@ def _root_of(store: dist.Store) -> dist.Store:
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """Return the store that the members of a group share; nobody else sees its keys."""
+    """Return the store that the members of a group share; no other rank sees its keys."""
     import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch
 
     with contextlib.suppress(AttributeError, RuntimeError):
         return process_group.get_group_store()
-    # Older torch, and groups whose backend keeps none: the default group's, below the group's name.
+    # Older torch, and backends without a store: the default group's, below the group's name.
     root = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # no public way to it
     return dist.PrefixStore(f"group/{process_group.group_name}", root)

@@ -45,7 +45,7 @@ class Lane:
     `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
     the last operation that this rank took part in, or abandoned. `has_met`: an operation of this
     session had all ranks. `processes` are those of the ranks of this host, from then on.
-    `find_elsewhere` says, for an error, which of some ranks are in an operation of another lane.
+    `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
     def __init__(self, keys: KeyValues, *, rank: int, names: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ _STOP_S = 0.25
 """How long an operation that ends waits for its failure detector."""
 
 _NUDGE_S = 0.02
-"""How long the phases that begin within a moment share one heartbeat."""
+"""Phases that begin within this time share one heartbeat."""
 
 WORKER_BEAT_S = 1.0
 """How often the worker process of a rank sends a heartbeat of its own."""
@@ -59,7 +59,7 @@ class LocalProcesses:
         self._ended: list[int] = []
 
     def add(self, processes: Mapping[int, RankProcess]) -> None:
-        """Watch processes, by rank; those of other hosts are left out."""
+        """Watch the processes of this host among `processes`, by rank."""
         own = RankProcess.own()
         for rank, process in processes.items():
             if own is None or process.host != own.host or process.pid == own.pid:
@@ -80,7 +80,7 @@ class LocalProcesses:
         """Return the ranks whose process has ended, each once."""
         ended, self._ended = self._ended, []
         for descriptor in wait(self.descriptors, 0):
-            assert isinstance(descriptor, int)  # noqa: S101  # what was passed
+            assert isinstance(descriptor, int)  # noqa: S101  # as passed
             os.close(descriptor)
             ended.append(self._rank_of.pop(descriptor))
         return ended
@@ -128,15 +128,15 @@ class Heartbeats:
         self._moved_s = self._since_s = time.monotonic()
         self._counter = itertools.count()
         self._others: dict[int, RankProgress] = {}
-        # The slowest rank, as another rank relays it. It does not count as a heartbeat: two ranks
-        # that relay each other's news would keep a dead one alive.
+        # The relayed progress of the slowest rank. It does not count as a heartbeat: two ranks that
+        # relay a dead rank's progress to each other would keep it alive.
         self._relayed: RankProgress | None = None
 
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
             self._own = replace(self._own, phase=phase)
-            # The commit moves no bytes: what was written stays on show.
+            # The commit moves no bytes: the written bytes stay visible.
             if phase != "commit":
                 self._own = replace(self._own, done_bytes=0, total_bytes=total_bytes, done_files=0)
             self._moved_s = time.monotonic()
@@ -169,7 +169,7 @@ class Heartbeats:
         with self._lock:
             every = [own, *self._others.values()]
         slowest = max(every, key=lambda progress: (progress.left_bytes, progress.idle_s))
-        # Idle until now: the receiver takes the time of arrival for that of the heartbeat.
+        # Idle until now: the receiver uses the time of arrival.
         slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
         return pickle.dumps((self.number, next(self._counter), own, slowest))
 
@@ -199,11 +199,11 @@ class Heartbeats:
             return {**relayed, **self._others, own.rank: own}
 
     def describe(self, rank: int) -> str:
-        """Return one phrase on what is known of a rank, for an error."""
+        """Return one phrase on the last progress of a rank, for an error."""
         with self._lock:
             last, now_s = self._others.get(rank), time.monotonic()
         if last is None:
-            return f"rank {rank} (no sign of life in {now_s - self._since_s:.1f} s)"
+            return f"rank {rank} (no heartbeat in {now_s - self._since_s:.1f} s)"
         return (
             f"rank {rank} (process {last.pid} on {last.host}; last heard "
             f"{now_s - last.heard_s:.1f} s ago in the {last.phase} phase with {last.done_bytes} "
@@ -219,7 +219,7 @@ class FailureDetector:
     rank counts as silent after a number of looks without a new heartbeat, each a fresh read. Looks,
     not seconds: a process that was stopped itself reads what has arrived meanwhile before it
     judges. The worker process of a rank sends heartbeats, too, so that a trainer that is busy in C
-    code is not taken for dead.
+    code does not count as dead.
 
     `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each look;
     `on_error` once this rank cannot watch any more; both in the detector's thread.

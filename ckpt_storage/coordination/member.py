@@ -38,7 +38,7 @@ class Member:
         except LostStoreError as error:
             if not rounds.is_commit:
                 raise
-            # The coordinator may have the payload: this is a failure only if the verdict says so.
+            # The coordinator may have the payload: it is a failure only by the verdict.
             try:
                 rounds.fail_round(error)
             except LostStoreError as lost_store:
@@ -114,7 +114,7 @@ class Member:
         return error
 
     def _open(self, release: Release) -> Any:  # noqa: ANN401  # the coordinator's answer
-        """Return the answer of a release and enter the next round. Raises what it reports."""
+        """Return the answer of a release and enter the next round. Raises the failure in it."""
         rounds = self._rounds
         if isinstance(release, Superseded):
             raise SupersededError

@@ -101,7 +101,7 @@ class Operation:
         return self._rounds.verdict
 
     def identify(self, identity: Identity) -> None:
-        """Set what this operation is about: a failure from now on fails it and no other."""
+        """Set the identity: a failure from now on fails this operation and no other."""
         self._rounds.identity = identity
 
     # Failures.
@@ -115,7 +115,7 @@ class Operation:
         self._rounds.fail(error)
 
     def report(self, error: CheckpointError) -> None:
-        """Report a failure that this rank does not raise, in place of the one that it does."""
+        """Report `error` to the other ranks in place of the exception that this rank raises."""
         self._rounds.report(error)
 
     def set_local_failure(self, local_failure: Callable[[], CheckpointError | None]) -> None:
@@ -164,9 +164,9 @@ class Operation:
         value: Any = None,  # noqa: ANN401  # of any kind
         decide: Callable[[list[Any]], Any] = lambda _: None,
     ) -> Any:  # noqa: ANN401  # what `decide` returned
-        """Wait for all ranks, compare what they came for, and `exchange`; the first round.
+        """Wait for all ranks, compare their operations, and `exchange`; the first round.
 
-        `terms` maps the name of all else that ranks must share to its value, as text. A rank that
+        `terms` are further values that ranks must share: name to value, as text. A rank that
         finds its number abandoned for another `identity` tries the next number, within the time it
         has. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
@@ -277,7 +277,7 @@ class Operation:
         return self.exchange(value, list)  # type: ignore[no-any-return]  # what `list` returns
 
     def barrier(self, *, is_last: bool = False) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.exchange(None, lambda _: None, is_last=is_last)
 
     # The end.

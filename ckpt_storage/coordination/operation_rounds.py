@@ -197,7 +197,7 @@ class OperationRounds:
             raise error
 
     def needs(self, rank: int) -> bool:
-        """Return whether this rank still waits for another one; from any thread."""
+        """Return whether this rank still waits for `rank`; from any thread."""
         with self.changed:
             current = self._round
         if current is None or self.is_over:
@@ -261,7 +261,7 @@ class OperationRounds:
         return self._round
 
     def _on_key(self, key: str) -> None:
-        """Note that a key exists that this rank waits for; called in the listener's thread."""
+        """Note that an awaited key exists; called in the listener's thread."""
         with self.changed:
             self._present_keys.add(key)
             self.changed.notify_all()
@@ -336,7 +336,7 @@ class OperationRounds:
             self.lane.keys.set(current.all_key, b"", patience_s)
 
     def report(self, error: CheckpointError) -> None:
-        """Report a failure that this rank does not raise, in place of the one that it does."""
+        """Report `error` to the other ranks in place of the exception that this rank raises."""
         with contextlib.suppress(LostStoreError):
             self._report(error)
 

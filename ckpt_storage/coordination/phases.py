@@ -18,7 +18,7 @@ _MIN_PATIENCE_S, _EXTRA_PATIENCE_S = 0.5, 1.0
 """Bounds of how long one request may take before the store counts as lost."""
 
 _LOG_S = 60.0
-"""How often a rank that waits for others logs who is missing."""
+"""How often a waiting rank logs which ranks are missing."""
 
 
 class Phases:
@@ -76,7 +76,7 @@ class Phases:
         return self._logged_s + min(_LOG_S, self.deadline.timeout_s / 5)
 
     def log_late(self, ranks: Callable[[], Sequence[int]]) -> None:
-        """Log which global ranks this one waits for, if it is time to."""
+        """Log which global ranks this rank waits for, if it is time to."""
         if time.monotonic() < self.log_s:
             return
         self._logged_s = time.monotonic()

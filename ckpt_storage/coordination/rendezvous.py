@@ -20,7 +20,7 @@ from .rounds import Failed, LateRanksError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """The payload of the first round. `terms` are what ranks must share besides the identity."""
+    """The payload of the first round. `terms` are further values that ranks must share."""
 
     identity: Identity
     terms: Mapping[str, str]
@@ -61,7 +61,7 @@ class Rendezvous:
         return self._coordinator.answer(decision)
 
     def _publish_processes(self, arrivals: Mapping[int, Arrival]) -> None:
-        """Write the processes of each host under a key of the session, in which they stay."""
+        """Write the processes of each host under a key of the session; they do not change in it."""
         by_host: dict[str, dict[int, RankProcess]] = {}
         for rank, arrival in arrivals.items():
             if arrival.process is not None:
@@ -71,7 +71,7 @@ class Rendezvous:
         lane.keys.set_many(packed, self._rounds.phases.patience_s)
 
     def _abandon_if_different(self, arrivals: Mapping[int, Arrival], *, is_complete: bool) -> None:
-        """Abandon the number if ranks came for different operations, or disagree on their terms.
+        """Abandon the number if the operations of ranks differ, or their terms.
 
         Raises why this rank fails, or `NumberAbandonedError` if it goes on under the next number.
         """
@@ -94,7 +94,7 @@ class Rendezvous:
             self._coordinator.abandon(failed)
 
     def _read_earlier(self) -> list[Mapping[int, Identity]]:
-        """Return what ranks came for under each of the last numbers that failed."""
+        """Return the identities of ranks under each of the last numbers that failed."""
         lane, patience_s = self._lane, self._rounds.phases.patience_s
         earlier = list[Mapping[int, Identity]]()
         for number in lane.recent_failed_numbers():

@@ -2,11 +2,11 @@
 
 Each round has these keys in the store that ranks share:
 
-`from/RANK`  what a member sends; written by that member, before it counts itself in `count`.
+`from/RANK`  the payload of a member; written before the member adds itself to `count`.
 `all`        wakes the coordinator: written by the last member that arrives, or by a rank that
              fails.
-`verdict`    who decides the round, by compare-and-set: the coordinator once all have arrived, or
-             the first rank that failed, with its error.
+`verdict`    written once, by compare-and-set: by the coordinator, which claims the round once all
+             have arrived, or by the first rank that fails, with its error.
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every member waits for this key alone.
 

@@ -29,21 +29,21 @@ from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_mess
 
 
 class CheckpointStorageReader(StorageReader):
-    """Reads a checkpoint from any storage; give it to `dcp.load`.
+    """Reads a checkpoint from any storage; pass it to `dcp.load`.
 
     Opens checkpoints of `CheckpointStorageWriter`, stock DCP checkpoints, torch's sharded
-    safetensors and Hugging Face folders, and says which (`format`). Reads only the bytes that
+    safetensors and Hugging Face folders (`format` is which). Reads only the bytes that
     the target's sharding needs, concurrently, into the targets' own memory where they allow it.
 
     Args:
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
-        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        storage_options: passed to the fsspec file system (as in pandas and Dask).
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
         shared_reads: for `ckpt_storage.load` from remote storage; under `dcp.load`, and from
-            paths, every rank reads for itself. "auto": what several ranks need (replicated
+            paths, every rank reads for itself. "auto": data that several ranks need (replicated
             tensors, most of a resharding) is read by one of them and passed to the others, where
             that spares 64 MiB or more and is not too much to plan; "never": it is not.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
@@ -129,7 +129,7 @@ class CheckpointStorageReader(StorageReader):
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint anew and return what it holds; all ranks.
+        """Open the checkpoint again and return its metadata; all ranks.
 
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
@@ -152,7 +152,7 @@ class CheckpointStorageReader(StorageReader):
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Attach what this rank is about to read; all ranks."""
+        """Attach the save that this rank reads; all ranks."""
         received_messages().clear()
         message = PiggybackMessage(self._session.rank, self._session.found())
         return replace(plan, storage_data=message)

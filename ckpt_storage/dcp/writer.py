@@ -54,7 +54,7 @@ class _ThreadState(threading.local):
 
 
 class CheckpointStorageWriter(StorageWriter):
-    """Writes a checkpoint to any storage; give it to `dcp.save` or `dcp.async_save`.
+    """Writes a checkpoint to any storage; pass it to `dcp.save` or `dcp.async_save`.
 
     Every rank makes one with equal arguments. Data lands under names of this attempt alone; the
     checkpoint exists once rank 0 (the coordinator) created its commit record, and not before.
@@ -64,7 +64,7 @@ class CheckpointStorageWriter(StorageWriter):
     Args:
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.save`: that is joined to it; an absolute path or full URL replaces it.
-        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        storage_options: passed to the fsspec file system (as in pandas and Dask).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
         step: the training step, for a writer of one save: ranks must agree on it.
         thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
@@ -76,9 +76,9 @@ class CheckpointStorageWriter(StorageWriter):
         stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
             some 200 bytes for each item of each rank. "auto": up to 200,000 items. Without it a
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
-        unsafe_values: what is done about values that only pickle can hold, and that `load`
+        unsafe_values: the reaction to values that only pickle can hold, and that `load`
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
-        process_group: if given, the save is refused unless it runs over exactly this many ranks.
+        process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
         retry: how failed storage requests are repeated.
@@ -133,7 +133,7 @@ class CheckpointStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL that the save of the calling thread goes to."""
+        """The URL of the save of the calling thread."""
         state = self._state
         if state.session is not None:
             return state.session.url

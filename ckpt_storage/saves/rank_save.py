@@ -1,7 +1,7 @@
-"""What one rank does in a save: five steps, between which the ranks exchange messages.
+"""The five steps of one rank in a save, between which the ranks exchange messages.
 
-The steps are the same in a trainer and in its worker process. The caller passes on what they
-return: proposals and reports to the coordinator, its answers to the ranks.
+The steps are the same in a trainer and in its worker process. The caller sends their return
+values: proposals and reports to the coordinator, its answers to the ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankSave:
 
     `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
     `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
-    other ranks are returned and taken as pickled bytes, which the caller passes on unopened.
+    other ranks are pickled bytes in arguments and results, which the caller does not unpickle.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class RankSave:
     def decide(self, proposals: Sequence[Any]) -> Any:  # noqa: ANN401  # of `Answer`, packed or not
         """Plan for all ranks and begin the save on the storage; coordinator only.
 
-        Returns one answer for all ranks, or `ByRank`. Raises what refuses the save.
+        Returns one answer for all ranks, or `ByRank`. Raises why the save is refused.
         """
         assert self._local is not None  # noqa: S101  # it has proposed
         session, cached = self._session, self._cached
-        opened: list[Proposal] = [_unpacked(proposal) for proposal in proposals]
-        plan_ids = {proposal.plan_id for proposal in opened}
+        unpickled: list[Proposal] = [_unpickled(proposal) for proposal in proposals]
+        plan_ids = {proposal.plan_id for proposal in unpickled}
         if plan_ids == {None}:
-            plans = [proposal.plan for proposal in opened if proposal.plan is not None]
-            del opened
+            plans = [proposal.plan for proposal in unpickled if proposal.plan is not None]
+            del unpickled
             mismatch = find_mismatch([plan.items for plan in plans], session.global_ranks)
             if mismatch is not None:
                 raise mismatch
@@ -102,7 +102,7 @@ class RankSave:
         if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached):
             return self._pack(Answer(plan_id=None))
         self._metadata = cached.metadata
-        ticket = session.begin(len(opened), cached.item_count)
+        ticket = session.begin(len(unpickled), cached.item_count)
         return self._pack(
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )
@@ -117,7 +117,7 @@ class RankSave:
 
     def accept(self, answer: object) -> str | None:
         """Take the coordinator's answer; return the save id, None if the ranks propose again."""
-        return self._accept(_unpacked(answer))
+        return self._accept(_unpickled(answer))
 
     def _accept(self, answer: Answer) -> str | None:
         local, cached = self._local, self._cached
@@ -126,7 +126,7 @@ class RankSave:
             self._cached = None
             return None
         if answer.plan is None:
-            assert cached is not None  # noqa: S101  # it proposed that one
+            assert cached is not None  # noqa: S101  # it proposed its id
             self._plan = cached.plan
         else:
             self._plan = local.planner.finish_plan(answer.plan)
@@ -152,15 +152,15 @@ class RankSave:
     def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
         """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
         assert self._metadata is not None  # noqa: S101  # it has decided
-        opened: list[RankReport | None] = [_unpacked(report) for report in reports]
-        return self._session.finish(self._metadata, opened)
+        unpickled: list[RankReport | None] = [_unpickled(report) for report in reports]
+        return self._session.finish(self._metadata, unpickled)
 
     def close(self) -> None:
-        """Release nothing: the steps run in the caller's process."""
+        """Do nothing: the steps run in the caller's process."""
 
     def _pack(self, value: object) -> Any:  # noqa: ANN401  # bytes or the value
         return pickle.dumps(value) if self._packs else value
 
 
-def _unpacked(value: object) -> Any:  # noqa: ANN401  # what was packed, or the value itself
+def _unpickled(value: object) -> Any:  # noqa: ANN401  # of any kind
     return pickle.loads(value) if isinstance(value, bytes) else value  # noqa: S301  # our own ranks

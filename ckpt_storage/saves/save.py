@@ -69,7 +69,7 @@ def save(  # the public surface, all keyword-only
     unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
-    """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
+    """Save `state` as one checkpoint and return its record; all ranks of the group call this.
 
     Does what `dcp.save` does. No collective runs on any process group, and each phase has its own
     deadline. A rank that fails, dies or hangs is named by an error on every live rank. Ranks agree
@@ -83,13 +83,13 @@ def save(  # the public surface, all keyword-only
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: four minutes).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
-        step: the training step. Ranks that come with different steps never commit together: the
+        step: the training step. Ranks with different steps never commit together: the
             save of the lower step fails, so that a rank which skipped a save loses that save only.
             Default with `overwrite`: a plain integer `step`, `global_step` or `iteration` at the
             top of `state`.
         consolidate: True, the URL of an output, or `ConsolidateOptions`: once it is committed, all
             ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`
-            does; default output: `hf` below `url`. The returned `export` says where.
+            does; default output: `hf` below `url`. The returned `export` is its URL.
         storage_options: passed to the fsspec file system.
         planner: a DCP `SavePlanner`; default `DefaultSavePlanner()`, whose plans are kept for later
             saves of a state of the same structure.
@@ -107,7 +107,7 @@ def save(  # the public surface, all keyword-only
         CheckpointError: on every live rank, naming the rank that failed, the phase and what to
             do: `RankMismatchError` before anything was written, `CheckpointExistsError` before
             anything can be seen, `PhaseTimeoutError`, `RankFailedError`, `StorageError`,
-            `CommitConflictError` (not committed), `CommitUnknownError` (it cannot be told). The
+            `CommitConflictError` (not committed), `CommitUnknownError` (not known). The
             checkpoint that was there before stays readable. The checkpoint is committed (`info`)
             with `NotPublishedError`: torch's own readers do not find it, and no consolidation was
             begun; with `ConsolidationError`: only its consolidation failed; and with a
@@ -327,9 +327,9 @@ def _consolidated(
         failure = operation.failure() if isinstance(caught, StorageError) else None
         error = failure or caught
         message = f"The save to {info.url} is committed, but its consolidation failed: {error}"
-        next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
+        next_step: str | None = "Load the checkpoint, or call consolidate again to continue it."
         if isinstance(error.__cause__, ConsolidationError):
-            # Another rank's error says all of this already.
+            # Another rank's error has all of this in it already.
             message, next_step = f"Rank {error.rank}: {error.__cause__}", None
         raise ConsolidationError(
             message,

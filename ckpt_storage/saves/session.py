@@ -49,7 +49,7 @@ from .shardfile import Item, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
 
@@ -84,7 +84,7 @@ class SaveSession:
 
     @property
     def url(self) -> str:
-        """Where the save goes to."""
+        """The URL of the checkpoint."""
         return self.location.url
 
     @cached_property
@@ -99,7 +99,7 @@ class SaveSession:
         )
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common for this save."""
+        """Return the values that all ranks must share in this save."""
         return {
             "the checkpoint's URL": self.url,
             "overwrite": str(self.options.overwrite),
@@ -142,7 +142,8 @@ class SaveSession:
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
-        A full storage is freed of dead attempts first. After an error nothing of it is committed.
+        If the storage is full, files of dead attempts are deleted first. After an error nothing is
+        committed.
         """
         self._ticket, deadline = ticket, self._phase("write")
         try:
@@ -159,7 +160,7 @@ class SaveSession:
             raise
 
     def _has_freed(self, ticket: SaveTicket, deadline: Deadline) -> bool:
-        """Make room on a full storage; return whether there was anything of dead attempts."""
+        """Delete files of dead attempts on a full storage; return whether there were any."""
         self.discard(ticket.save_id, is_whole=False)
         try:
             return bool(free_dead(self._store.bounded(deadline), besides=ticket.save_id))
@@ -228,7 +229,7 @@ class SaveSession:
         return RankReport.of(manifest, ref, with_places=ticket.with_places, ties=ties)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
-        """Yield the items; note those that `load` will refuse, or raise at them."""
+        """Yield the items; note the values that `load` will refuse, or raise at them."""
         for item in items:
             if item.unsafe is not None:
                 unsafe[item.fqn] = item.unsafe
@@ -245,13 +246,13 @@ class SaveSession:
     def _warn_of(self, unsafe: Mapping[str, str], save_id: str) -> None:
         if unsafe:
             named = [f"{fqn} ({name})" for fqn, name in unsafe.items()]
-            more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+            more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
             log.warning(
                 "save %s to %s: load will refuse values that only pickle can hold: %s%s. Save "
                 "plain values in their place, or load with unsafe_pickle=True.",
                 save_id,
                 self.url,
-                ", ".join(named[:_MOST_NAMED]),
+                ", ".join(named[:_MAX_NAMED]),
                 more,
             )
 
@@ -261,7 +262,7 @@ class SaveSession:
         `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
-        assert ticket is not None  # noqa: S101  # it has written its part
+        assert ticket is not None  # noqa: S101  # it has written its files
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
@@ -273,19 +274,19 @@ class SaveSession:
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):
-            # These say that it is not committed, and nobody will try again.
+            # It is not committed, and no rank tries again.
             self.discard(ticket.save_id, is_whole=True)
             raise
         return CheckpointInfo.of(self.url, record)
 
     def outcome(self, save_id: str) -> CheckpointInfo | None:
-        """Return what was committed if the head is that save, else None; any rank."""
+        """Return the committed save if the head is `save_id`, else None; any rank."""
         store = self._store.bounded(Deadline("commit", _OUTCOME_S))
         head = read_log(store).head
         return CheckpointInfo.of(self.url, head) if head and head.save_id == save_id else None
 
     def discard(self, save_id: str, *, is_whole: bool) -> None:
-        """Delete what this rank, or all, wrote for a save that cannot commit; raises nothing."""
+        """Delete the files of this rank, or of all, of a save that cannot commit; never raises."""
         try:
             store = self._store.bounded(Deadline("write", _DISCARD_S))
             if is_whole:

@@ -42,6 +42,7 @@ EXPORT = "run/step-1/hf"
 INDEX = "model.safetensors.index.json"
 
 EXIT_S = 30.0
+_START_S = 150.0
 
 FIRST, SECOND, THIRD = 1, 2, 3
 """Versions of the state: what lies there, what the operation saves, what is saved afterwards."""
@@ -106,14 +107,19 @@ class Ranks:
                 storage_options=server.storage_options,
             )
             self._nursery.start(line.folder / "log", rank_main, job)
-        self.pids = [told["pid"] for told in self.told("ready")]
+        # No promise covers how long a loaded machine takes to start processes.
+        self.pids = [told["pid"] for told in self.told("ready", limit_s=_START_S)]
         for line in self.lines:
             line.answer("ready")
 
-    def told(self, what: str, ranks: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    def told(
+        self, what: str, ranks: Iterable[int] | None = None, *, limit_s: float = END_S
+    ) -> list[dict[str, Any]]:
         """Return what these ranks told, once all did."""
         chosen = [self.lines[rank] for rank in (range(len(self.lines)) if ranks is None else ranks)]
-        until(lambda: all(line.told(what) for line in chosen), f"{what} of {ranks or 'all'}")
+        until(
+            lambda: all(line.told(what) for line in chosen), f"{what} of {ranks or 'all'}", limit_s
+        )
         return [told for line in chosen if (told := line.told(what))]
 
     def codes(self, ranks: Iterable[int], limit_s: float) -> dict[int, int | None]:
