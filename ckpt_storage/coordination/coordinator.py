@@ -9,7 +9,7 @@ from typing import Any
 
 from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
-from .rounds import ByRank, Failed, LateRanksError, Released
+from .rounds import ByRank, Failed, Released
 
 log = logging.getLogger("ckpt_storage")
 
@@ -24,7 +24,7 @@ class Coordinator:
         self._rounds = rounds
 
     def collect(self) -> dict[int, Any]:
-        """Return the payloads of the other ranks. Raises `LateRanksError` with those it has."""
+        """Return the payloads of the other ranks; without those that are late at the deadline."""
         rounds, phases = self._rounds, self._rounds.phases
         current = rounds.current()
         keys = [current.arrival_key_of(rank) for rank in rounds.others]
@@ -35,10 +35,9 @@ class Coordinator:
                 rounds.free_listener(current.all_key)
                 return current.payloads(rounds.others, phases.patience_s)
             if time.monotonic() > phases.end_s:
-                missing = self._missing()
-                arrived = sorted({*rounds.others} - {*missing})
-                raise LateRanksError(missing, current.payloads(arrived, phases.patience_s))
-            phases.log_late(lambda: rounds.lane.names_of(self._missing()))
+                arrived = current.arrived(rounds.others, phases.patience_s)
+                return current.payloads(arrived, phases.patience_s)
+            phases.log_late(self._late_names)
             end_s = min(phases.end_s, time.monotonic() + look_s)
             rounds.wait_for(lambda: rounds.has_signal, end_s)
             with rounds.changed:
@@ -49,10 +48,10 @@ class Coordinator:
                 rounds.free_listener(current.all_key)
                 rounds.note_failed(verdict, rounds.round_number)
 
-    def _missing(self) -> list[int]:
+    def _late_names(self) -> list[int]:
         rounds = self._rounds
-        arrived = set(rounds.current().arrived(rounds.others, rounds.phases.patience_s))
-        return [rank for rank in rounds.others if rank not in arrived]
+        arrived = rounds.current().arrived(rounds.others, rounds.phases.patience_s)
+        return rounds.lane.names_of(sorted({*rounds.others} - {*arrived}))
 
     def claim(self) -> None:
         """Take the decision of this round. Raises why a rank failed before."""

@@ -11,7 +11,15 @@ from ckpt_storage.errors import CheckpointError
 
 from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
-from .rounds import CLAIMED, Failed, Release, Released, Superseded, SupersededError, UndecidedError
+from .rounds import (
+    CLAIMED,
+    Failed,
+    NumberAbandonedError,
+    Release,
+    Released,
+    Superseded,
+    UndecidedError,
+)
 
 
 class Member:
@@ -117,7 +125,7 @@ class Member:
         """Return the answer of a release and enter the next round. Raises the failure in it."""
         rounds = self._rounds
         if isinstance(release, Superseded):
-            raise SupersededError
+            raise NumberAbandonedError
         if isinstance(release, Failed):
             rounds.note_failed(release, rounds.round_number)
             rounds.raise_failure()

@@ -27,7 +27,7 @@ from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
 from .rendezvous import Arrival, Rendezvous, read_local_processes
-from .rounds import ByRank, LateRanksError, NumberAbandonedError, SupersededError
+from .rounds import ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
 
@@ -185,7 +185,7 @@ class Operation:
         )
         packed = b"" if self.is_coordinator else pickle.dumps(arrival)
         while not self._has_met:
-            with contextlib.suppress(NumberAbandonedError, SupersededError):
+            with contextlib.suppress(NumberAbandonedError):
                 rounds.begin_number()
                 self._detect_failures()
                 rounds.raise_failure()
@@ -257,12 +257,12 @@ class Operation:
         if not self.is_coordinator:
             self._member.arrive(pickle.dumps(value))
             return []
-        try:
-            values: dict[int, _T] = self._coordinator.collect()
-        except LateRanksError as error:
-            names = self.lane.names_of(error.missing)
+        values: dict[int, _T] = self._coordinator.collect()
+        missing = [rank for rank in self._rounds.others if rank not in values]
+        if missing:
+            names = self.lane.names_of(missing)
             known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not ended it", f": {known}") from None
+            raise self._phases.late(names, "not ended it", f": {known}")
         self._coordinator.claim()
         return [value, *(values[rank] for rank in self._rounds.others)]
 

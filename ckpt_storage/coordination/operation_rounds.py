@@ -29,7 +29,6 @@ from .rounds import (
     Release,
     Released,
     Round,
-    SupersededError,
 )
 
 log = logging.getLogger("ckpt_storage")
@@ -211,7 +210,8 @@ class OperationRounds:
     def begin_number(self) -> None:
         """Take the next number of the lane and enter its first round.
 
-        Raises `SupersededError`, `PhaseTimeoutError` if there is no session in time.
+        Raises `NumberAbandonedError` if there is a newer session, `PhaseTimeoutError` if there is
+        none in time.
         """
         lane = self.lane
         with self.changed:
@@ -227,7 +227,7 @@ class OperationRounds:
             self._enter_round(1)
         if lane.is_superseded(self.phases.patience_s):
             # Also after the requests above: rank 0 may have made a session meanwhile.
-            raise SupersededError
+            raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
         """Wait for a key that the coordinator writes before this rank has a number."""
@@ -392,7 +392,7 @@ class OperationRounds:
                 if not has_number:
                     self.begin_number()
                 self.fail_round(error)
-            except (NumberAbandonedError, SupersededError):
+            except NumberAbandonedError:
                 has_number = False
             except LostStoreError:
                 raise

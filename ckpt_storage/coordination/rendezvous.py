@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_storage.errors import CheckpointError
-
 from .coordinator import Coordinator
 from .identity import Identity, find_disagreement
 from .keyvalue import LostStoreError
 from .liveness import RankProcess
 from .operation_rounds import OperationRounds
-from .rounds import Failed, LateRanksError
+from .rounds import Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +36,13 @@ class Rendezvous:
 
     def decide(self, own: Arrival, decide: Callable[[list[Any]], Any]) -> Any:  # noqa: ANN401  # as `decide` returns
         """Collect the arrivals; decide for all ranks, or abandon the number. Return the answer."""
-        lane, patience_s = self._lane, self._rounds.phases.patience_s
-        arrivals: dict[int, Arrival] = {lane.rank: own}
-        late: CheckpointError | None = None
-        try:
-            arrivals |= self._coordinator.collect()
-        except LateRanksError as error:
-            arrivals |= error.payloads
-            known = lane.find_elsewhere(error.missing, patience_s)
-            late = self._rounds.phases.late(lane.names_of(error.missing), "not come", known)
-        self._abandon_if_different(arrivals, is_complete=late is None)
-        if late is not None:
-            raise late
+        lane = self._lane
+        arrivals: dict[int, Arrival] = {lane.rank: own, **self._coordinator.collect()}
+        missing = [rank for rank in range(lane.world_size) if rank not in arrivals]
+        self._abandon_if_different(arrivals, is_complete=not missing)
+        if missing:
+            known = lane.find_elsewhere(missing, self._rounds.phases.patience_s)
+            raise self._rounds.phases.late(lane.names_of(missing), "not come", known)
         self._coordinator.claim()
         if not lane.has_met:
             self._publish_processes(arrivals)

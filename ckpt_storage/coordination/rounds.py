@@ -77,20 +77,10 @@ class UndecidedError(CheckpointError):
 
 
 class NumberAbandonedError(Exception):
-    """The number was abandoned for another operation; the next number may be for this one."""
+    """The number is of no use to this operation, which may take the next one.
 
-
-class SupersededError(Exception):
-    """The session belongs to an earlier incarnation of the job."""
-
-
-class LateRanksError(Exception):
-    """Some ranks have not arrived by the deadline; `payloads` are those of the others."""
-
-    def __init__(self, missing: Sequence[int], payloads: dict[int, Any]) -> None:
-        super().__init__(missing)
-        self.missing = missing
-        self.payloads = payloads
+    It was abandoned for another operation, or its session is that of an earlier incarnation.
+    """
 
 
 @dataclass(frozen=True, slots=True)

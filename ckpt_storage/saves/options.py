@@ -111,7 +111,7 @@ class SaveOptions:
         return replace(self, consolidate=chained)
 
     def place(self, url: str | os.PathLike[str]) -> Location:
-        """Return the location of a save to `url`. Raises `InvalidInputError`, also for an option."""
+        """Return the location of a save to `url`. Raises `InvalidInputError`."""
         self.transfer(None)
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)

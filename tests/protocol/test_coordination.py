@@ -219,11 +219,13 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before() -> None:
 
 def _check_busy_rank(who: int) -> None:
     timeouts = Timeouts(silence=SILENCE_S, write=1.3 * SILENCE_S)
-    done = threading.Event()
+    done, all_have_met = threading.Event(), threading.Barrier(3)
 
     def body(ranks: RankGroup) -> None:
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
+            # Deadlines in the order of the ranks' patience, however slow a thread is.
+            all_have_met.wait(END_S)
             operation.phase("write", total_bytes=10)
             if ranks.rank == who:
                 assert done.wait(END_S)
