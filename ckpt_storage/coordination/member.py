@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt_storage.errors import CheckpointError
 
@@ -77,11 +77,8 @@ class Member:
                 continue
             try:
                 release = self._read_late_release(cause, can_extend=can_extend)
-            except LostStoreError as lost_store:
-                rounds.lose(lost_store)
-            error = rounds.failure or rounds.loss
-            if release is None and error is not None:
-                raise error if error is rounds.failure else self._undecided(error)
+            except LostStoreError as error:
+                self._raise_lost(error)
             can_extend = False
         return self._open(release)
 
@@ -112,6 +109,14 @@ class Member:
         if release is None:
             raise self._undecided(cause)
         return release
+
+    def _raise_lost(self, error: LostStoreError) -> NoReturn:
+        """Raise why the operation failed on this rank, which has lost the store."""
+        rounds = self._rounds
+        rounds.lose(error)
+        if rounds.failure is not None:
+            raise rounds.failure
+        raise self._undecided(rounds.loss or error)
 
     def _undecided(self, cause: CheckpointError) -> CheckpointError:
         """Return what this rank raises if it cannot fail the round for `cause`."""

@@ -53,9 +53,9 @@ class Rules:
     claim: bool = True
     """The coordinator claims the verdict before it commits."""
     keep_call: bool = True
-    """A rank whose number was given up for another operation keeps its call."""
+    """A rank whose number was abandoned for another operation keeps its call."""
     keep_keys: bool = True
-    """Keys of a number that was given up stay until a later number is released ok."""
+    """Keys of an abandoned number stay until a later number is released ok."""
     count_failed: bool = True
     """A call that raises before it sent anything takes its number."""
     release_failed: bool = True
@@ -71,7 +71,7 @@ class Rules:
     add_once: bool = True
     """`add` is never repeated."""
     memory: bool = True
-    """Unordered identities are told apart by those of earlier numbers."""
+    """Which of unordered identities is behind follows from those of earlier numbers."""
     long_memory: bool = True
     """That memory goes back to the last number that was released ok."""
     moved_on: bool = True
@@ -164,7 +164,7 @@ def decide(now: list[Any], before: list[list[Any]], rules: Rules) -> Reply:
     """Return the coordinator's decision over the identities that arrived (None: not yet).
 
     Returns:
-        OK, the identity for which the number is given up, or None: go on waiting.
+        OK, the identity for which the number is abandoned, or None: go on waiting.
 
     """
     present = [identity for identity in now if identity is not None]
@@ -247,7 +247,7 @@ class Protocol:
         return OK
 
     def unsent(self, me: int, rank: Rank) -> Phase:
-        """End a call that sent nothing, and that failed nobody else's."""
+        """End a call that sent nothing, and that failed no other rank's."""
         yield ("end", "failed")
         identity = self.own(me, rank)
         early = rank.early if rank.has_met else (*rank.early, identity)
@@ -306,7 +306,7 @@ class Protocol:
         if value == SUPERSEDED:
             return "begin", rank._replace(token=0)
         if is_failed(value):
-            return (yield from self._given_up(me, rank, value[0]))
+            return (yield from self._abandoned(me, rank, value[0]))
         return "report", rank._replace(has_met=True, early=())
 
     def collect1(self, me: int, rank: Rank) -> Phase:
@@ -325,9 +325,9 @@ class Protocol:
             decision = yield ("fail", round_, decision)
         if decision in (DOWN, CLAIMED):
             return "fail1", rank
-        return (yield from self._given_up(me, rank, decision[0]))
+        return (yield from self._abandoned(me, rank, decision[0]))
 
-    def _given_up(self, me: int, rank: Rank, identity: Identity) -> Phase:
+    def _abandoned(self, me: int, rank: Rank, identity: Identity) -> Phase:
         own = self.own(me, rank)
         is_mine = identity == UNKNOWN or are_equal(identity, own, self.rules)
         if is_mine or not self.rules.keep_call or (yield ("is_over",)):

@@ -146,7 +146,7 @@ class SharedStore:
             self.unreachable.clear()
 
     def copy(self) -> SharedStore:
-        """Return a store with the same keys, as those find it who are started anew."""
+        """Return a store with the same keys, as restarted processes see it."""
         copy = SharedStore()
         for key in self.store.list_keys():
             copy.store.set(key, self.store.get(key))  # type: ignore[arg-type]  # bytes will do
