@@ -207,7 +207,7 @@ class WorkerSave:
             staged=self._staged,
             arena_bytes=self._arena_bytes,
             global_ranks=tuple(lane.names),
-            store=None if is_alone else lane.keys.client.address,
+            store=None if is_alone else lane.keys.client.address(),
             heartbeat_key=lane.heartbeat_key(lane.rank),
         )
         try:

@@ -192,7 +192,7 @@ def _send_heartbeats(request: SaveRequest, end: threading.Event) -> None:
     """Send heartbeats of this rank until `end`, while the trainer may be busy in C code."""
     if request.store is None:
         return
-    keys = worker_keys(StoreClient(request.store.connect, request.store))
+    keys = worker_keys(StoreClient(request.store.connect))
     try:
         count = 0
         while not end.wait(WORKER_BEAT_S):

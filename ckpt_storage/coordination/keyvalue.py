@@ -93,14 +93,12 @@ class StoreClient:
 
     One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
-    `address` is that of the store for other processes of this host; None if only this process
-    can reach it.
     """
 
     def __init__(
         self, connect: Callable[[], dist.Store], address: StoreAddress | None = None
     ) -> None:
-        self.address = address
+        self._address = address
         self._connect = connect
         self._has_failed = False
         self._requests: dist.Store | None = None
@@ -119,12 +117,16 @@ class StoreClient:
         # Over connections of our own: torch waits on its own. Its stub omits `clone`.
         return cls(store.clone, address)  # type: ignore[attr-defined]
 
+    def address(self) -> StoreAddress | None:
+        """Return the address for other processes; None if only this one can reach the store."""
+        return self._address
+
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
-        if self._has_failed and self.address is not None and self.address.port:
+        if self._has_failed and self._address is not None and self._address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.
-            where = self.address.host, self.address.port
+            where = self._address.host, self._address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
 
