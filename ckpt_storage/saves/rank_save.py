@@ -82,11 +82,11 @@ class RankSave:
         """
         assert self._local is not None  # noqa: S101  # it has proposed
         session, cached = self._session, self._cached
-        unpickled: list[Proposal] = [_unpickled(proposal) for proposal in proposals]
-        plan_ids = {proposal.plan_id for proposal in unpickled}
+        opened: list[Proposal] = [_unpacked(proposal) for proposal in proposals]
+        plan_ids = {proposal.plan_id for proposal in opened}
         if plan_ids == {None}:
-            plans = [proposal.plan for proposal in unpickled if proposal.plan is not None]
-            del unpickled
+            plans = [proposal.plan for proposal in opened if proposal.plan is not None]
+            del opened
             mismatch = find_mismatch([plan.items for plan in plans], session.global_ranks)
             if mismatch is not None:
                 raise mismatch
@@ -102,7 +102,7 @@ class RankSave:
         if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached):
             return self._pack(Answer(plan_id=None))
         self._metadata = cached.metadata
-        ticket = session.begin(len(unpickled), cached.item_count)
+        ticket = session.begin(len(opened), cached.item_count)
         return self._pack(
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )
@@ -117,7 +117,7 @@ class RankSave:
 
     def accept(self, answer: object) -> str | None:
         """Take the coordinator's answer; return the save id, None if the ranks propose again."""
-        return self._accept(_unpickled(answer))
+        return self._accept(_unpacked(answer))
 
     def _accept(self, answer: Answer) -> str | None:
         local, cached = self._local, self._cached
@@ -152,8 +152,8 @@ class RankSave:
     def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
         """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
         assert self._metadata is not None  # noqa: S101  # it has decided
-        unpickled: list[RankReport | None] = [_unpickled(report) for report in reports]
-        return self._session.finish(self._metadata, unpickled)
+        opened: list[RankReport | None] = [_unpacked(report) for report in reports]
+        return self._session.finish(self._metadata, opened)
 
     def close(self) -> None:
         """Do nothing: the steps run in the caller's process."""
@@ -162,5 +162,5 @@ class RankSave:
         return pickle.dumps(value) if self._packs else value
 
 
-def _unpickled(value: object) -> Any:  # noqa: ANN401  # of any kind
+def _unpacked(value: object) -> Any:  # noqa: ANN401  # of any kind
     return pickle.loads(value) if isinstance(value, bytes) else value  # noqa: S301  # our own ranks
