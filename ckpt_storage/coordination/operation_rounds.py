@@ -75,7 +75,7 @@ class OperationRounds:
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self.global_rank = lane.names[lane.rank]
         self._listener: KeyListener | None = None
-        self._own_error: CheckpointError | None = None
+        self._own_errors: dict[str, CheckpointError] = {}  # by text, as copies of them come back
         self._is_reported = self._is_failure_known = False
         # The present round, and what is known of it; changed under the condition.
         self.changed = threading.Condition()
@@ -133,7 +133,7 @@ class OperationRounds:
         failed, number = self._failed(error), 0
         with self.changed:
             prefix = self._prefix
-            self._own_error = self._own_error or error
+            self._own_errors[str(error)] = error
         while prefix:
             with self.changed:
                 # The operation may have entered the next round meanwhile, in its own thread.
@@ -172,11 +172,9 @@ class OperationRounds:
         abandoned, own_identity = failed.identity if number == 1 else None, self.identity
         if abandoned and own_identity and not abandoned.agrees_with(own_identity):
             raise NumberAbandonedError
-        error = failed.error
+        error = self._own_errors.get(str(failed.error), failed.error)
         if failed.rank != self.global_rank:
-            error = error_for_peers(failed.rank, error, self.phases.what, failed.is_decision)
-        elif self._own_error is not None:
-            error = self._own_error
+            error = error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
         with self.changed:
             if number > 1:
                 self.verdict = self.verdict or failed.error
