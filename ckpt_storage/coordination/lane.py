@@ -20,8 +20,8 @@ from .rounds import CLAIMED, Failed, Release, Round, Superseded
 _MAX_ROUNDS = 64
 """How many rounds of an earlier operation a rank tries to fail."""
 
-_MAX_EARLIER = 2
-"""How many numbers the coordinator looks back to find which rank is behind."""
+_MAX_EARLIER = 16
+"""How many failed numbers the coordinator looks back to find which rank is behind."""
 
 _DELETE_S = 5.0
 """How long the removal of an old key may take; the rest is removed after a later operation."""
@@ -44,7 +44,8 @@ class Lane:
 
     `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
     the last operation that this rank took part in, or abandoned. `has_met`: an operation of this
-    session had all ranks. `processes` are those of the ranks of this host, from then on.
+    session had all ranks. `identities` are those known of each number since then, by global rank.
+    `processes` are those of the ranks of this host, from then on.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
@@ -59,7 +60,7 @@ class Lane:
         self.has_met = False
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
-        self.own_identities: dict[int, Identity] = {}
+        self.identities: dict[int, dict[int, Identity]] = {}
         self._met_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
@@ -97,8 +98,9 @@ class Lane:
     def begin(self, identity: Identity | None) -> None:
         """Take the next number."""
         self.number += 1
-        if identity is not None:
-            self.own_identities[self.number] = identity
+        own = {} if identity is None else {self.names[self.rank]: identity}
+        self.identities[self.number] = own
+        self.identities.pop(self.number - _MAX_EARLIER - 1, None)
 
     # Sessions.
 
@@ -149,7 +151,7 @@ class Lane:
 
     def _enter(self, session: str) -> None:
         self.session, self.number, self._met_number = session, 0, 0
-        self.own_identities.clear()
+        self.identities.clear()
         self._unreported = [
             _Unreported(number=number, round_number=0, release=failed)
             for number, failed in enumerate(self._ended, 1)
@@ -167,7 +169,7 @@ class Lane:
         self.has_met = True
         self.processes = {**self.processes, **processes}
         self._met_number = self.number
-        self.own_identities.clear()
+        self.identities.clear()
         self._ended.clear()
 
     # Calls that were not reported to the other ranks.

@@ -205,7 +205,7 @@ class Heartbeats:
         if last is None:
             return f"rank {rank} (no heartbeat in {now_s - self._since_s:.1f} s)"
         return (
-            f"rank {rank} (process {last.pid} on {last.host}; last heard "
+            f"rank {rank} (process {last.pid} on {last.host}; last heartbeat "
             f"{now_s - last.heard_s:.1f} s ago in the {last.phase} phase with {last.done_bytes} "
             f"of {last.total_bytes} bytes done, without progress for {last.idle_s:.1f} s then)"
         )
@@ -336,7 +336,7 @@ class FailureDetector:
                     self._send()
             for rank in self._processes.take_ended():
                 packed = self._keys.get(self._key_of(rank), self._silence_s)
-                if packed is not None:
+                if packed is not None and packed != self._values.get(rank):
                     self._heartbeats.receive(packed)
                 self._on_lost([rank], "died")
 

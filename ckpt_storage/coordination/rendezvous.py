@@ -70,6 +70,7 @@ class Rendezvous:
         """
         names = self._lane.names
         identities = {names[rank]: arrivals[rank].identity for rank in sorted(arrivals)}
+        self._lane.identities[self._lane.number] = identities
         abandonment = find_disagreement(
             identities,
             {names[rank]: arrivals[rank].terms for rank in sorted(arrivals)},
@@ -87,16 +88,19 @@ class Rendezvous:
             self._coordinator.abandon(failed)
 
     def _read_earlier(self) -> list[Mapping[int, Identity]]:
-        """Return the identities of ranks under each of the last numbers that failed."""
+        """Return the identities of ranks under each of the last numbers that failed.
+
+        A payload may be large, so it is read once; a rank may have arrived after the failure.
+        """
         lane, patience_s = self._lane, self._rounds.phases.patience_s
         earlier = list[Mapping[int, Identity]]()
         for number in lane.recent_failed_numbers():
+            identities = lane.identities.setdefault(number, {})
+            unknown = [rank for rank in self._rounds.others if lane.names[rank] not in identities]
             first_round = lane.round(lane.prefix(number), 1)
-            ranks = first_round.arrived(self._rounds.others, patience_s)
-            arrivals: dict[int, Arrival] = first_round.payloads(ranks, patience_s)
-            identities = {lane.names[rank]: arrivals[rank].identity for rank in ranks}
-            if (own := lane.own_identities.get(number)) is not None:
-                identities[self._rounds.global_rank] = own
+            arrived = first_round.arrived(unknown, patience_s)
+            arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
+            identities |= {lane.names[rank]: arrival.identity for rank, arrival in arrivals.items()}
             earlier.append(identities)
         return earlier
 

@@ -146,7 +146,7 @@ def test_the_rank_ahead_keeps_its_deadline() -> None:
     assert ended[1].wall_s < 0.6 + 4 * 0.5 + SLACK_S
 
 
-@pytest.mark.parametrize("skipped", [1, 2])
+@pytest.mark.parametrize("skipped", [1, 2, 5])
 def test_urls_bring_ranks_in_step_where_steps_are_not_known(skipped: int) -> None:
     """After k skipped calls the next k fail, and those after them are committed by all."""
     steps = [100 * number for number in range(1, 2 * skipped + 4)]
