@@ -457,6 +457,23 @@ def test_operations_of_one_process_take_turns() -> None:
         pytest.fail("the second began")
 
 
+def test_values_of_several_slices_are_removed_whole() -> None:
+    """Payloads, answers by rank, and an answer for all ranks, once all have met again."""
+    store, large = SharedStore(), bytes(9 << 20)
+    ranks = group(store, 2)
+
+    def body(ranks: RankGroup) -> list[int]:
+        with ranks.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            answer = operation.exchange(large, ByRank)
+            return [len(answer), len(operation.broadcast(large))]
+
+    assert values(run(ranks, body)) == [[len(large)] * 2] * 2
+    assert [name for name in store.key_names() if "#" in name]
+    values(run(ranks, together))
+    assert store.numbers() == {2}, store.key_names()
+
+
 def _stores(folder: Any) -> Iterator[Callable[[], dist.Store]]:
     timeout = timedelta(seconds=20)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
