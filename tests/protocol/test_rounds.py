@@ -6,11 +6,15 @@ The next operation of all ranks goes on.
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +37,12 @@ from ckpt_storage.coordination import coordinator, operation_rounds
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import StoreClient
-from ckpt_storage.coordination.liveness import worker_keys
+from ckpt_storage.coordination.liveness import (
+    FailureDetector,
+    Heartbeats,
+    RankProcess,
+    worker_keys,
+)
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import ByRank, UndecidedError
 from ckpt_storage.errors import (
@@ -642,6 +651,29 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     worker.join(END_S)
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.is_silent) == (1, True)
+
+
+def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
+    """In the first operation as well: the end of a process is reported, not its silence."""
+    own, lost = RankProcess.own(), queue.SimpleQueue[tuple[list[int], str]]()
+    assert own is not None
+    detector = FailureDetector(
+        SharedStore().keys_of(0),
+        Heartbeats(0),
+        on_lost=lambda ranks, how: lost.put((list(ranks), how)),
+        on_error=lambda error: pytest.fail(str(error)),
+        rank=0,
+        world_size=2,
+        key_of="alive/{}".format,
+        processes={},
+        silence_s=600.0,
+        name="watch",
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        detector.note_met({1: replace(own, pid=process.pid)})
+        process.kill()
+        assert lost.get(timeout=END_S) == ([1], "died")
+    detector.stop()
 
 
 # Groups of some of the ranks.

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
 
+from ckpt_storage import CommitUnknownError, list_checkpoints, save
+from ckpt_storage.commit.assembly import commit_save
+from ckpt_storage.saves import session
 from ckpt_storage.saves.outcome import TABLE, Action, Cause, Stage, StorageState, outcome_of
 
 RANKS = {True: "coordinator", False: "member"}
@@ -94,3 +99,20 @@ def test_only_the_coordinator_discards_and_only_what_nobody_writes() -> None:
     for rank, stage, cause, storage in SITUATIONS:
         row = outcome_of(is_coordinator=rank, stage=stage, cause=cause, storage=storage)
         assert row.discards == (rank and stage == "writing" and cause in {"failure", "unexpected"})
+
+
+def test_an_unexpected_error_in_the_commit_leaves_the_outcome_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save may be committed, so it is not called failed; the error is the cause."""
+
+    def commit_and_raise(*args: Any, **options: Any) -> None:
+        commit_save(*args, **options)
+        raise RuntimeError("after the commit")
+
+    monkeypatch.setattr(session, "commit_save", commit_and_raise)
+    with pytest.raises(CommitUnknownError) as caught:
+        save({"w": torch.ones(2)}, tmp_path / "checkpoint")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    (committed,) = list_checkpoints(tmp_path)
+    assert committed.save_id == caught.value.save_id
