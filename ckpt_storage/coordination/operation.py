@@ -91,11 +91,6 @@ class Operation:
         return self._phases.deadline
 
     @property
-    def id(self) -> str:
-        """What this operation is known by among its ranks; empty before they have met."""
-        return f"{self.lane.session}/{self.lane.number}" if self._has_met else ""
-
-    @property
     def verdict(self) -> CheckpointError | None:
         """The error that was reported first, the same on all ranks, once the operation is over."""
         return self._rounds.verdict
@@ -131,7 +126,7 @@ class Operation:
         known = {name: self.heartbeats.describe(name) for name in names}
         last = self.progress().get(names[0])
         phase = self.deadline.phase if last is None else last.phase
-        if not self._has_met:
+        if how == "died" and not self._has_met:
             known = dict.fromkeys(names, "its process has ended")
         error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
         self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)

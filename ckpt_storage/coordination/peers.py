@@ -47,12 +47,12 @@ class Peers:
 
         Raises `RankFailedError`, `PhaseTimeoutError`.
         """
-        operation, lane = self._operation, self._operation.lane
+        lane = self._operation.lane
         timeout = timedelta(seconds=max(1.0, min(limit_s, deadline.remaining_s())))
 
         def make() -> dist.ProcessGroupGloo:
             # Over a connection of its own: gloo waits on it.
-            prefix = lane.keys.name_of(f"{operation.id}/peers")
+            prefix = lane.keys.name_of(f"{lane.prefix()}/peers")
             store = dist.PrefixStore(prefix, lane.keys.client.connect())
             return dist.ProcessGroupGloo(store, lane.rank, lane.world_size, timeout)
 
