@@ -374,7 +374,8 @@ def slow_server() -> Iterator[S3Server]:
     """A server whose first write of an object of rank 0 is answered late."""
     with S3Server() as server:
         server.create_bucket("bucket")
-        rule = FaultRule(op="put|part|complete", key=r"\brun/(.*/)?__0_", action="delay", delay_s=SLOW_S)
+        first = r"\brun/(.*/)?__0_"
+        rule = FaultRule(op="put|part|complete", key=first, action="delay", delay_s=SLOW_S)
         server.faults([rule])
         yield server
         assert [record.key for record in server.requests if record.fault == "delay"]
