@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,23 +33,23 @@ from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import FoldedPlan, Rider, at_dcp_border, inbox, rank_of_call
+from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
 
 _ORDER = "shared reads"
 """Key of the message that tells a rank what it shares."""
 
 
 class CheckpointStorageReader(StorageReader):
-    """Reads a checkpoint from any storage; give it to `dcp.load`.
+    """Reads a checkpoint from any storage; pass it to `dcp.load`.
 
     Opens checkpoints of `CheckpointStorageWriter`, stock DCP checkpoints, torch's sharded
-    safetensors and Hugging Face folders, and says which (`format`). Reads only the bytes that
+    safetensors and Hugging Face folders (`format` is which). Reads only the bytes that
     the target's sharding needs, concurrently, into the targets' own memory where they allow it.
 
     Args:
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
-        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        storage_options: passed to the fsspec file system (as in pandas and Dask).
         rename: names of the checkpoint's values in the target: a mapping from the stored name to
             the new one, which may leave names out, or a function that gets every stored name and
             returns the new one. Two values must not get one name. Ranks may have different ones.
@@ -102,7 +103,7 @@ class CheckpointStorageReader(StorageReader):
         begin = partial(Deadline.of, settings.timeouts)
         self._session = LoadSession(settings, checkpoint_id, begin=begin)
         self._checkpoint_id = checkpoint_id
-        self._sent: FoldedPlan | None = None
+        self._names: Any = None
         self._order: ShareOrder | None = None
 
     def __repr__(self) -> str:
@@ -110,8 +111,8 @@ class CheckpointStorageReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # What is open belongs to a process; the other side opens its own.
-        del state["_session"], state["_sent"], state["_order"]
+        # Open files belong to a process; the other one opens its own.
+        del state["_session"], state["_names"], state["_order"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +135,7 @@ class CheckpointStorageReader(StorageReader):
 
     @property
     def format(self) -> SourceFormat:
-        """The format of the checkpoint: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
+        """The checkpoint's format: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
@@ -161,23 +162,22 @@ class CheckpointStorageReader(StorageReader):
     @at_dcp_border
     def set_up_storage_reader(
         self,
-        metadata: Metadata,  # noqa: ARG002  # torch passes it; we keep a better one
+        metadata: Metadata,  # noqa: ARG002  # torch's signature
         is_coordinator: bool,  # noqa: FBT001  # torch's signature
         *args: Any,  # noqa: ARG002  # torch's signature
         **kwargs: Any,
     ) -> None:
-        """Record the rank; the coordinator also publishes the save of a saver that crashed."""
+        """Note this rank's role; the coordinator also publishes a commit whose saver crashed."""
         self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        inbox().clear()
+        received_messages().clear()
         session = self._session
-        content = (session.save_terms(), session.stored_names(plan))
-        hello = Rider(session.rank, content)
-        self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
-        return self._sent
+        self._names = session.stored_names(plan)
+        message = PiggybackMessage(session.rank, (session.save_terms(), self._names))
+        return replace(plan, storage_data=message)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -185,10 +185,9 @@ class CheckpointStorageReader(StorageReader):
 
         Raises `RankMismatchError` unless all ranks read one save.
         """
-        # Taken from the inbox: a planner need not keep what the plans carry.
+        # Not from the plans: a planner need not keep their storage data.
         session = self._session
-        own = session.stored_names(self._sent or plans[0])
-        received = {**inbox(), session.rank: (session.save_terms(), own)}
+        received = {**received_messages(), session.rank: (session.save_terms(), self._names)}
         contents = [content for _, content in sorted(received.items())]
         terms = {rank: save_terms for rank, (save_terms, _) in sorted(received.items())}
         check_terms(terms, phase="load")
@@ -199,7 +198,7 @@ class CheckpointStorageReader(StorageReader):
         orders = session.share_orders(plans, [stored_names for _, stored_names in contents])
         self._order = orders[session.rank]
         for plan, order in zip(plans, orders, strict=True):
-            plan.storage_data = Rider(_ORDER, order)
+            plan.storage_data = PiggybackMessage(_ORDER, order)
         return plans
 
     @at_dcp_border
@@ -211,9 +210,7 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        if self._sent is not None:
-            plan, self._sent = self._sent.unless_changed(plan), None
-        order = self._order or inbox().get(_ORDER)
+        order = self._order or received_messages().get(_ORDER)
         self._order = None
         if order is None:
             self._session.read(plan, planner)
