@@ -185,8 +185,8 @@ def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
 def _has_ended(store: Store, save_id: str) -> bool:
     """Return whether the process that began an attempt, or this one which began another, ended."""
     path = names.begun_path(save_id)
-    found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
-    begun = {} if found is None else unseal(found.data, path=path)
+    decode = partial(unseal, path=path)
+    begun = slotlog.read_decoded(store, path, decode, most_bytes=MOST_SLOT_BYTES) or {}
     pid = begun.get("pid")
     if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False

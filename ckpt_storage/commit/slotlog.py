@@ -20,11 +20,18 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
+from ckpt_storage.format.documents import (
+    DAMAGED,
+    MOST_DOCUMENT_BYTES,
+    MOST_SLOT_BYTES,
+    RESTORE,
+    FileRef,
+)
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import side_by_side
 
 T = TypeVar("T")
@@ -41,8 +48,8 @@ class CommitLog:
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
     """Return the record in `slot`, None if there is none."""
-    found = read_if_there(store, names.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
-    return None if found is None else SlotRecord.decode(found.data, slot=slot)
+    decode = partial(SlotRecord.decode, slot=slot)
+    return read_decoded(store, names.slot_path(slot), decode, most_bytes=MOST_SLOT_BYTES)
 
 
 def read_log(
@@ -131,6 +138,25 @@ def read_if_there(
     return if_there(partial(store.get, path, max_bytes=most_bytes))
 
 
+def read_decoded(
+    store: Store,
+    path: str,
+    decode: Callable[[bytes], T],
+    *,
+    most_bytes: int = MOST_DOCUMENT_BYTES,
+) -> T | None:
+    """Return what `decode` makes of a document, None if it is absent.
+
+    One that does not fit is read twice (see `read_twice`). Raises what the second `decode` raises.
+    """
+
+    def read() -> T | None:
+        content = read_if_there(store, path, most_bytes=most_bytes)
+        return None if content is None else decode(content.data)
+
+    return read_twice(store, path, read)
+
+
 def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
     return read_if_there(store, names.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
@@ -159,13 +185,17 @@ def read_referenced(
             f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
             f"document has more than {most_bytes}."
         )
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
-    found = read_if_there(store, reference.path, most_bytes=reference.size_bytes)
-    if found is None:
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
+
+    def checked(data: bytes) -> bytes:
+        check_document(data, reference)
+        return data
+
+    data = read_decoded(store, reference.path, checked, most_bytes=reference.size_bytes)
+    if data is None:
         what = f"{store.url}: {reference.path} is missing."
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
-    check_document(found.data, reference)
-    return found.data
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
+    return data
 
 
 def check_document(data: bytes, reference: FileRef) -> None:

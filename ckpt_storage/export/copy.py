@@ -35,6 +35,7 @@ from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, rea
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.rereading import read_twice
 
 from .folder import PlainFolder
 from .options import is_within, location_beside
@@ -254,10 +255,15 @@ def _name_at_target(site: Site, save_id: str, there: CommitLog) -> str:
 def _exported(site: Site, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
     """Return the checksums of an export's files, and whether the target's index is the same."""
     path = exports.export_path(tag.fingerprint)
-    index = site.source.get(names.INDEX_NAME).data
-    data = site.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
-    record = exports.ExportRecord.decode(data, path)
-    slotlog.check_document(index, record.index)
+
+    def read() -> tuple[bytes, exports.ExportRecord]:
+        index = site.source.get(names.INDEX_NAME).data
+        data = site.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
+        record = exports.ExportRecord.decode(data, path)
+        slotlog.check_document(index, record.index)
+        return index, record
+
+    index, record = read_twice(site.source, path, read)
     there = slotlog.read_if_there(site.target, names.INDEX_NAME)
     return {one.path: one.crc32c for one in record.files}, bool(there and there.data == index)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ckpt_storage import errors
 from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
+from ckpt_storage.commit.slotlog import is_there, read_decoded, read_if_there, read_log, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SINGLE_NAME, Sealed
@@ -349,8 +349,7 @@ class ExportFolder(Folder[R]):
 def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
     try:
-        found = read_if_there(store, path)
-        return None if found is None else decode(found.data, path)
+        return read_decoded(store, path, lambda data: decode(data, path))
     except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None

@@ -37,7 +37,11 @@ MOST_DOCUMENT_BYTES = 1 << 30
 MOST_INFLATED_BYTES = 256 << 20
 """What all columns and names of one document may take together, inflated."""
 
-DAMAGED = "Restore the file from a copy, or load another checkpoint."
+RESTORE = "Restore the file from a copy, or load another checkpoint."
+DAMAGED = (
+    "It was read twice, the second time past the caches of this host. Caches of mounts and "
+    f"gateways cannot be bypassed, so try another host, too. {RESTORE}"
+)
 
 Counts = NDArray[np.int64]
 

@@ -95,6 +95,14 @@ class Findings:
             raise IntegrityError(message, path=path or error.path, **about) from error
         self.problems.append(Problem(message=message, file=path or error.path, **about))
 
+    def size_of(self, file: FileRef) -> int:
+        """Return the length of a file, asked for twice if it is not the one that was written."""
+        size_bytes = self.store.stat(file.path).size_bytes
+        if size_bytes != file.size_bytes:
+            self.store.drop_caches(file.path)
+            size_bytes = self.store.stat(file.path).size_bytes
+        return size_bytes
+
     @contextmanager
     def noting(
         self, path: str | None = None, rank: int | None = None, *, absent_step: str | None = None
@@ -128,6 +136,10 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
         with findings.noting(STOCK_METADATA):
             published = slotlog.read_stock(store)
             found = b"" if published is None else published.data
+            if found != expected:
+                store.drop_caches(STOCK_METADATA)
+                published = slotlog.read_stock(store)
+                found = b"" if published is None else published.data
             if found == expected:
                 return
             what, step = ".metadata is missing; torch's own readers find no checkpoint.", _PUBLISH
@@ -189,10 +201,13 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     for folder in ["", *folders]:
         before_count, index = len(problems), _index_in(findings.store, folder)
         status = _check_export(findings, folder, index, head)
-        if len(problems) > before_count and (now := _index_in(findings.store, folder)) != index:
-            # Another export was published meanwhile.
-            del problems[before_count:]
-            status = _check_export(findings, folder, now, head)
+        if len(problems) > before_count:
+            # Another export was published meanwhile, or the index was read wrongly.
+            findings.store.drop_caches(f"{folder}/{INDEX_NAME}".lstrip("/"))
+            now = _index_in(findings.store, folder)
+            if now != index:
+                del problems[before_count:]
+                status = _check_export(findings, folder, now, head)
         if status is not None:
             # The weight files, the index and the record.
             findings.file_count += status.file_count + 2
@@ -232,10 +247,10 @@ def _check_export(
         return None
     record_path = prefix + export_path(tag.fingerprint)
     with noting(record_path):
-        found = slotlog.read_if_there(store, record_path)
-        if found is None:
+        decode = partial(ExportRecord.decode, path=record_path)
+        record = slotlog.read_decoded(store, record_path, decode)
+        if record is None:
             raise _damage(record_path, "is missing: it is the record of the export")
-        record = ExportRecord.decode(found.data, path=record_path)
         if record.fingerprint != tag.fingerprint:
             raise _damage(record_path, f"is of another export ({record.fingerprint})")
         files += (replace(file, path=prefix + file.path) for file in record.files)
@@ -256,7 +271,7 @@ def _check_export(
 
 
 def _check_weights(findings: Findings, file: FileRef) -> None:
-    size_bytes = findings.store.stat(file.path).size_bytes
+    size_bytes = findings.size_of(file)
     if size_bytes != file.size_bytes:
         what = f"has {size_bytes} bytes; {file.size_bytes} were written"
         raise _damage(file.path, what, min(size_bytes, file.size_bytes))
@@ -272,7 +287,7 @@ def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
 def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
-    """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
+    """Return whether a file of the length that `file` says has its CRC-32C; read twice if not."""
     step, crcs = ranges.options.part_bytes, dict[int, int]()
 
     def take(start: int, view: memoryview) -> None:
@@ -285,6 +300,13 @@ def has_checksum(
         read(start=start, stop=stop, done=partial(take, start))
         for start, stop in zip(starts, stops, strict=False)
     ]
-    ranges.run(reads, on_bytes=on_bytes)
     lengths = [read.stop - read.start for read in reads]
-    return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c
+
+    def is_right(note: Callable[[int], None]) -> bool:
+        ranges.run(reads, on_bytes=note)
+        return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c
+
+    if is_right(on_bytes):
+        return True
+    ranges.store.drop_caches(file.path)
+    return is_right(ignore)

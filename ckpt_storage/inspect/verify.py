@@ -209,10 +209,9 @@ class _Check(Findings):
         if not self.is_strict:
             path = begun_path(manifest.save_id)
             with self.noting(path):
-                marker = slotlog.read_if_there(self.store, path, most_bytes=MOST_SLOT_BYTES)
-                if marker is not None:
-                    self.file_count += 1
-                    unseal(marker.data, path=path)
+                decode = partial(unseal, path=path)
+                marker = slotlog.read_decoded(self.store, path, decode, most_bytes=MOST_SLOT_BYTES)
+                self.file_count += marker is not None
         files = divided(manifest.files, self.part_count)[self.part]
         total_bytes = sum(files.values())
         with reporting(self.progress, "load", 0, total_bytes, self.save_id) as self.on_bytes:
@@ -276,7 +275,7 @@ class _Check(Findings):
                 if file.path not in files:
                     continue
                 with self.noting(file.path, number):
-                    size_bytes = self.store.stat(file.path).size_bytes
+                    size_bytes = self.size_of(file.ref())
                     reads += self._reads(document, file, size_bytes)
         return reads
 
@@ -287,17 +286,23 @@ class _Check(Findings):
         edges, crcs, fqns = checksums_of(document, file)
         first, end = 0, bisect_right(edges, size_bytes) - 1 if self.is_deep else 0
 
-        def judge(spans: range, view: memoryview) -> None:
+        def judge(spans: range, read_before: set[int], view: memoryview) -> None:
             origin, rank = edges[spans.start], document.rank
             for span in spans:
                 part = view[edges[span] - origin : edges[span + 1] - origin]
-                if crc32c_of(part) != crcs[span]:
-                    self.add(wrong_block(file.path, edges[span], fqn=fqns[span], rank=rank))
+                if crc32c_of(part) == crcs[span]:
+                    continue
+                error = wrong_block(file.path, edges[span], fqn=fqns[span], rank=rank)
+                if not read_before:
+                    # The reader reads all of it once more.
+                    read_before.update(spans)
+                    raise error
+                self.add(error)
 
         while first < end:
             fitting = bisect_right(edges, edges[first] + self.ranges.options.part_bytes) - 1
             stop = min(max(fitting, first + 1), end)
-            done = partial(judge, range(first, stop))
+            done = partial(judge, range(first, stop), set())
             yield RangeRead(path=file.path, start=edges[first], stop=edges[stop], done=done)
             first = stop
         if size_bytes != file.size_bytes:

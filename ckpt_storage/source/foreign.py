@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from ckpt_storage.errors import (
@@ -29,6 +30,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, concerns
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.rereading import read_twice
 
 from .filemarks import FileMarks
 from .model import Key, Source
@@ -156,14 +158,32 @@ def _heads(
         ChunkReader(ranges).read(reads)
         wanted = {}
         for key, head in heads.items():
-            parsed = parse(places[key], bytes(head))
+            place = places[key]
+            parsed = read_twice(
+                ranges.store, place.path, partial(_parsed, ranges, place, [head], parse)
+            )
             if not isinstance(parsed, NeedMoreBytes):
                 found[key] = parsed
             elif parsed.total_bytes > len(head):
                 wanted[key] = parsed.total_bytes
             else:  # pragma: no cover  # parsers ask for more or end
-                raise CheckpointError(f"{places[key].path} cannot be parsed.")
+                raise CheckpointError(f"{place.path} cannot be parsed.")
     return found
+
+
+def _parsed(
+    ranges: RangeReader,
+    place: ChunkPlace,
+    heads: list[bytearray],
+    parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
+) -> _T | NeedMoreBytes:
+    """Parse the first of `heads`, which was read before; at the next call, read as much anew."""
+    head = heads[-1]
+    if len(heads) > 1:
+        head = bytearray(len(head))
+        ChunkReader(ranges).read([bytes_read(place, memoryview(head))])
+    heads.append(head)
+    return parse(place, bytes(head))
 
 
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
@@ -310,7 +330,13 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 
 def _read_index(store: Store) -> dict[str, str]:
-    data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
+    def read() -> dict[str, str]:
+        return _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data)
+
+    return read_twice(store, INDEX_NAME, read)
+
+
+def _weight_map_of(store: Store, data: bytes) -> dict[str, str]:
     if data == BLOCKER:
         raise in_progress(store.url)
     try:

@@ -16,7 +16,7 @@ from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, RESTORE, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
@@ -213,7 +213,7 @@ class CommittedSource(Source):
 
     def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
         told = f"The manifest says that {what}; the rank manifest of rank {rank} {instead}."
-        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=DAMAGED)
+        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=RESTORE)
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
@@ -224,7 +224,7 @@ class CommittedSource(Source):
             path=place.path,
             rank=place.rank,
             offset=0,
-            next_step=DAMAGED,
+            next_step=RESTORE,
         )
 
 
@@ -321,7 +321,7 @@ def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
     found = kind.from_body(unseal(data, path=path), where=path)
     if found.save_id != save_id:
         what = f"{path} belongs to save {found.save_id}."
-        raise FormatError(what, path=path, next_step=DAMAGED)
+        raise FormatError(what, path=path, next_step=RESTORE)
     if kept is not None and reference.size_bytes <= _MOST_KEPT_BYTES:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
@@ -335,7 +335,7 @@ def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManif
     found = _read(store, reference, manifest.save_id, RankManifest)
     if found.rank != rank:
         what = f"{reference.path} is the manifest of rank {found.rank}."
-        raise FormatError(what, path=reference.path, next_step=DAMAGED)
+        raise FormatError(what, path=reference.path, next_step=RESTORE)
     return found
 
 

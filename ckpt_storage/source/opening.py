@@ -12,13 +12,14 @@ from ckpt_storage.errors import (
     CheckpointNotFoundError,
     FormatError,
 )
-from ckpt_storage.format.commit_record import split_footer
-from ckpt_storage.format.names import COMMITS, SAVES
+from ckpt_storage.format.commit_record import HeadRef, split_footer
+from ckpt_storage.format.names import COMMITS, SAVES, STOCK_METADATA
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.rereading import read_twice
 
 from .filemarks import FileMarks, listed
-from .foreign import ForeignSource, open_safetensors, open_stock
+from .foreign import ForeignSource, StockSource, open_safetensors, open_stock
 from .model import CommittedSource, Source, read_manifest
 
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
@@ -86,20 +87,26 @@ def _open_foreign(
     """Return another writer's checkpoint; its files are listed before their description is read."""
     entries = listed(store, recursive=is_deep)
     marks = FileMarks.of_listing(entries, is_deep=is_deep)
-    current = slotlog.read_stock(store)
-    if current is not None:
-        named = split_footer(current.data)[1]
-        if named is None:
-            # Perhaps under the name of one of ours that was deleted: its slots stay.
-            return open_stock(store, current.data, marks, options)
-        if found.last is None:
-            raise FormatError(
-                f"{store.url} has .metadata of save {named.save_id} in slot {named.slot}, but "
-                "slot 1 cannot be found: there is no commits/ folder, or it lost files.",
-                path=COMMITS,
-                next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
-                "can load it as it is, without checksums.",
-            )
+
+    def read_stock() -> HeadRef | StockSource | None:
+        content = slotlog.read_stock(store)
+        if content is None:
+            return None
+        # One without a footer may bear the name of one of ours that was deleted: its slots stay.
+        named = split_footer(content.data)[1]
+        return named or open_stock(store, content.data, marks, options)
+
+    named = read_twice(store, STOCK_METADATA, read_stock)
+    if isinstance(named, StockSource):
+        return named
+    if named is not None and found.last is None:
+        raise FormatError(
+            f"{store.url} has .metadata of save {named.save_id} in slot {named.slot}, but "
+            "slot 1 cannot be found: there is no commits/ folder, or it lost files.",
+            path=COMMITS,
+            next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
+            "can load it as it is, without checksums.",
+        )
     if any(name.endswith(".safetensors") for name in marks.of) and found.last is None:
         return open_safetensors(store, marks, options)
     raise _nothing(store, found, [entry.path for entry in entries])

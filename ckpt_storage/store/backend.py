@@ -281,6 +281,14 @@ class Backend(abc.ABC):
     def refresh(self) -> None:  # noqa: B027  # nothing to look up
         """Look credentials up again: those in use were refused."""
 
+    def drop_caches(self, path: str) -> None:
+        """Have the next read of an object come from the storage, over a new connection.
+
+        Called once an answer did not match its checksum. Drop what this host caches of the object,
+        and connections to the storage; caches behind a mount or a gateway stay.
+        """
+        del path
+
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and these folders below it, where the storage has such things."""
         del folders

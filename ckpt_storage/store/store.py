@@ -114,6 +114,17 @@ class Store(Calls):
             text = f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}."
             raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
+    def drop_caches(self, path: str) -> None:
+        """Have the next read of an object come from the storage itself; see `Backend`.
+
+        An object that is gone has nothing to drop: the next read reports that.
+        """
+        try:
+            self.run("dropping of caches", path, lambda backend: backend.drop_caches(path))
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name; visible only complete, durable; idempotent."""
         self.put_once(path, data, what="write", repeat="always")

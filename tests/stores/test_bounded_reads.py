@@ -142,7 +142,7 @@ def test_a_stranger_on_s3_does_not_hide_the_others(
     told = f"s3://bkt/run/root/odd/{slot_path(1)} has"
     with little_memory(), pytest.raises(IntegrityError, match=told):
         slotlog.read_slot(store, 1)
-    assert [request.op for request in server.requests] == ["get"]
+    assert [request.op for request in server.requests] == ["get"] * 2
     found = ckpt_storage.list_checkpoints("s3://bkt/run/root", storage_options=options)
     assert [info.name for info in found] == ["good"]
     assert "s3://bkt/run/root/odd is left out of the list" in caplog.text

@@ -267,6 +267,10 @@ class ClientBackend(Backend):
             # Others may still have calls under way on one that is shared.
             _end(dropped, self._timeout_s + _GRACE_S if self._is_async else 0.0)
 
+    def drop_caches(self, path: str) -> None:
+        """Build the file system anew at its next use: it connects again, and caches nothing yet."""
+        self.refresh()
+
     def close(self) -> None:
         """Use the file system no more, until it is asked for again; end those long unused."""
         known = _process.shared
