@@ -56,7 +56,7 @@ def test_training_that_falls_back_past_damage_comes_by_its_step_again(
     gathered()
     with CheckpointManager(tmp_path, keep=KeepLatest(3), **RUN) as manager:
         assert restore(manager, check=check).step == 1
-        with patch.object(logging.getLogger("ckpt_storage"), "log") as logged:
+        with patch.object(logging.getLogger("ckpt_storage"), "warning") as warning:
             if in_background:
                 manager.save_async(2, state_of(2), sync_files=False).result(60)
             else:

@@ -155,7 +155,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             name = path.rpartition("/o/")[2]
             told: Answer = refusal(404, "notFound")
-            if bucket.has(name):
+            if path.endswith("/o"):
+                told = 200, {"kind": "storage#objects"}, {}
+            elif bucket.has(name):
                 told = 200, bucket.objects[name][1], {}
             return bucket.fault_of("look"), told
         if self.command == "PUT":

@@ -109,7 +109,7 @@ def chosen(root: Path, seed: int) -> tuple[str, Path, int]:
     """Return the kind of file that a seed chooses, a file of it that readers use, and a byte."""
     draw, newest = random.Random(seed), newest_of(root)
     kind = draw.choice(list(KINDS))
-    path = sorted(newest.glob(KINDS[kind]))[-1]
+    path = max(newest.glob(KINDS[kind]))
     return kind, path, draw.randrange(path.stat().st_size)
 
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
+from ckpt_storage.store.problems import explain
 from ckpt_storage.store.redaction import scrubber
 
 from .drafts import is_draft_name
@@ -169,6 +170,9 @@ class _Process:
 
 _process = _Process()
 
+_SEEN_PLACES: set[Hashable] = set()
+"""Buckets that were seen to exist, by this process or the one that it was forked from."""
+
 
 class ClientBackend(Backend):
     """A backend over the file system of one location, in whichever process it is asked."""
@@ -198,6 +202,43 @@ class ClientBackend(Backend):
             place = ""
         # With the class: another may be registered for the protocol meanwhile.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
+
+    def explain(self, error: BaseException) -> StorageError | None:
+        """Tell an absent bucket from an absent object, where the answer is the same for both.
+
+        The bucket is looked for once a process. Without the right to look, the object is absent.
+        """
+        bucket = self._bucket if self._may_lack_bucket(error) else ""
+        if not bucket or (self._key, bucket) in _SEEN_PLACES:
+            return None
+        try:
+            self._look_at_bucket()
+        except Exception as failure:  # noqa: BLE001  # clients raise any type
+            meaning = explain(failure, "look", self._location.url, scrub=self._scrub)
+            if meaning.kind in {"permission", "unsupported"}:
+                return None
+            return self._no_bucket(bucket) if meaning.kind == "not-found" else meaning
+        _SEEN_PLACES.add((self._key, bucket))
+        return None
+
+    def _no_bucket(self, bucket: str) -> StorageError:
+        where = f" at {self.endpoint}" if self.endpoint else ""
+        what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
+        step = "Check the name, or create it first: this package never creates one."
+        return StorageError(what, path=self._location.url, next_step=step)
+
+    @property
+    @abc.abstractmethod
+    def _bucket(self) -> str:
+        """The bucket or container that has to be there before anything is saved; "" for none."""
+
+    @abc.abstractmethod
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        """Return whether an error may mean that there is no such bucket."""
+
+    @abc.abstractmethod
+    def _look_at_bucket(self) -> None:
+        """Ask for something that a bucket always answers; raise what a missing one does."""
 
     @abc.abstractmethod
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:

@@ -19,12 +19,15 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import answer_in, explain
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
+
+_CODES_OF_BOTH = frozenset({"", "404", "notFound"})
+"""What a service answers for an absent object and for an absent bucket: to a HEAD, and Google."""
 
 Terms: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
@@ -190,6 +193,17 @@ class CloudBackend(ClientBackend):
         """The bucket, and what all names begin with: "" or a text that ends in a slash."""
         bucket, _, prefix = self._root.partition("/")
         return bucket, f"{prefix}/" if prefix else ""
+
+    @property
+    def _bucket(self) -> str:
+        return self._place[0]
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        answer = answer_in(error)
+        return answer is not None and answer.error_code in _CODES_OF_BOTH
+
+    def _look_at_bucket(self) -> None:
+        self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:
         """Return the object name of a path below the root."""

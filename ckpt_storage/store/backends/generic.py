@@ -232,6 +232,21 @@ class FsspecBackend(ClientBackend):
                     end()
         self._give_back(writing.fs)
 
+    @property
+    def _bucket(self) -> str:
+        """The host of the URL, if it is the first part of paths: then no folder, but a bucket."""
+        host = self._location.target.partition("://")[2].partition("/")[0]
+        first = self._root.strip("/").partition("/")[0]
+        return host if host == first else ""
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        return isinstance(error, FileNotFoundError)
+
+    def _look_at_bucket(self) -> None:
+        first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
+        with self._turn() as fs:
+            fs.info(first)
+
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
         return f"{self._root}/{path}".rstrip("/") if path else self._root
@@ -272,8 +287,10 @@ class FsspecBackend(ClientBackend):
             with self._turn() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
-                except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                    continue
+                except (FileNotFoundError, NotADirectoryError) as error:
+                    if folder == prefix and (missing := self.explain(error)) is not None:
+                        raise missing from error
+                    continue  # there is none, or it was removed meanwhile
             page = []
             for info in entries:
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"

@@ -108,7 +108,7 @@ class LocalBackend(Backend):
         return found.st_size
 
     def drop_caches(self, path: str) -> None:
-        """Have the kernel drop the pages that it caches of a file, which the next read opens anew."""
+        """Have the kernel drop what it caches of a file, which the next read opens anew."""
         with self._opened(path) as (fd, _):
             self._posix.forget(fd)
 
