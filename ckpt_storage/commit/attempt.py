@@ -16,14 +16,15 @@ from typing import Any
 from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.documents import FileRef, format_of, seal
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .cleaning import TOMBSTONE_AGE_S, log_to_extend
-from .publishing import is_foreign
-from .slotlog import is_there, stamp, take_slot
+from .process import process_identity
+from .publishing import check_slots, footer_of
+from .slotlog import read_stock_tail, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,18 +55,18 @@ def begin(
 
     A copy goes on with the attempt of a `save_id` that it chose. Coordinator only. Raises
     `CheckpointExistsError` for a committed checkpoint, ours or stock torch's, when `overwrite` is
-    False, unless it is a save of ours whose id is in `replaces`. Warns of a storage whose exclusive
-    create cannot be relied on.
+    False, unless it is a save of ours whose id is in `replaces`, and `FormatError` if slots were
+    lost, whatever `overwrite` says: the commit would be invisible. Warns of a storage whose
+    exclusive create cannot be relied on.
     """
     began_s = time.time()
-    calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
-    if not overwrite:
-        calls.append(partial(is_there, store, names.STOCK_METADATA))
-    found, *shown = side_by_side(store, calls)
+    looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
+    found, tail = side_by_side(store, [partial(look, store) for look in looks])
+    check_slots(store, found, tail)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
         what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
-    elif any(shown) and is_foreign(store, found):
+    elif not overwrite and head is None and tail is not None and footer_of(tail) is None:
         what = "a checkpoint that another writer made (.metadata)"
     if what is not None:
         raise CheckpointExistsError(
@@ -83,8 +84,14 @@ def begin(
             store.url,
             why_not,
         )
-    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.put(names.begun_path(save_id), seal(begun))
+    marker = {
+        "format": format_of("begun"),
+        "save_id": save_id,
+        "last_slot": found.last_slot,
+        "process": process_identity(),
+        **stamp(),
+    }
+    store.put(names.begun_path(save_id), seal(marker))
     previous = head.head if head else None
     return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
 

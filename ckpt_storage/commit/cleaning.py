@@ -10,8 +10,6 @@ slot 1 lists the folder.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +24,7 @@ from ckpt_storage.store.probe import why_no_conditional_delete
 from ckpt_storage.store.store import Store
 
 from . import slotlog
+from .process import has_ended
 from .publishing import publish_head, read_footer
 
 log = logging.getLogger("ckpt_storage")
@@ -70,6 +69,27 @@ def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None 
     else:
         if count:
             log.info("%s: %d uploads that were left open are gone", store.shown(folder), count)
+
+
+def sweep_temporary_files(store: Store, *, min_age_s: float = LEFTOVER_AGE_S) -> None:
+    """Remove old temporary files beside `.metadata` and in commits/, which killed processes left.
+
+    On disks old probes go, too. The temporary files of attempts go with these. A file of unknown
+    age stays.
+    """
+    places = (names.STOCK_METADATA, names.COMMITS)
+    files = [file for place in places for file in store.temporary_files(place)]
+    entries = () if store.capabilities.is_remote else store.list("", recursive=False)
+    probes = [entry for entry in entries if entry.path.startswith(names.PROBE_PREFIX)]
+    if not files and not probes:
+        return
+    with suppress(UnsupportedByStoreError):
+        newest_s = store.server_time(names.probe_path()) - min_age_s
+        for file in files:
+            if file.modified_s is not None and file.modified_s <= newest_s:
+                store.remove_temporary_file(file)
+        old = [probe.path for probe in probes if (probe.modified_s or newest_s + 1) <= newest_s]
+        store.delete(old)
 
 
 def attempts_there(store: Store) -> dict[str, float | None]:
@@ -136,7 +156,8 @@ def free_leftovers(
         now_s = store.server_time(names.probe_path()) if told else 0.0
         old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
     if old:
-        commits = _commits(store, found)
+        older = _commits(store, found, old)
+        commits = max(commits, older, key=len)
     # The manifest of an attempt goes last, and older attempts go first.
     superseded = [one for one in list(commits)[keep_previous + 1 :] if one in times_s][::-1]
     freed = _free_commits(store, found.head, superseded)
@@ -144,7 +165,9 @@ def free_leftovers(
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
         publish_head(store)
-    return freed + _fence_and_free(store, dead)
+    freed += _fence_and_free(store, dead)
+    sweep_temporary_files(store, min_age_s=min_age_s)
+    return freed
 
 
 def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
@@ -167,14 +190,15 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     For a save that finds the storage full; `besides` is its own id. They are fenced first: one
     that lives after all fails with `CommitConflictError`.
     """
-    there = attempts_there(store).keys()
-    others = sorted(there - {besides} - _commits(store, slotlog.read_log(store)).keys())
-    return _fence_and_free(store, [one for one in others if _has_ended(store, one)])
+    others = attempts_there(store).keys() - {besides}
+    dead = [one for one in others if has_ended(_marker_of(store, one).get("process"))]
+    committed = _commits(store, slotlog.read_log(store), dead) if dead else {}
+    return _fence_and_free(store, sorted(one for one in dead if one not in committed))
 
 
 def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
     """Fence attempts, and delete those that have not committed before that."""
-    commits = _commits(store, fence(store, dead)) if dead else {}
+    commits = _commits(store, fence(store, dead), dead) if dead else {}
     freed = [save_id for save_id in dead if save_id not in commits]
     for save_id in freed:
         log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
@@ -182,29 +206,34 @@ def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
     return freed
 
 
-def _has_ended(store: Store, save_id: str) -> bool:
-    """Return whether the process that began an attempt, or this one which began another, ended."""
+def _marker_of(store: Store, save_id: str) -> dict[str, object]:
+    """Return what the marker of an attempt says, {} without one."""
     path = names.begun_path(save_id)
     decode = partial(unseal, path=path)
-    begun = slotlog.read_decoded(store, path, decode, most_bytes=MOST_SLOT_BYTES) or {}
-    pid = begun.get("pid")
-    if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return pid == os.getpid()
+    return slotlog.read_decoded(store, path, decode, most_bytes=MOST_SLOT_BYTES) or {}
 
 
-def _commits(store: Store, found: slotlog.CommitLog) -> dict[str, SlotRecord]:
-    """Return commits by save id, newest first: the head and what it superseded."""
+def _commits(
+    store: Store, found: slotlog.CommitLog, attempts: Iterable[str]
+) -> dict[str, SlotRecord]:
+    """Return commits by save id, newest first, down to the slots in which `attempts` may be.
+
+    An attempt commits above the highest slot of its beginning, which its marker tells.
+    """
+    lowest = found.last_slot
+    for save_id in attempts:
+        slot = _marker_of(store, save_id).get("last_slot")
+        lowest = min(lowest, slot if isinstance(slot, int) and slot >= 0 else 0)
     records: Iterable[SlotRecord | None] = slotlog.history(store, found.head)
     if found.head is None:
-        records = (slotlog.read_slot(store, slot) for slot in range(found.last_slot, 0, -1))
-    return {record.save_id: record for record in records if record and record.save_id}
+        records = (slotlog.read_slot(store, slot) for slot in range(found.last_slot, lowest, -1))
+    commits: dict[str, SlotRecord] = {}
+    for record in records:
+        if record is not None and record.slot <= lowest:
+            break
+        if record is not None and record.save_id is not None:
+            commits[record.save_id] = record
+    return commits
 
 
 def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
@@ -230,7 +259,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         found = slotlog.read_log(store)
         if found.last is None and not doomed:
             return False
-        record = _tombstone(store, found)
+        record = tombstone_of(store, found)
         if record is not None:
             break
         found = log_to_extend(store)
@@ -288,7 +317,7 @@ def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> boo
     return age_s is not None and age_s >= min_age_s and _removed(store, found) is True
 
 
-def _tombstone(store: Store, found: slotlog.CommitLog) -> SlotRecord | None:
+def tombstone_of(store: Store, found: slotlog.CommitLog) -> SlotRecord | None:
     """Return the deleted record that is in force, None if there is none."""
     record = None if found.head else found.last
     while record is not None and record.type == "fence":
@@ -306,11 +335,12 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
         publish_head(store)
     for save_id in record.fenced:
         delete_attempt(store, save_id)
+    sweep_temporary_files(store)
 
 
 def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
     """Remove the slots; return whether they went, None where the storage has no such condition."""
-    record = _tombstone(store, found)
+    record = tombstone_of(store, found)
     if record is not None:
         _end_deletion(store, record)
     read = partial(slotlog.read_if_there, store, most_bytes=MOST_SLOT_BYTES)

@@ -19,7 +19,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format import names
-from ckpt_storage.format.commit_record import HeadRef, SlotRecord
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer
 from ckpt_storage.format.documents import (
     DAMAGED,
     MOST_DOCUMENT_BYTES,
@@ -36,6 +36,9 @@ from ckpt_storage.transfer.workers import side_by_side
 
 T = TypeVar("T")
 
+_PICKLE_STOP = b"."
+_FOOTER_MAX_BYTES = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitLog:
@@ -45,6 +48,11 @@ class CommitLog:
     last: SlotRecord | None
     head: SlotRecord | None
 
+    @classmethod
+    def ending_with(cls, head: SlotRecord) -> CommitLog:
+        """Return the log as of a commit."""
+        return cls(last_slot=head.slot, last=head, head=head)
+
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
     """Return the record in `slot`, None if there is none."""
@@ -52,41 +60,58 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
     return read_decoded(store, names.slot_path(slot), decode, most_bytes=MOST_SLOT_BYTES)
 
 
+class _SlotReader:
+    """The slots of one checkpoint as they are looked at, each read once."""
+
+    def __init__(self, store: Store, known: SlotRecord | None) -> None:
+        self._store = store
+        self._records = {} if known is None else {known.slot: known}
+        self._contents: dict[int, bytes | None] = {}
+
+    def prefetch(self, *slots: int) -> None:
+        """Read slots side by side."""
+        calls = [partial(_slot_bytes, self._store, slot) for slot in slots]
+        self._contents.update(zip(slots, side_by_side(self._store, calls), strict=True))
+
+    def is_taken(self, slot: int) -> bool:
+        """Return whether there is a record in a slot, sound or not."""
+        if slot not in self._contents and slot not in self._records:
+            self._contents[slot] = _slot_bytes(self._store, slot)
+        return slot in self._records or self._contents[slot] is not None
+
+    def record(self, slot: int) -> SlotRecord | None:
+        """Return the record in a slot, None if it is free. Raises as `SlotRecord.decode`."""
+        if slot not in self._records and self.is_taken(slot):
+            self._records[slot] = _decoded(self._store, slot, self._contents[slot] or b"")
+        return self._records.get(slot)
+
+
 def read_log(
     store: Store, *, known: SlotRecord | None = None, for_reader: bool = False
 ) -> CommitLog:
-    """Find the highest slot by galloping over names, and the head it tells of (invariant I3).
+    """Find the highest slot by galloping over names, and the head it names (invariant I3).
 
-    About 2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where
-    nothing is; where the record of a slot is `known`, n counts from there. `for_reader` asks a
-    remote storage for the first two side by side: mostly there is no more. Safe on any rank.
+    Only these two records are decoded: of the other slots it matters that they are taken. About
+    2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where nothing is;
+    where the record of a slot is `known`, n counts from there. `for_reader` asks a remote storage
+    for the first two side by side: mostly there is no more. Safe on any rank.
     """
-    read: dict[int, SlotRecord | None] = {}
+    slots, low = _SlotReader(store, known), known.slot if known else 0
     if for_reader and store.capabilities.is_remote:
-        first = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
-        read = dict(enumerate(first, start=1))
-    low = 0
-    if known is not None:
-        low, read[known.slot] = known.slot, known
-
-    def look(slot: int) -> SlotRecord | None:
-        if slot not in read:
-            read[slot] = read_slot(store, slot)
-        return read[slot]
-
-    if look(low + 1) is None and known is None:
+        slots.prefetch(1, 2)
+    if not slots.is_taken(low + 1) and known is None:
         # Those of a deleted checkpoint go in this order.
         lowest = _lowest_slot(store)
-        low = lowest - 1 if lowest and look(lowest) else 0
+        low = lowest - 1 if lowest and slots.is_taken(lowest) else 0
     origin, high = low, low + 1
-    while look(high) is not None:
+    while slots.is_taken(high):
         low, high = high, 2 * high - origin
-    low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: look(slot) is None) - 1
-    last = read.get(low)
+    low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: not slots.is_taken(slot)) - 1
+    last = slots.record(low) if low else None
     if last is None or last.head is None:
         return CommitLog(last_slot=low, last=last, head=None)
     reference = last.head
-    head = look(reference.slot)
+    head = slots.record(reference.slot)
     if head is None or head.type != "commit" or head.save_id != reference.save_id:
         raise FormatError(
             f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
@@ -95,6 +120,29 @@ def read_log(
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=last, head=head)
+
+
+def _slot_bytes(store: Store, slot: int) -> bytes | None:
+    """Return what lies in a slot, sound or not, None if it is free."""
+    try:
+        content = read_if_there(store, names.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
+    except IntegrityError:
+        # Too long to be a record: it takes the slot all the same.
+        return b""
+    return None if content is None else content.data
+
+
+def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
+    """Return the record that was read from a slot; one that does not fit is read again."""
+    unread = [data]
+
+    def read() -> SlotRecord:
+        if unread:
+            return SlotRecord.decode(unread.pop(), slot=slot)
+        content = store.get(names.slot_path(slot), max_bytes=MOST_SLOT_BYTES)
+        return SlotRecord.decode(content.data, slot=slot)
+
+    return read_twice(store, names.slot_path(slot), read)
 
 
 def listed_slots(store: Store) -> list[int]:
@@ -160,6 +208,23 @@ def read_decoded(
 def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
     return read_if_there(store, names.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+
+
+def read_stock_tail(store: Store) -> Content | None:
+    """Return the end of `.metadata`, which holds any footer, and its version; None if absent."""
+
+    def read() -> Content | None:
+        return if_there(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
+
+    content = read()
+    is_known = (
+        content is None or content.data.endswith(_PICKLE_STOP) or split_footer(content.data)[1]
+    )
+    if not is_known:
+        # Neither ours nor a pickle of another tool: perhaps an answer with a wrong byte.
+        store.drop_caches(names.STOCK_METADATA)
+        content = read()
+    return content
 
 
 def is_there(store: Store, path: str) -> bool:

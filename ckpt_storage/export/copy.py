@@ -210,7 +210,7 @@ def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
             next_step="Give a folder beside it.",
         )
     if head is not None:
-        publishing.check_newest(site.source, head)
+        publishing.check_newest(site.source, CommitLog.ending_with(head))
         there = cleaning.log_to_extend(site.target)
         save_id = _name_at_target(site, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id

@@ -98,18 +98,20 @@ class SlotRecord:
             type=kind,  # type: ignore[arg-type]  # checked above
             slot=slot,
             write_id=get.value("write_id", str),
-            head=_head_of(get, "head"),
+            head=_head_of(get.required("head"), "head"),
             save_id=save_id,
             manifest=get.document("manifest", manifest_path(save_id)) if save_id else None,
-            stock=get.document("stock", stock_copy_path(save_id)) if save_id else None,
+            stock=get.required("stock").document("stock", stock_copy_path(save_id))
+            if save_id
+            else None,
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             previous=_head_of(get, "previous"),
             fenced=() if is_commit else tuple(get.strings("fenced")),
             # Whatever is in it, the checkpoint can be read.
             user=user if is_commit and isinstance(user, dict) else {},
-            created_at=str(body.get("created_at", "")),
-            host=str(body.get("host", "")),
-            pid=get.count("pid", 0),
+            created_at=get.note("created_at", str, ""),
+            host=get.note("host", str, ""),
+            pid=get.note("pid", int, 0),
         )
         if is_commit and (
             record.manifest is None
@@ -124,6 +126,8 @@ class SlotRecord:
                 path=where,
                 next_step="Do not load or delete this checkpoint; find out who wrote it.",
             )
+        if kind == "deleted" and record.head is not None:
+            get.fail("is a deleted record with a head")
         if (record.head and record.head.slot > slot) or (
             # Whoever walks back through the commits must come to an end.
             record.previous and record.previous.slot >= slot

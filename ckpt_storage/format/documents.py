@@ -249,6 +249,12 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return isinstance(self.body, dict) and self.body.get(key) is not None
 
+    def required(self, key: str) -> Fields:
+        """Return this access if the key is there, be it null; else raise `FormatError`."""
+        if not isinstance(self.body, dict) or key not in self.body:
+            self.fail(f"has no {key!r}")
+        return self
+
     def fail(self, what: str) -> NoReturn:
         """Raise the `FormatError` that says what the document has or does."""
         raise FormatError(f"{self.where} {what}.", path=self.where, next_step=DAMAGED)
@@ -268,6 +274,11 @@ class Fields:
         if not isinstance(value, kind) or isinstance(value, bool) or not ok(value):
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
+
+    def note(self, key: str, kind: type[_T], absent: _T) -> _T:
+        """Return a value that is for people; `absent` for none, or one of another kind."""
+        value = self.body.get(key) if isinstance(self.body, dict) else None
+        return value if isinstance(value, kind) and not isinstance(value, bool) else absent
 
     def count(self, key: str, absent: int | None = None) -> int:
         """Return an integer from 0 on; `absent`, if there is such a thing, where there is none."""

@@ -145,18 +145,18 @@ class Manifest:
         return cls(
             save_id=save_id,
             world_size=world_size,
-            created_at=str(body.get("created_at", "")),
-            writer={key: str(value) for key, value in get.value("writer", dict, {}).items()},
+            created_at=get.note("created_at", str, ""),
+            writer={key: str(value) for key, value in get.note("writer", dict, {}).items()},
             tensors=tensors,
             blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
-            planner_data=_planner_data_of(get),
+            planner_data=_planner_data_of(get.required("planner_data")),
             files=_files_of(get.object("files"), save_id, world_size),
             ranks=_refs_of(get.object("ranks"), world_size, partial(rank_manifest_path, save_id)),
             hosts=[
                 names[at]
                 for at in hosts.column("rank", count=world_size, below=len(names)).tolist()
             ],
-            stock=get.document("stock", stock_copy_path(save_id)),
+            stock=get.required("stock").document("stock", stock_copy_path(save_id)),
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             ties=_ties_of(get, tensors),
         )

@@ -18,7 +18,7 @@ from ckpt_storage.errors import FormatError, IntegrityError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .boxes import Box
-from .crc import combine_blocks
+from .crc import combine_blocks, combine_many
 from .documents import (
     DAMAGED,
     MOST_COUNT,
@@ -93,6 +93,17 @@ class ShardFile:
             )
             for at in wanted
         ]
+
+    def combined_crc(self) -> int:
+        """Return the checksum of the whole file that those of its frames and blocks make up."""
+        crcs, lengths, end = list[int](), list[int](), 0
+        payloads = self.payload_crcs(range(len(self.fqn)))
+        rows = zip(self.frame_crcs, self.payload_start, payloads, self.payload_bytes, strict=False)
+        for frame, start, payload, size_bytes in rows:
+            crcs += (frame, payload)
+            lengths += (start - end, size_bytes)
+            end = start + size_bytes
+        return combine_many([*crcs, self.frame_crcs[-1]], [*lengths, self.size_bytes - end])
 
     def ref(self) -> FileRef:
         """Return path, length and checksum."""
@@ -170,8 +181,8 @@ class RankManifest:
             save_id=save_id,
             rank=rank,
             world_size=get.count("world_size"),
-            host=str(body.get("host", "")),
-            pid=get.count("pid", 0),
+            host=get.note("host", str, ""),
+            pid=get.note("pid", int, 0),
             fqns=fqns,
             dtypes=dtypes,
             boxes=boxes,

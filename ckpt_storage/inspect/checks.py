@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import DAMAGED, FileRef
+from ckpt_storage.format.documents import DAMAGED, RESTORE, FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
@@ -23,10 +24,11 @@ from ckpt_storage.format.exports import (
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, slot_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
+from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
@@ -125,9 +127,17 @@ class Findings:
 
 def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> None:
     """Check `.metadata` and the copy that it is made from, byte by byte."""
-    if manifest.stock is None:
-        return
     store = findings.store
+    if (head.stock, head.stock_entries) != (manifest.stock, manifest.stock_entries):
+        path, what = slot_path(head.slot), "its record and its manifest tell of another .metadata."
+        error = IntegrityError(f"{path}: {what}", path=path, offset=0, next_step=RESTORE)
+        findings.add(error)
+    if manifest.stock is None:
+        tail = slotlog.read_stock_tail(store)
+        if tail is not None:
+            what = f".metadata is of another save than {head.save_id}, which has none."
+            findings.add(IntegrityError(what, path=STOCK_METADATA, offset=0, next_step=_PUBLISH))
+        return
     findings.file_count += 2
     with findings.noting(manifest.stock.path):
         copy = slotlog.read_referenced(store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
@@ -154,7 +164,7 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
 def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str]:
     """Return what a `.metadata` is that is not the head's, and what to do about it."""
     try:
-        publishing.check_newest(store, head, found)
+        publishing.check_newest(store, CommitLog.ending_with(head), Content(data=found))
     except FormatError as newer:
         step = newer.next_step or ""
         return str(newer).removesuffix(step).strip(), step

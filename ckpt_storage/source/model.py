@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from typing import Literal, TypeVar, cast
 
 from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
@@ -333,8 +334,11 @@ def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManif
     """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
     reference = manifest.ranks[rank]
     found = _read(store, reference, manifest.save_id, RankManifest)
-    if found.rank != rank:
-        what = f"{reference.path} is the manifest of rank {found.rank}."
+    if (found.rank, found.world_size) != (rank, manifest.world_size):
+        what = (
+            f"{reference.path} is the manifest of rank {found.rank} of {found.world_size}, and "
+            f"should be of rank {rank} of {manifest.world_size}."
+        )
         raise FormatError(what, path=reference.path, next_step=RESTORE)
     return found
 
@@ -349,5 +353,5 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
         return _read(store, record.manifest, record.save_id, Manifest)
     except IntegrityError:
         # Perhaps of a save that was superseded and freed, and the newer slots were lost.
-        publishing.check_newest(store, record)
+        publishing.check_newest(store, CommitLog.ending_with(record))
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointGoneError,
@@ -25,6 +25,8 @@ from .model import CommittedSource, Source, read_manifest
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
 """The metadata of one rank (`use_collectives=False`)."""
 
+_OWN_FOLDERS = frozenset({f"{COMMITS}/", f"{SAVES}/"})
+
 _MOST_LOOKS = 5
 """How often the head is looked for while saves overwrite what was found."""
 
@@ -37,7 +39,7 @@ def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, Commi
             break
         if not store.capabilities.is_remote:
             # Elsewhere it costs two requests: `open_newest`, and who publishes, look there.
-            publishing.check_newest(store, found.head)
+            publishing.check_newest(store, found)
         try:
             manifest = read_manifest(store, found.head)
         except CheckpointGoneError:
@@ -77,7 +79,7 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
     """
     source = open_source(store, options)
     if isinstance(source, CommittedSource) and store.capabilities.is_remote:
-        publishing.check_newest(store, source.record)
+        publishing.check_newest(store, CommitLog.ending_with(source.record))
     return source
 
 
@@ -107,6 +109,8 @@ def _open_foreign(
             next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
             "can load it as it is, without checksums.",
         )
+    if named is not None:
+        publishing.check_slots(store, found, slotlog.read_stock_tail(store))
     if any(name.endswith(".safetensors") for name in marks.of) and found.last is None:
         return open_safetensors(store, marks, options)
     raise _nothing(store, found, [entry.path for entry in entries])
@@ -114,11 +118,14 @@ def _open_foreign(
 
 def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
     """Return the error that says why nothing can be loaded, and what to do."""
-    last = found.last
-    if last is not None and last.type == "deleted":
-        told = f"{store.url} was deleted at {last.created_at} by process {last.pid} on {last.host}."
+    deleted = cleaning.tombstone_of(store, found)
+    if deleted is not None:
+        by = f"by process {deleted.pid} on {deleted.host}"
         return CheckpointGoneError(
-            told, path=store.url, phase="load", next_step="Load another checkpoint."
+            f"{store.url} was deleted at {deleted.created_at} {by}.",
+            path=store.url,
+            phase="load",
+            next_step="Load another checkpoint.",
         )
     local = next((name for name in names if _RANK_LOCAL.fullmatch(name)), None)
     if local is not None and f"{SAVES}/" not in names:
@@ -129,7 +136,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
         )
     begun = None
-    if f"{SAVES}/" in names:
+    if f"{SAVES}/" in names and cleaning.attempts_there(store):
         begun = "a save that has not committed"
     elif any(name.endswith(".distcp") for name in names):
         begun = ".distcp files but no .metadata, so a save by another writer"
@@ -140,7 +147,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Wait for the save to end, or load an earlier checkpoint.",
         )
-    folders = [name for name in names if name.endswith("/")]
+    folders = [name for name in names if name.endswith("/") and name not in _OWN_FOLDERS]
     what = "is empty or does not exist"
     step = "Check the path; ckpt_storage.list_checkpoints(root) shows what is there."
     if names:

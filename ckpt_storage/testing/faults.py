@@ -246,6 +246,7 @@ class FaultBackend(Backend):
 
     stat = played(Backend.stat, _stat_half)
     get = played(Backend.get, _get_half)
+    tail = played(Backend.tail)
     read = played(
         Backend.read,
         lambda inner, path, ranges: inner.read(path, ((at, _half(view)) for at, view in ranges)),

@@ -130,6 +130,7 @@ class DictBackend(MemoryBackend):
     stat = _gated("stat")
     get = _gated("get")
     read = _gated("read")
+    tail = _gated("tail")
     list = _gated("list")
 
     def put(self, path: str, data: Buffers, **conditions: Any) -> None:

@@ -25,6 +25,7 @@ from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadE
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
 from ckpt_storage.store.problems import explain
 from ckpt_storage.store.redaction import scrubber
+from ckpt_storage.store.threads import start_thread
 
 from .drafts import is_draft_name
 
@@ -62,11 +63,10 @@ _ANSWERS = (
 
 
 def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
-    """Run something, perhaps later, in a thread that nobody waits for."""
+    """Run something, perhaps later, in a thread that nobody waits for. Raises `StorageError`."""
     thread = threading.Timer(delay_s, run)
     thread.name, thread.daemon = f"ckpt-storage {name}", True
-    with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
-        thread.start()
+    start_thread(thread)
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -84,7 +84,10 @@ class _DaemonThreads(ThreadPoolExecutor):
             except BaseException as error:  # noqa: BLE001  # raised where it is waited for
                 future.set_exception(error)
 
-        _start(run, "lookup")
+        try:
+            _start(run, "lookup")
+        except StorageError as error:
+            future.set_exception(error)
         return future
 
 
@@ -107,7 +110,9 @@ def _end(instances: list[ForeignFs], delay_s: float = 0.0) -> None:
                 with contextlib.suppress(Exception):
                     call()
 
-    _start(end, "closing", delay_s)
+    # Without a thread for it, or in an interpreter that ends, the system closes them.
+    with contextlib.suppress(StorageError):
+        _start(end, "closing", delay_s)
 
 
 class _Shared:
@@ -142,9 +147,15 @@ class _Process:
         with self.lock:
             if self._loop is None:
                 # The list of sockets that epoll keeps would be shared with a child of fork.
-                self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-                self._loop.set_default_executor(_DaemonThreads())
-                _start(self._loop.run_forever, "loop")
+                loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+                loop.set_default_executor(_DaemonThreads())
+                try:
+                    _start(loop.run_forever, "loop")
+                except StorageError:
+                    # The next call tries again.
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def _after_fork(self) -> None:

@@ -20,7 +20,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, range_header, total_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -57,11 +57,11 @@ class GcsBackend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        headers = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        headers = {} if start is None else {"Range": range_header(start, length)}
         address = f"/download{self._address(path)}"
         async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
             version = answer.headers.get("X-Goog-Generation")
-            if version is None and start is None:
+            if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
             is_whole, pieces = answer.status == _OK, answer.content.iter_any()
             told = total_of(answer.headers.get("Content-Range"))

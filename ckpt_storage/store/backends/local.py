@@ -64,6 +64,7 @@ class LocalBackend(Backend):
         part_alignment_bytes=64 * 1024,
         tokens_travel=True,
         lists_uploads=True,
+        has_temporary_files=True,
     )
 
     def __init__(
@@ -93,6 +94,13 @@ class LocalBackend(Backend):
             content = memoryview(bytearray(found.st_size))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
+
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Return the end of a file, read through one descriptor."""
+        with self._opened(path) as (fd, found):
+            content = memoryview(bytearray(min(byte_count, found.st_size)))
+            self._posix.preadv_all(fd, [content], found.st_size - len(content))
+            return Content(data=bytes(content), version=_version_of(found))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Fill the ranges through one descriptor; return the length that the file had first."""
@@ -239,6 +247,7 @@ class LocalBackend(Backend):
             by_several = any(part.receipt != self._receipt for part in parts)
             draft.seal(sum(part.size_bytes for part in parts), by_several=by_several)
         draft.publish(if_absent=False)
+        self._drafts.pop(token, None)
 
     def abort_upload(self, path: str, token: str) -> None:
         full = self._draft_path(path, token)
@@ -266,7 +275,9 @@ class LocalBackend(Backend):
             *self._walk(prefix, recursive=True),
         ):
             if is_draft_name(item.name) and item.is_file(follow_symlinks=False):
-                yield OpenUpload(path=target_path(path), token=path)
+                with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
+                    changed_s = item.stat(follow_symlinks=False).st_mtime
+                    yield OpenUpload(path=target_path(path), token=path, modified_s=changed_s)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root, its parents and these folders, and sync each name in the root or above."""
