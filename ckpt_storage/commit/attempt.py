@@ -28,7 +28,7 @@ from .slotlog import read_stock_tail, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
-_MOST_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
+_MAX_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
 """Age from which an attempt no longer commits; the hour is for a request on its way."""
 
 
@@ -112,12 +112,12 @@ def commit(
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (it cannot be told).
     """
-    if time.time() - grant.began_s > _MOST_AGE_S:
+    if time.time() - grant.began_s > _MAX_AGE_S:
         raise PhaseTimeoutError(
-            f"Save {grant.save_id} to {store.url} began more than {_MOST_AGE_S / 3600:.0f} hours "
+            f"Save {grant.save_id} to {store.url} began more than {_MAX_AGE_S / 3600:.0f} hours "
             "ago; so old an attempt is not committed.",
             phase="commit",
-            timeout_s=_MOST_AGE_S,
+            timeout_s=_MAX_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
     slot = grant.last_slot

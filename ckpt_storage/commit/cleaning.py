@@ -18,7 +18,7 @@ from functools import partial
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
+from ckpt_storage.format.documents import MAX_SLOT_BYTES, unseal
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import why_no_conditional_delete
 from ckpt_storage.store.store import Store
@@ -210,7 +210,7 @@ def _marker_of(store: Store, save_id: str) -> dict[str, object]:
     """Return what the marker of an attempt says, {} without one."""
     path = names.begun_path(save_id)
     decode = partial(unseal, path=path)
-    return slotlog.read_decoded(store, path, decode, most_bytes=MOST_SLOT_BYTES) or {}
+    return slotlog.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}
 
 
 def _commits(
@@ -343,7 +343,7 @@ def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
     record = tombstone_of(store, found)
     if record is not None:
         _end_deletion(store, record)
-    read = partial(slotlog.read_if_there, store, most_bytes=MOST_SLOT_BYTES)
+    read = partial(slotlog.read_or_none, store, max_bytes=MAX_SLOT_BYTES)
     contents = ((slot, read(names.slot_path(slot))) for slot in slotlog.listed_slots(store))
     slots = {slot: content for slot, content in contents if content is not None}
     last = slots.get(found.last_slot)
@@ -373,6 +373,6 @@ def _age_s(store: Store, found: slotlog.CommitLog) -> float | None:
         return None if modified_s is None else store.server_time(names.probe_path()) - modified_s
 
     try:
-        return slotlog.if_there(age_s)  # it may have been removed since
+        return slotlog.or_none_if_absent(age_s)  # it may have been removed since
     except UnsupportedByStoreError:
         return None

@@ -21,7 +21,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -85,8 +85,8 @@ def check_slots(store: Store, found: CommitLog, tail: Content | None) -> None:
 def _highest_named(store: Store, tail: Content | None) -> int:
     """Return the highest slot that a footer or, on a disk, a listing of commits/ names."""
     named = footer_of(tail)
-    listed = () if store.capabilities.is_remote else slotlog.listed_slots(store)
-    return max((*listed, named.slot if named else 0))
+    slots = [] if store.capabilities.is_remote else slotlog.listed_slots(store)
+    return max([named.slot if named else 0, *slots])
 
 
 def check_newest(store: Store, found: CommitLog, tail: Content | None = None) -> None:
@@ -254,7 +254,7 @@ def _replaced(
     assert head is not None  # noqa: S101  # the caller made sure
     assert head.stock is not None  # noqa: S101  # the same
     try:
-        stock = stock or slotlog.read_referenced(store, head.stock, most_bytes=MOST_STOCK_BYTES)
+        stock = stock or slotlog.read_referenced(store, head.stock, max_bytes=MAX_STOCK_BYTES)
     except IntegrityError:
         if _is_head(store, head):
             raise

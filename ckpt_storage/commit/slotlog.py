@@ -22,12 +22,12 @@ from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer
 from ckpt_storage.format.documents import (
     DAMAGED,
-    MOST_DOCUMENT_BYTES,
-    MOST_SLOT_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_SLOT_BYTES,
     RESTORE,
     FileRef,
 )
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
@@ -57,7 +57,7 @@ class CommitLog:
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
     """Return the record in `slot`, None if there is none."""
     decode = partial(SlotRecord.decode, slot=slot)
-    return read_decoded(store, names.slot_path(slot), decode, most_bytes=MOST_SLOT_BYTES)
+    return read_decoded(store, names.slot_path(slot), decode, max_bytes=MAX_SLOT_BYTES)
 
 
 class _SlotReader:
@@ -125,7 +125,7 @@ def read_log(
 def _slot_bytes(store: Store, slot: int) -> bytes | None:
     """Return what lies in a slot, sound or not, None if it is free."""
     try:
-        content = read_if_there(store, names.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
+        content = read_or_none(store, names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
     except IntegrityError:
         # Too long to be a record: it takes the slot all the same.
         return b""
@@ -139,7 +139,7 @@ def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
     def read() -> SlotRecord:
         if unread:
             return SlotRecord.decode(unread.pop(), slot=slot)
-        content = store.get(names.slot_path(slot), max_bytes=MOST_SLOT_BYTES)
+        content = store.get(names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
         return SlotRecord.decode(content.data, slot=slot)
 
     return read_twice(store, names.slot_path(slot), read)
@@ -169,7 +169,7 @@ def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
         head = read_slot(store, head.previous.slot) if head.previous else None
 
 
-def if_there(ask: Callable[[], T]) -> T | None:
+def or_none_if_absent(ask: Callable[[], T]) -> T | None:
     """Return what a storage answers, None where what it is asked for is absent."""
     try:
         return ask()
@@ -179,11 +179,9 @@ def if_there(ask: Callable[[], T]) -> T | None:
         raise
 
 
-def read_if_there(
-    store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
-) -> Content | None:
-    """Return a document of at most `most_bytes` and its version token, None if it is absent."""
-    return if_there(partial(store.get, path, max_bytes=most_bytes))
+def read_or_none(store: Store, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Content | None:
+    """Return a document of at most `max_bytes` and its version token, None if it is absent."""
+    return or_none_if_absent(partial(store.get, path, max_bytes=max_bytes))
 
 
 def read_decoded(
@@ -191,7 +189,7 @@ def read_decoded(
     path: str,
     decode: Callable[[bytes], T],
     *,
-    most_bytes: int = MOST_DOCUMENT_BYTES,
+    max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> T | None:
     """Return what `decode` makes of a document, None if it is absent.
 
@@ -199,22 +197,22 @@ def read_decoded(
     """
 
     def read() -> T | None:
-        content = read_if_there(store, path, most_bytes=most_bytes)
+        content = read_or_none(store, path, max_bytes=max_bytes)
         return None if content is None else decode(content.data)
 
     return read_twice(store, path, read)
 
 
 def read_stock(store: Store) -> Content | None:
-    """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
-    return read_if_there(store, names.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+    """Return `.metadata` with its version token, None if it is absent. As `read_or_none`."""
+    return read_or_none(store, names.STOCK_METADATA, max_bytes=MAX_STOCK_BYTES)
 
 
 def read_stock_tail(store: Store) -> Content | None:
     """Return the end of `.metadata`, which holds any footer, and its version; None if absent."""
 
     def read() -> Content | None:
-        return if_there(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
+        return or_none_if_absent(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
 
     content = read()
     is_known = (
@@ -229,26 +227,26 @@ def read_stock_tail(store: Store) -> Content | None:
 
 def is_there(store: Store, path: str) -> bool:
     """Return whether an object is there, asked of the storage by name."""
-    return stat_if_there(store, path) is not None
+    return stat_or_none(store, path) is not None
 
 
-def stat_if_there(store: Store, path: str) -> ObjectInfo | None:
+def stat_or_none(store: Store, path: str) -> ObjectInfo | None:
     """Return what the storage tells of an object, None if it is absent."""
-    return if_there(partial(store.stat, path))
+    return or_none_if_absent(partial(store.stat, path))
 
 
 def read_referenced(
-    store: Store, reference: FileRef, *, most_bytes: int = MOST_DOCUMENT_BYTES
+    store: Store, reference: FileRef, *, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
     """Return the document that another one names, read no further than that says, and checked.
 
     Raises `StorageError`, and `IntegrityError` for one that is damaged or missing, and for a
-    reference to more than `most_bytes`: whoever wrote it made up its length.
+    reference to more than `max_bytes`: whoever wrote it made up its length.
     """
-    if reference.size_bytes > most_bytes:
+    if reference.size_bytes > max_bytes:
         what = (
             f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
-            f"document has more than {most_bytes}."
+            f"document has more than {max_bytes}."
         )
         raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
 
@@ -256,7 +254,7 @@ def read_referenced(
         check_document(data, reference)
         return data
 
-    data = read_decoded(store, reference.path, checked, most_bytes=reference.size_bytes)
+    data = read_decoded(store, reference.path, checked, max_bytes=reference.size_bytes)
     if data is None:
         what = f"{store.url}: {reference.path} is missing."
         raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
@@ -280,7 +278,7 @@ def stamp() -> dict[str, Any]:
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def how_to_settle(url: str) -> str:
+def resolution_steps(url: str) -> str:
     """Return how to find out whether a save to `url` is committed, where that is unknown."""
     return (
         f"Once rank 0 has given up or ended, run `ckpt-storage show {url} --history`. A commit "
@@ -344,5 +342,5 @@ def take_slot(
         slot=slot,
         path=path,
         phase="commit",
-        next_step=how_to_settle(store.url),
+        next_step=resolution_steps(store.url),
     ) from failure

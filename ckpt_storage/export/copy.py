@@ -26,10 +26,10 @@ from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
@@ -258,13 +258,13 @@ def _exported(site: Site, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
 
     def read() -> tuple[bytes, exports.ExportRecord]:
         index = site.source.get(names.INDEX_NAME).data
-        data = site.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
+        data = site.source.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
         record = exports.ExportRecord.decode(data, path)
         slotlog.check_document(index, record.index)
         return index, record
 
     index, record = read_twice(site.source, path, read)
-    there = slotlog.read_if_there(site.target, names.INDEX_NAME)
+    there = slotlog.read_or_none(site.target, names.INDEX_NAME)
     return {one.path: one.crc32c for one in record.files}, bool(there and there.data == index)
 
 
@@ -397,7 +397,7 @@ class _CopyOfOurs(_Copy):
         assert head.manifest is not None  # noqa: S101  # a commit record names one; decode saw to it
         if own.stock is not None:
             # A save id has a fixed length, so the lengths that the pickle holds stay true.
-            stock_bytes = self._read(own.stock, MOST_STOCK_BYTES)
+            stock_bytes = self._read(own.stock, MAX_STOCK_BYTES)
             stock_bytes = stock_bytes.replace(own.save_id.encode(), self.save_id.encode())
             stock = self._put(own.stock, stock_bytes)
         data = self._read(head.manifest)
@@ -422,10 +422,10 @@ class _CopyOfOurs(_Copy):
             data = seal(unseal(data, path=one.path) | {"save_id": self.save_id})
         return self._put(one, data)
 
-    def _read(self, one: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
+    def _read(self, one: FileRef, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         """Return a document of the source, checked against what names it."""
         own_id = self.source.manifest.save_id
-        return read_document(self.site.source, one, save_id=own_id, most_bytes=most_bytes)
+        return read_document(self.site.source, one, save_id=own_id, max_bytes=max_bytes)
 
     def _put(self, one: FileRef, data: bytes) -> FileRef:
         """Put a document down under the copy's id."""
@@ -479,7 +479,7 @@ class _CopyOfOurs(_Copy):
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
         setting = self.setting
-        index = slotlog.read_if_there(self.site.source, f"{folder}/{names.INDEX_NAME}")
+        index = slotlog.read_or_none(self.site.source, f"{folder}/{names.INDEX_NAME}")
         tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None

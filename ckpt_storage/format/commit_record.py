@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
 
-from .documents import MOST_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
+from .documents import MAX_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 
@@ -66,10 +66,10 @@ class SlotRecord:
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
-        if len(sealed) > MOST_SLOT_BYTES:
+        if len(sealed) > MAX_SLOT_BYTES:
             raise InvalidInputError(
                 f"The record in {slot_path(self.slot)} would have {len(sealed)} bytes; "
-                f"readers take {MOST_SLOT_BYTES}.",
+                f"readers take {MAX_SLOT_BYTES}.",
                 path=slot_path(self.slot),
                 next_step="Keep fewer annotations with a save."
                 if self.user

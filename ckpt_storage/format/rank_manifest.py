@@ -21,8 +21,8 @@ from .boxes import Box
 from .crc import combine_blocks, combine_many
 from .documents import (
     DAMAGED,
-    MOST_COUNT,
-    MOST_DIMS,
+    MAX_COUNT,
+    MAX_DIMS,
     Counts,
     Fields,
     FileRef,
@@ -175,7 +175,7 @@ class RankManifest:
         rank, fqns = get.count("rank"), get.names("fqns")
         dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
         item_bytes = np.array([DTYPES[name].item_bytes for name in dtypes], dtype=np.int64)
-        volumes = [box.volume if box.volume <= MOST_COUNT else -1 for box in boxes]
+        volumes = [box.volume if box.volume <= MAX_COUNT else -1 for box in boxes]
         payload_bytes = np.array(volumes, dtype=np.int64)
         return cls(
             save_id=save_id,
@@ -243,7 +243,7 @@ def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
 
 def boxes_from_json(get: Fields) -> list[Box]:
     """Return the boxes that columns spell. Raises `FormatError`."""
-    ndim = get.column("ndim", below=MOST_DIMS + 1)
+    ndim = get.column("ndim", below=MAX_DIMS + 1)
     ends = np.cumsum(ndim).tolist()
     offsets, sizes = (
         get.column(key, count=int(ndim.sum())).tolist() for key in ("offsets", "sizes")

@@ -25,7 +25,7 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, slot_path
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store.backend import Content
@@ -140,7 +140,7 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
         return
     findings.file_count += 2
     with findings.noting(manifest.stock.path):
-        copy = slotlog.read_referenced(store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
+        copy = slotlog.read_referenced(store, manifest.stock, max_bytes=MAX_STOCK_BYTES)
         pickled = split_footer(copy)[0]
         expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         with findings.noting(STOCK_METADATA):
@@ -185,7 +185,7 @@ def check_foreign(findings: Findings, source: Source) -> None:
         findings.file_count += 1
         end = place.start + place.size_bytes
         with findings.noting():
-            found = slotlog.stat_if_there(findings.store, path)
+            found = slotlog.stat_or_none(findings.store, path)
             if found is None:
                 raise source.explain_missing(place)
             if found.size_bytes < end:
@@ -228,7 +228,7 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
 
 def _index_in(store: Store, folder: str) -> bytes | None:
     try:
-        found = slotlog.read_if_there(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
+        found = slotlog.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
     except StorageError as error:
         # Some storages answer so for what is not there to those who may not list.
         if error.kind != "permission":

@@ -23,7 +23,7 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import (
     DAMAGED,
-    MOST_SLOT_BYTES,
+    MAX_SLOT_BYTES,
     RESTORE,
     Fields,
     FileRef,
@@ -222,9 +222,7 @@ class _Check(Findings):
                     marker.value("save_id", str, ok=lambda text: text == manifest.save_id)
                     return True
 
-                has_marker = slotlog.read_decoded(
-                    self.store, path, check, most_bytes=MOST_SLOT_BYTES
-                )
+                has_marker = slotlog.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
                 self.file_count += has_marker is not None
         files = divided(manifest.files, self.part_count)[self.part]
         total_bytes = sum(files.values())

@@ -17,15 +17,15 @@ from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, RESTORE, FileRef, unseal
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, RESTORE, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, concerns
+from ckpt_storage.transfer.chunks import ChunkPlace, is_about
 from ckpt_storage.transfer.workers import some_at_once
 
-from .filemarks import FileMarks, told_from_damage
+from .file_versions import FileVersions, changed_rather_than_damaged
 
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
@@ -33,7 +33,7 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
 
-_MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 15
+_MAX_KEPT, _MAX_KEPT_BYTES = 8, 1 << 15
 _M = TypeVar("_M", Manifest, RankManifest)
 
 
@@ -53,7 +53,7 @@ class Source(ABC):
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
     save_id: str | None = None
-    marks: FileMarks = field(default_factory=FileMarks)
+    marks: FileVersions = field(default_factory=FileVersions)
 
     @abstractmethod
     def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
@@ -240,7 +240,7 @@ def explained(
 
     Damage is told with the value that the file holds there, its rank, and the `effect`.
     """
-    mine = [place for place in places if concerns(error, place.path)]
+    mine = [place for place in places if is_about(error, place.path)]
     if not mine:
         return error
     if isinstance(error, StorageError):
@@ -263,7 +263,7 @@ def explained(
 
 
 @contextmanager
-def explaining(
+def adding_context(
     source: Source, store: Store, places: Sequence[ChunkPlace], *, effect: str = ""
 ) -> Iterator[None]:
     """Explain errors of the block, which reads `places`; these may grow meanwhile.
@@ -271,7 +271,7 @@ def explaining(
     In place of damage, and at the end, raises `CheckpointGoneError` if another writer's files
     changed.
     """
-    with told_from_damage(partial(source.check_unchanged, store)):
+    with changed_rather_than_damaged(partial(source.check_unchanged, store)):
         try:
             yield
         except (StorageError, IntegrityError) as error:
@@ -300,15 +300,15 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
 
 
 def read_document(
-    store: Store, reference: FileRef, *, save_id: str, most_bytes: int = MOST_DOCUMENT_BYTES
+    store: Store, reference: FileRef, *, save_id: str, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
     """Return a document that another one of `save_id` names, checked by length and checksum.
 
     A missing one is `IntegrityError`, or `CheckpointGoneError` if `save_id` has been superseded
-    and freed. `most_bytes` and other errors as for `slotlog.read_referenced`.
+    and freed. `max_bytes` and other errors as for `slotlog.read_referenced`.
     """
     try:
-        return slotlog.read_referenced(store, reference, most_bytes=most_bytes)
+        return slotlog.read_referenced(store, reference, max_bytes=max_bytes)
     except IntegrityError as error:
         raise (gone(store, save_id, reference.path) or error) from error.__cause__
 
@@ -323,8 +323,8 @@ def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
     if found.save_id != save_id:
         what = f"{path} belongs to save {found.save_id}."
         raise FormatError(what, path=path, next_step=RESTORE)
-    if kept is not None and reference.size_bytes <= _MOST_KEPT_BYTES:
-        if len(kept) >= _MOST_KEPT:
+    if kept is not None and reference.size_bytes <= _MAX_KEPT_BYTES:
+        if len(kept) >= _MAX_KEPT:
             kept.clear()
         kept[reference] = found
     return found

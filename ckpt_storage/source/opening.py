@@ -18,7 +18,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.rereading import read_twice
 
-from .filemarks import FileMarks, listed
+from .file_versions import FileVersions, listed
 from .foreign import ForeignSource, StockSource, open_safetensors, open_stock
 from .model import CommittedSource, Source, read_manifest
 
@@ -27,13 +27,13 @@ _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
 
 _OWN_FOLDERS = frozenset({f"{COMMITS}/", f"{SAVES}/"})
 
-_MOST_LOOKS = 5
+_MAX_LOOKS = 5
 """How often the head is looked for while saves overwrite what was found."""
 
 
 def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, CommittedSource | None]:
     """Return the slots, and the checkpoint at their head if there is one."""
-    for looks_left in reversed(range(_MOST_LOOKS)):
+    for looks_left in reversed(range(_MAX_LOOKS)):
         found = slotlog.read_log(store, for_reader=True)
         if found.head is None:
             break
@@ -88,7 +88,7 @@ def _open_foreign(
 ) -> ForeignSource:
     """Return another writer's checkpoint; its files are listed before their description is read."""
     entries = listed(store, recursive=is_deep)
-    marks = FileMarks.of_listing(entries, is_deep=is_deep)
+    marks = FileVersions.of_listing(entries, is_deep=is_deep)
 
     def read_stock() -> HeadRef | StockSource | None:
         content = slotlog.read_stock(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import flipped_reads as flips
 import pytest
@@ -70,7 +71,7 @@ def test_a_wrong_byte_from_a_server_is_read_again(suffix: str) -> None:
     """A load from an object store survives one wrong byte, and not two in a row."""
     with FlippingServer() as server:
         server.create_bucket("bkt")
-        options = {"storage_options": server.storage_options}
+        options: dict[str, Any] = {"storage_options": server.storage_options}
         save({"w": torch.arange(1000.0)}, "s3://bkt/run", **options)
         server.suffix, server.left_count = suffix, 1
         state = {"w": torch.zeros(1000)}

@@ -142,13 +142,13 @@ def layout(value: Any, shape: tuple[int, ...], world_size: int) -> list[Any]:
     return list(zip(found, ranks, strict=True))
 
 
-def is_taken(root: Path, number: int) -> bool:
-    return (root / f"commits/{number:08d}.json").is_file()
+def slot_path(root: Path, number: int) -> Path:
+    return root / f"commits/{number:08d}.json"
 
 
 def slot(root: Path, number: int) -> dict[str, Any]:
     """Return the record of a slot."""
-    path = root / f"commits/{number:08d}.json"
+    path = slot_path(root, number)
     need(path.stat().st_size <= 4 << 20, "a record too long")
     body = unseal(path.read_bytes(), "commit")
     need(body["slot"] == number and body["type"] in {"commit", "fence", "deleted"}, "record")
@@ -158,13 +158,13 @@ def slot(root: Path, number: int) -> dict[str, Any]:
 def last_slot(root: Path) -> int:
     """Return the number of the highest slot: gallop, then halve."""
     listed = sorted(root.glob("commits/*.json"))
-    first = 1 if is_taken(root, 1) or not listed else int(listed[0].stem)
+    first = 1 if slot_path(root, 1).is_file() or not listed else int(listed[0].stem)
     low, high = first - 1, first
-    while is_taken(root, high):
+    while slot_path(root, high).is_file():
         low, high = high, 2 * high - first + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if is_taken(root, middle) else (low, middle)
+        low, high = (middle, high) if slot_path(root, middle).is_file() else (low, middle)
     return low
 
 
@@ -183,10 +183,12 @@ def head(root: Path) -> dict[str, Any]:
     if data[-8:] == b"CKPTSTO1" and data[-16:-8].isdigit():
         footer = json.loads(data[-16 - int(data[-16:-8]) : -16])
     need(footer["slot"] <= last, "slots were lost")
-    record = slot(root, last) if last else {"head": None, "type": "fence"}
-    head, at = record["head"], last
+    record: dict[str, Any] = {"head": None, "type": "fence"}
+    if last:
+        record = slot(root, last)
+    at, head = last, record["head"]
     if head is None:
-        while record["type"] == "fence" and at > 1 and is_taken(root, at - 1):
+        while record["type"] == "fence" and at > 1 and slot_path(root, at - 1).is_file():
             at -= 1
             record = slot(root, at)
         attempts = [path for path in root.glob("saves/*") if SAVE_ID.fullmatch(path.name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from pathlib import Path
+from typing import Any
 
 import commit_tools as tools
 import pytest
@@ -14,6 +15,7 @@ from ckpt_storage import errors, load, save, verify
 from ckpt_storage.commit import attempt, publishing, slotlog
 from ckpt_storage.commit.attempt import begin
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
+from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3_server import S3Server
@@ -21,16 +23,16 @@ from ckpt_storage.testing.s3_server import S3Server
 SUBSETS = [lost for count in (1, 2, 3) for lost in itertools.combinations((1, 2, 3), count)]
 
 
-def loaded(url: str | Path, **options: object) -> float:
+def loaded(url: str | Path, **options: Any) -> float:
     state = {"w": torch.zeros(2)}
-    load(state, url, **options)  # type: ignore[arg-type]
+    load(state, url, **options)
     return float(state["w"][0])
 
 
-def save_thrice(url: str | Path, **options: object) -> None:
+def save_thrice(url: str | Path, **options: Any) -> None:
     for step in (1, 2, 3):
-        more = {"overwrite": step > 1, "step": step, **options}
-        save({"w": torch.full((2,), float(step))}, url, **more)  # type: ignore[arg-type]
+        more: dict[str, Any] = {"overwrite": step > 1, "step": step, **options}
+        save({"w": torch.full((2,), float(step))}, url, **more)
 
 
 @pytest.fixture
@@ -68,12 +70,12 @@ def test_a_deleted_checkpoint_is_deleted_whatever_its_older_slots_hold(
     assert tools.begun(store, overwrite=False).last_slot == 2
 
 
-def check_newest_or_nothing(url: str | Path, **options: object) -> None:
+def check_newest_or_nothing(url: str | Path, **options: Any) -> None:
     """Assert that step 3 is loaded or refused, and that a save is refused or can be loaded."""
     with contextlib.suppress(errors.FormatError):
         assert loaded(url, **options) == 3.0
     try:
-        save({"w": torch.full((2,), 9.0)}, url, overwrite=True, step=9, **options)  # type: ignore[arg-type]
+        save({"w": torch.full((2,), 9.0)}, url, overwrite=True, step=9, **options)
     except errors.FormatError as error:
         message = str(error)
     else:
@@ -103,7 +105,7 @@ def test_on_an_object_store_no_save_is_invisible(lost: tuple[int, ...]) -> None:
     """As on a disk; `.metadata` tells of the lost slots."""
     with S3Server() as server:
         server.create_bucket("bkt")
-        options = {"storage_options": server.storage_options}
+        options: dict[str, Any] = {"storage_options": server.storage_options}
         save_thrice("s3://bkt/run", **options)
         open_store("s3://bkt/run", **options).delete([slot_path(slot) for slot in lost])
         check_newest_or_nothing("s3://bkt/run", **options)
@@ -117,7 +119,7 @@ def test_a_footer_above_the_tombstone_means_lost_slots(store: tools.DictStore) -
     tools.saved(store)
     store.disk.drop(slot_path(3))
     with pytest.raises(errors.FormatError, match="slot 3"):
-        open_source(store, None)  # type: ignore[arg-type]
+        open_source(store, TransferOptions())
     for overwrite in (True, False):
         with pytest.raises(errors.FormatError, match="slot 3"):
             begin(store, overwrite=overwrite)

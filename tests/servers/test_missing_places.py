@@ -61,7 +61,7 @@ class _Azure(_Refusing):
     headers_sent: ClassVar[dict[str, str]] = {"x-ms-error-code": "ContainerNotFound"}
 
 
-class BucketFs(MemoryFileSystem):
+class BucketFs(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
     """Folders below buckets, of which only "there" exists: as clients of object stores have it."""
 
     protocol = "bucketfs"

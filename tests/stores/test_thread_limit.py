@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ def _start_of(limit: Limit) -> Callable[[threading.Thread], None]:
 
 
 @pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Limit]:
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """A limit that is not reached yet."""
     found = Limit()
     monkeypatch.setattr(threading.Thread, "start", _start_of(found))

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -83,7 +84,7 @@ def reading_through(posix: Posix) -> Iterator[None]:
         yield
 
 
-def state_of(step: int) -> dict[str, object]:
+def state_of(step: int) -> dict[str, Any]:
     values = torch.arange(40_000, dtype=torch.float32) + step
     return {
         "weights": values.reshape(200, 200),
@@ -97,8 +98,7 @@ def save_steps(root: Path) -> None:
     with CheckpointManager(root) as manager:
         for step in STEPS:
             manager.save(step, state_of(step))
-        newest = root / str(manager.latest().name)
-    save(state_of(STEPS[-1]), newest, overwrite=True)
+    save(state_of(STEPS[-1]), newest_of(root), overwrite=True, step=STEPS[-1])
 
 
 def newest_of(root: Path) -> Path:
@@ -115,7 +115,7 @@ def chosen(root: Path, seed: int) -> tuple[str, Path, int]:
 
 def restored_step(root: Path, posix: Posix) -> int:
     """Return the step that a restore gives, checking its values."""
-    state = {
+    state: dict[str, Any] = {
         key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else ""
         for key, v in state_of(0).items()
     }
