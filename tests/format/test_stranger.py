@@ -12,13 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commit_tools as tools
 import damage_cases as cases
 import dcp_cases
 import pytest
 import spec_reader
 import torch
 
-from ckpt_storage import FormatError, IntegrityError, save, verify
+from ckpt_storage import (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    FormatError,
+    IntegrityError,
+    open_checkpoint,
+    save,
+    verify,
+)
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import seal, unseal
 from ckpt_storage.format.names import slot_path
@@ -150,3 +160,59 @@ def test_a_wrong_checksum_of_the_manifest_is_damage(checkpoint: cases.Checkpoint
     """Length and checksum that a document names are those of all bytes."""
     checkpoint.manifest.write_bytes(checkpoint.manifest.read_bytes() + b"\n")
     assert isinstance(failure(checkpoint), IntegrityError)
+
+
+GONE = "20260101T000000Z-0123456789abcdef"
+
+
+def make_lost(store: tools.DictStore) -> None:
+    tools.saved(store)
+    tools.saved(store)
+    store.disk.drop(slot_path(2))
+
+
+def make_lost_behind_a_tombstone(store: tools.DictStore) -> None:
+    tools.saved(store)
+    tools.deleted(store)
+    tools.saved(store)
+    store.disk.drop(slot_path(3))
+
+
+def make_deleted(store: tools.DictStore) -> None:
+    tools.saved(store)
+    tools.deleted(store)
+    tools.fenced(store, GONE)
+
+
+def make_begun(store: tools.DictStore) -> None:
+    tools.fenced(store, GONE)
+    tools.attempted(store)
+
+
+def make_fenced(store: tools.DictStore) -> None:
+    tools.fenced(store, GONE)
+    store.put("saves/.ckpt-storage-probe-0123456789abcdef", b"probe")
+
+
+STATES: dict[str, tuple[Callable[[tools.DictStore], None], type[Exception], str]] = {
+    "lost": (make_lost, FormatError, "slots were lost"),
+    "lost behind a tombstone": (make_lost_behind_a_tombstone, FormatError, "slots were lost"),
+    "deleted": (make_deleted, CheckpointGoneError, "deleted"),
+    "in progress": (make_begun, CheckpointInProgressError, "unfinished"),
+    "nothing": (make_fenced, CheckpointNotFoundError, "none"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_both_readers_find_the_state_of_the_table(tmp_path: Path, name: str) -> None:
+    """Ours and the one of the page agree on each row that is no checkpoint."""
+    make, error, why = STATES[name]
+    store = tools.DictStore(tools.Disk())
+    make(store)
+    for path, data in store.disk.files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+    with pytest.raises(error):
+        open_checkpoint(tmp_path)
+    with pytest.raises((spec_reader.RefusedError, spec_reader.NoCheckpointError), match=why):
+        spec_reader.read(tmp_path)
