@@ -21,7 +21,7 @@ from ckpt_storage.store.probe import why_no_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
-from .cleaning import TOMBSTONE_AGE_S, log_to_extend
+from .deletion import TOMBSTONE_AGE_S, log_to_extend
 from .process import process_identity
 from .publishing import check_slots, footer_of
 from .slotlog import read_stock_tail, stamp, take_slot

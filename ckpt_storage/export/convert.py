@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.cleaning import delete_attempt
+from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.coordination.failures import redacted_url

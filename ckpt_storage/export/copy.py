@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage import errors
-from ckpt_storage.commit import attempt, cleaning, publishing, slotlog
+from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import redacted_url
@@ -211,7 +211,7 @@ def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
         )
     if head is not None:
         publishing.check_newest(site.source, CommitLog.ending_with(head))
-        there = cleaning.log_to_extend(site.target)
+        there = deletion.log_to_extend(site.target)
         save_id = _name_at_target(site, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id
         found = _ToCopy(record=head, save_id=save_id, was_there=was_there, there=there)
@@ -368,7 +368,7 @@ class _CopyOfOurs(_Copy):
         if not is_resumed:
             return Taken()
         # Its process is dead, or is ended by this: the later copy goes on.
-        cleaning.abort_uploads(store, names.save_folder(self.save_id))
+        attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         named = {at: self._moved(one) for at, (one, _) in enumerate(manifest.files)}
         return Taken(done=self.site.there(named))
 

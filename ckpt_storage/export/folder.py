@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.cleaning import abort_uploads
+from ckpt_storage.commit.attempt_files import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_decoded, read_log, read_or_none, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef

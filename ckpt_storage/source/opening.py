@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.commit import attempt_files, deletion, publishing, slotlog
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointGoneError,
@@ -118,7 +118,7 @@ def _open_foreign(
 
 def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
     """Return the error that says why nothing can be loaded, and what to do."""
-    deleted = cleaning.tombstone_of(store, found)
+    deleted = deletion.tombstone_of(store, found)
     if deleted is not None:
         by = f"by process {deleted.pid} on {deleted.host}"
         return CheckpointGoneError(
@@ -136,7 +136,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
         )
     begun = None
-    if f"{SAVES}/" in names and cleaning.attempts_there(store):
+    if f"{SAVES}/" in names and attempt_files.attempts_there(store):
         begun = "a save that has not committed"
     elif any(name.endswith(".distcp") for name in names):
         begun = ".distcp files but no .metadata, so a save by another writer"

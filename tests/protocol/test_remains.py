@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from local_stores import local_store
 
 from ckpt_storage import StorageError
-from ckpt_storage.commit import attempt, cleaning, publishing
+from ckpt_storage.commit import attempt, cleaning, deletion, publishing
 from ckpt_storage.commit.process import has_ended, process_identity
 from ckpt_storage.format.names import STOCK_METADATA, begun_path, slot_path
 from ckpt_storage.options import RetryPolicy
@@ -22,6 +24,7 @@ from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
+from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import S3Server
 
 DAY_S = 24 * 3600
@@ -43,7 +46,7 @@ def leave(root: Path, age_s: float) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("ends", [cleaning.free_leftovers, cleaning.delete])
+@pytest.mark.parametrize("ends", [cleaning.free_leftovers, deletion.delete])
 def test_old_temporary_files_go(tmp_path: Path, ends: Callable[[Store], object]) -> None:
     """A save and a deletion remove those that are older than a day, and no younger ones."""
     store = local_store(str(tmp_path), sync_files=False)
@@ -66,7 +69,7 @@ def test_a_deleted_checkpoints_folder_goes_whatever_lay_in_it(tmp_path: Path) ->
     leave(root, 8 * DAY_S)
     for path in (root / "commits").iterdir():
         os.utime(path, (0, 0))
-    assert cleaning.remove_tombstone(store)
+    assert deletion.remove_tombstone(store)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,12 +193,17 @@ def test_publishing_ends_with_backoff_where_others_always_win(
     assert pauses == list(range(1, 11))
 
 
-def test_completed_uploads_are_not_kept(tmp_path: Path) -> None:
-    """A store that wrote many files remembers none of them."""
-    backend = LocalBackend(str(tmp_path))
-    store = Store(backend, url="file:///x")
+def test_completed_and_dropped_uploads_are_not_kept(tmp_path: Path) -> None:
+    """A store that wrote many files remembers none of them, and holds no descriptor."""
+    posix = FaultPosix()
+    store = Store(LocalBackend(str(tmp_path), posix=posix), url="file:///x")
     for number in range(5):
         upload = store.upload(f"a{number}")
         upload.write_part(0, 0, [memoryview(b"1")], last=True)
-        upload.complete(1)
-    assert len(backend._drafts) == 0  # noqa: SLF001  # memory has no public face
+        if number % 2:
+            upload.complete(1)
+        finished = weakref.ref(upload)
+        del upload
+        gc.collect()
+        assert finished() is None
+    assert posix.open_count == 0

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
@@ -180,6 +181,16 @@ class GcsBackend(CloudBackend):
 
         return self._run(send)
 
+    def _paying_project(self, project: str | None) -> str:
+        """Return the project that pays. Raises `InvalidInputError` if none is known."""
+        if project:
+            return project
+        raise InvalidInputError(
+            f"requester_pays is set for {self._location.url}, and no project that pays is known.",
+            path=self._location.url,
+            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+        )
+
     @property
     def _objects(self) -> str:
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
@@ -220,7 +231,9 @@ class GcsBackend(CloudBackend):
         asked = dict(query)
         if fs.requester_pays:
             pays = fs.requester_pays
-            asked["userProject"] = pays if isinstance(pays, str) else fs.project
+            asked["userProject"] = self._paying_project(
+                pays if isinstance(pays, str) else fs.project
+            )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import stat as stat_modes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from ckpt_storage.errors import (
     InvalidInputError,
@@ -40,6 +41,14 @@ T = TypeVar("T")
 # Reads of as much are told to the kernel, which then reads twice as far ahead; not by
 # POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
 _READ_ON_BYTES = 1 << 20
+
+
+class _Token(str):
+    """The token of an own upload, which keeps its temporary file open."""
+
+    __slots__ = ("draft",)
+
+    draft: Draft
 
 
 class LocalBackend(Backend):
@@ -77,8 +86,10 @@ class LocalBackend(Backend):
         self._settings = settings or Settings()
         self._sync = self._settings.sync_files
         self._receipt = os.urandom(8).hex()
-        # Of uploads, by token; calls on a dict are atomic.
-        self._drafts: dict[str, Draft] = {}
+        # Of uploads, by token: own ones live as long as somebody holds the token. Calls on these
+        # are atomic.
+        self._drafts: MutableMapping[str, Draft] = WeakValueDictionary()
+        self._joined: dict[str, Draft] = {}
 
     def stat(self, path: str) -> ObjectInfo:
         full = self._full(path)
@@ -217,8 +228,10 @@ class LocalBackend(Backend):
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         draft = self._draft_of(path)
-        token = f"{folder_of(path)}/{draft.name}".lstrip("/")
-        self._drafts[token] = draft
+        name = f"{folder_of(path)}/{draft.name}".lstrip("/")
+        token = _Token(name)
+        token.draft = draft
+        self._drafts[name] = draft
         return token
 
     def put_part(
@@ -247,12 +260,12 @@ class LocalBackend(Backend):
             by_several = any(part.receipt != self._receipt for part in parts)
             draft.seal(sum(part.size_bytes for part in parts), by_several=by_several)
         draft.publish(if_absent=False)
-        self._drafts.pop(token, None)
+        self._forget(token)
 
     def abort_upload(self, path: str, token: str) -> None:
         full = self._draft_path(path, token)
         self._check_inside(folder_of(full))
-        draft = self._drafts.pop(token, None)
+        draft = self._forget(token)
         if draft is not None:
             draft.discard()
         else:
@@ -260,9 +273,9 @@ class LocalBackend(Backend):
                 self._posix.unlink(full)
 
     def leave_upload(self, path: str, token: str) -> None:
-        draft = self._drafts.get(token)
+        draft = self._known(token)
         if draft is not None and not draft.is_own:
-            self._drafts.pop(token, None)
+            self._forget(token)
             draft.leave()
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -379,14 +392,21 @@ class LocalBackend(Backend):
 
     def _draft(self, path: str, token: str) -> Draft:
         """Return the open file of an upload; one that another process began is joined."""
-        draft = self._drafts.get(token)
+        draft = self._known(token)
         if draft is None:
             joined = self._draft_of(path, os.path.split(self._draft_path(path, token))[1])
             # Of two threads that open it at once, both go on with one.
-            draft = self._drafts.setdefault(token, joined)
+            draft = self._joined.setdefault(token, joined)
             if draft is not joined:
                 joined.leave()
         return draft
+
+    def _known(self, token: str) -> Draft | None:
+        return self._drafts.get(token) or self._joined.get(token)
+
+    def _forget(self, token: str) -> Draft | None:
+        joined = self._joined.pop(token, None)
+        return self._drafts.pop(token, None) or joined
 
     def _draft_path(self, path: str, token: str) -> str:
         """Return the full path of a temporary file; refuse a token that leads elsewhere."""
