@@ -176,6 +176,10 @@ def check_files(store: Store, manifest: Manifest) -> None:
     for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
         found = stat_or_none(store, ref.path)
         if found is None or found.size_bytes != ref.size_bytes:
+            # A mount may have kept an older length.
+            store.drop_caches(ref.path)
+            found = stat_or_none(store, ref.path)
+        if found is None or found.size_bytes != ref.size_bytes:
             seen = "does not see it" if found is None else f"sees {found.size_bytes} bytes"
             raise IntegrityError(
                 f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "

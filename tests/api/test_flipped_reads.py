@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from ckpt_storage import IntegrityError, load, save, verify
+from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
+from ckpt_storage.testing import s3_server
 from ckpt_storage.testing.s3_objects import Answer, Request
 from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.transfer.rereading import read_twice
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,34 @@ def test_a_wrong_byte_from_a_server_is_read_again(suffix: str) -> None:
         server.left_count = 2
         with pytest.raises(IntegrityError, match="read twice"):
             load(state, "s3://bkt/run", **options)
+
+
+def test_the_second_read_takes_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that garbles bytes is not asked again."""
+    connections: list[object] = []
+    accept = s3_server._Listener.process_request  # noqa: SLF001  # connections have no public face
+
+    def count(listener: Any, request: Any, address: Any) -> None:
+        connections.append(address)
+        accept(listener, request, address)
+
+    monkeypatch.setattr(s3_server._Listener, "process_request", count)  # noqa: SLF001  # as above
+    with FlippingServer() as server:
+        server.create_bucket("bkt")
+        options: dict[str, Any] = {"storage_options": server.storage_options}
+        store = open_store("s3://bkt/run", **options)
+        store.put("a", b"sound")
+        server.suffix, server.left_count = "a", 1
+        before = len(connections)
+
+        def read() -> bytes:
+            data = store.get("a").data
+            if data != b"sound":
+                raise IntegrityError("a mismatch")
+            return data
+
+        assert read_twice(store, "a", read) == b"sound"
+        assert len(connections) == before + 1
 
 
 def test_a_restore_of_an_older_step_is_an_error_in_the_log(
