@@ -65,12 +65,13 @@ def check_slots(store: Store, found: CommitLog, tail: Content | None) -> None:
     `.metadata` names one, as its end shows, or a listing of a disk does. What was committed since
     `found` was read is not lost. Before it raises, all is read again.
     """
-    if _highest_named(store, tail) <= found.last_slot:
+    if not _slot_above(store, found.last_slot, tail):
         return
     store.drop_caches(STOCK_METADATA)
-    named = _highest_named(store, slotlog.read_stock_tail(store))
+    tail = slotlog.read_stock_tail(store)
     last_slot = slotlog.read_log(store, known=found.last).last_slot
-    if named <= last_slot:
+    named = _slot_above(store, last_slot, tail)
+    if not named:
         return
     raise FormatError(
         f"{store.url} lost files of commits/: it held slot {named}, and the highest slot that can "
@@ -82,11 +83,18 @@ def check_slots(store: Store, found: CommitLog, tail: Content | None) -> None:
     )
 
 
-def _highest_named(store: Store, tail: Content | None) -> int:
-    """Return the highest slot that a footer or, on a disk, a listing of commits/ names."""
+def _slot_above(store: Store, last_slot: int, tail: Content | None) -> int:
+    """Return the highest slot above the last that something names, 0 if nothing does.
+
+    That is the footer of `.metadata` and, on a disk, a listing of commits/.
+    """
     named = footer_of(tail)
+    if named is not None and named.slot > last_slot:
+        return named.slot
     slots = [] if store.capabilities.is_remote else slotlog.listed_slots(store)
-    return max([named.slot if named else 0, *slots])
+    # A network file system may list what was removed a moment ago.
+    is_gap = bool(slots) and slots[-1] > last_slot and slotlog.is_there(store, slot_path(slots[-1]))
+    return slots[-1] if is_gap else 0
 
 
 def check_newest(store: Store, found: CommitLog, tail: Content | None = None) -> None:
