@@ -62,7 +62,7 @@ class _Writing:
 class FsspecBackend(ClientBackend):
     """One root on a file system that fsspec knows; a token is the path of a temporary file."""
 
-    capabilities = Capabilities(kind="generic", lists_uploads=True, has_temporary_files=True)
+    capabilities = Capabilities(kind="generic", has_temporary_files=True)
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
