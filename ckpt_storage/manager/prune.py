@@ -17,8 +17,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S
+from ckpt_storage.commit import cleaning, deletion
+from ckpt_storage.commit.deletion import TOMBSTONE_AGE_S
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, UnsupportedByStoreError
 from ckpt_storage.format.names import probe_path
@@ -252,7 +252,7 @@ class Pruner:
             delete_with_exports(store, "none")
             freed += cleaning.free_leftovers(store)
             self._root.forget(name)
-        if cleaning.remove_tombstone(store):
+        if deletion.remove_tombstone(store):
             self._root.forget(name)
         return None
 

@@ -286,7 +286,7 @@ class Upload:
 
     def _abort_unseen(self, backend: Backend) -> None:
         """Abort uploads of this very path that were begun without our getting to know."""
-        if self._capabilities.lists_uploads:
+        if self._capabilities.lists_uploads or self._capabilities.has_temporary_files:
             for found in backend.list_uploads(self._path):
                 if found.path == self._path and found.token != self._token:
                     backend.abort_upload(self._path, found.token)

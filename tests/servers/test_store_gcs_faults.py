@@ -16,7 +16,7 @@ import pytest
 from remote_tools import ONCE, POLICY, send
 from servers import served
 
-from ckpt_storage.errors import StorageError
+from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
@@ -155,7 +155,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             name = path.rpartition("/o/")[2]
             told: Answer = refusal(404, "notFound")
-            if bucket.has(name):
+            if path.endswith("/o"):
+                told = 200, {"kind": "storage#objects"}, {}
+            elif bucket.has(name):
                 told = 200, bucket.objects[name][1], {}
             return bucket.fault_of("look"), told
         if self.command == "PUT":
@@ -267,3 +269,11 @@ def test_a_version_is_deleted_only_while_it_is_there(running: Served) -> None:
     assert [data for data, _ in state.objects.values()] == [b"another's"]
     store.delete_version("x", store.stat("x").version or "")
     assert state.objects == {}
+
+
+def test_a_requester_that_pays_needs_a_project(running: Served) -> None:
+    """Without a project the request would say "None"."""
+    _, options = running
+    more: dict[str, Any] = {**options, "requester_pays": True}
+    with pytest.raises(InvalidInputError, match="project"):
+        open_store("gs://bkt/run", storage_options=more, retry=ONCE).stat("a")

@@ -14,13 +14,14 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, range_header, total_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -57,11 +58,11 @@ class GcsBackend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        headers = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        headers = {} if start is None else {"Range": range_header(start, length)}
         address = f"/download{self._address(path)}"
         async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
             version = answer.headers.get("X-Goog-Generation")
-            if version is None and start is None:
+            if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
             is_whole, pieces = answer.status == _OK, answer.content.iter_any()
             told = total_of(answer.headers.get("Content-Range"))
@@ -180,6 +181,16 @@ class GcsBackend(CloudBackend):
 
         return self._run(send)
 
+    def _paying_project(self, project: str | None) -> str:
+        """Return the project that pays. Raises `InvalidInputError` if none is known."""
+        if project:
+            return project
+        raise InvalidInputError(
+            f"requester_pays is set for {self._location.url}, and no project that pays is known.",
+            path=self._location.url,
+            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+        )
+
     @property
     def _objects(self) -> str:
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
@@ -220,7 +231,9 @@ class GcsBackend(CloudBackend):
         asked = dict(query)
         if fs.requester_pays:
             pays = fs.requester_pays
-            asked["userProject"] = pays if isinstance(pays, str) else fs.project
+            asked["userProject"] = self._paying_project(
+                pays if isinstance(pays, str) else fs.project
+            )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"

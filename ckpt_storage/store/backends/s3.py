@@ -29,7 +29,7 @@ from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, range_header, total_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
@@ -113,7 +113,7 @@ class S3Backend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        asked = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        asked = {} if start is None else {"Range": range_header(start, length)}
         answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
         is_whole = answer["ResponseMetadata"]["HTTPStatusCode"] == _OK
         told = answer["ContentLength"] if is_whole else total_of(answer.get("ContentRange"))
