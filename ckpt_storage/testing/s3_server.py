@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, unquote
 from ckpt_storage.errors import InvalidInputError
 
 from .s3_objects import Answer, Request, S3Error, S3Objects
+from .s3_rules import customer_key_options
 
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules"]
 
@@ -137,7 +138,8 @@ class S3Server(S3Objects):
     def storage_options(self) -> dict[str, Any]:
         """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
         client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
-        return {"key": "test", "secret": "test", "client_kwargs": client}
+        extra = customer_key_options() if self.profile == "sse-c" else {}
+        return {"key": "test", "secret": "test", "client_kwargs": client, **extra}
 
     def faults(self, rules: Iterable[FaultRule]) -> None:
         """Replace all fault rules, whose matches count from now on; an empty list ends them."""
