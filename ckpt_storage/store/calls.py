@@ -33,7 +33,9 @@ Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
 """
 
 # Answers, which waiting does not change; credentials are repeated only after a refresh.
-_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsupported"})
+_NEVER = frozenset(
+    {"credentials", "exists", "not-begun", "not-found", "precondition", "refused", "unsupported"}
+)
 
 # Ranks forked from one process must not share a sequence of delays.
 _system_random = SystemRandom().random
@@ -197,11 +199,11 @@ class Calls:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
             text = f"The {what} was not begun, because what it belongs to has failed."
-            raise StorageError(text, next_step="Look at the first failure.")
+            raise StorageError(text, kind="not-begun", next_step="Look at the first failure.")
         if left_s <= 0:
             text = f"The {what} was not begun, because its deadline has passed."
             step = "Raise the timeout of the phase, or find out what was slow."
-            raise StorageError(text, kind="timeout", next_step=step)
+            raise StorageError(text, kind="not-begun", next_step=step)
         if is_one_of_many(what):
             try:
                 return self._bordered(operation, path, call)
@@ -298,9 +300,12 @@ class Calls:
 
 
 def nothing_was_done(error: StorageError) -> bool:
-    """Return whether an error proves that the storage did not carry out the request."""
+    """Return whether an error proves that the storage did not carry out the request.
+
+    It was not sent, no connection was made, or the storage refused it.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         # __context__ may be an earlier attempt's error, which proves nothing of this one.
         cause = cause.__cause__
-    return cause is not None or error.kind == "throttled"
+    return cause is not None or error.kind in {"not-begun", "refused", "throttled"}

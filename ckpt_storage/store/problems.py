@@ -143,13 +143,24 @@ _BY_SIGN = dict(_meanings())
 _SERVER = _BY_SIGN["InternalError"]
 _CERTIFICATE = _BY_SIGN["ssl.SSLCertVerificationError"]
 _UNKNOWN = _BY_SIGN["botocore.ProfileNotFound"]
+_REFUSED = _UNKNOWN._replace(kind="refused")
 # paramiko's, for a closed connection and for most of what a server refuses.
 _NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
 _UNKNOWN_NUMBER = _Meaning(
     "other", "Check the path, the file system and its mount.", retryable=False
 )
-_FIRST_SERVER_STATUS = 500
+_FIRST_CLIENT_STATUS, _FIRST_SERVER_STATUS = 400, 500
 _FAILURE_STATUSES = range(300, 600)
+_NO_CONNECTION = frozenset(
+    {
+        "aiohttp.ClientConnectorError",
+        "aiohttp.ConnectionTimeoutError",
+        "botocore.ConnectTimeoutError",
+        "builtins.ConnectionRefusedError",
+        "socket.gaierror",
+    }
+)
+"""Failures before the first byte of a request."""
 
 
 def explain(
@@ -176,7 +187,7 @@ def explain(
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
     text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
-    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
+    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other", "refused"}
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
     if meaning.kind == "timeout" and answer is None and timeout_s is not None:
         text = f"no answer within {timeout_s:g} s ({text})"
@@ -184,9 +195,9 @@ def explain(
     kind, step, again = meaning
     what = scrub(f"The {name} of {path} failed{where}: {text}.")
     failure = raised(what, kind=kind, retryable=again, path=scrub(path), next_step=step)
-    if any(isinstance(link, ConnectionRefusedError) for link in chain):
+    if any(not _NO_CONNECTION.isdisjoint(map(_type_name, type(link).mro())) for link in chain):
         # Proof that nothing was done; the foreign one may carry credentials in its text.
-        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "No connection was made")
     return failure
 
 
@@ -234,7 +245,10 @@ def _meaning_of_answer(answer: HttpFailure) -> _Meaning | None:
     status = answer.status if answer.status is not None else _number(answer.error_code)
     if answer.error_code in _BY_SIGN or status is None:
         return _BY_SIGN.get(answer.error_code)
-    fallback = _SERVER if status >= _FIRST_SERVER_STATUS else _UNKNOWN
+    if status >= _FIRST_SERVER_STATUS:
+        fallback = _SERVER
+    else:
+        fallback = _REFUSED if status >= _FIRST_CLIENT_STATUS else _UNKNOWN
     return _BY_SIGN.get(str(status), fallback)
 
 

@@ -182,7 +182,7 @@ class Store(Calls):
                 failure = error
             else:
                 return
-            if is_posix and failure.kind not in {"exists", "timeout"}:
+            if is_posix and failure.kind not in {"exists", "not-begun", "timeout"}:
                 # The name is linked first and its folder synced then. A failed fsync proves
                 # nothing, and must not be tried again.
                 unsynced = True

@@ -31,6 +31,7 @@ _REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
 class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
+    An upload whose start got no answer stays open: `abort_uploads`, or a lifecycle rule, ends it.
     One owner begins it. Where `capabilities.tokens_travel`, others join with its `token`, write
     or copy parts, and tell their `receipts` to one of them, who completes it. Part numbers ascend
     with the offsets; none is used by two members, and some may be left out. After a part was given
@@ -58,7 +59,6 @@ class Upload:
         self._lock = threading.Lock()
         # Held while the upload is begun, so that parts sent at once begin one upload.
         self._begin_lock = threading.Lock()
-        self._begin_count = 0
         self._may_be_visible = False
         self._is_flushed = False
         self._given_up_part: int | None = None
@@ -163,10 +163,6 @@ class Upload:
             self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
         self._state = "complete"
         self._held = None
-        # The object is there; an upload that stays is found by `abort_uploads`.
-        with contextlib.suppress(CheckpointError):
-            if self._begin_count > 1:
-                self._store.run("abort of uploads", self._path, self._abort_unseen)
 
     def abort(self) -> None:
         """Discard everything sent, also after the phase's deadline, within `CLEAN_UP_S` seconds.
@@ -193,7 +189,6 @@ class Upload:
             return self._token
 
     def _begin(self, backend: Backend) -> str:
-        self._begin_count += 1
         token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
         try:
             moved()
@@ -267,8 +262,6 @@ class Upload:
             backend.leave_upload(self._path, token)
         elif token is not None:
             backend.abort_upload(self._path, token)
-        if self._begin_count > (token is not None):
-            self._abort_unseen(backend)
 
     def _delete_ours(self, store: Store) -> None:
         try:
@@ -283,13 +276,6 @@ class Upload:
                 store.delete([self._path])
             elif error.kind not in {"not-found", "precondition"}:
                 raise
-
-    def _abort_unseen(self, backend: Backend) -> None:
-        """Abort uploads of this very path that were begun without our getting to know."""
-        if self._capabilities.lists_uploads:
-            for found in backend.list_uploads(self._path):
-                if found.path == self._path and found.token != self._token:
-                    backend.abort_upload(self._path, found.token)
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:

@@ -212,10 +212,9 @@ class S3Objects:
 
     def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:
         """Raise unless the conditions hold for what is there."""
-        match = request.headers.get(f"{prefix}if-match")
-        absent = request.headers.get(f"{prefix}if-none-match")
-        if not (self._service.if_match or prefix):
-            match = None
+        match, absent = request.headers.get(f"{prefix}if-match"), None
+        if not prefix:
+            match, absent = self._service.conditions_of(request.op, request.headers)
         if self.ignore_preconditions or match is absent is None:
             return
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):
@@ -269,12 +268,12 @@ class S3Objects:
             for begun, name in self._of_bucket(request)
             if begun.key.startswith(query.get("prefix", "")) and (begun.key, name) > marker
         )
-        page = left[: self.list_page_count]
+        page, is_directory = left[: self.list_page_count], self._service.directory_bucket
         fields = {
             "Bucket": request.bucket,
             "IsTruncated": len(page) < len(left),
             "NextKeyMarker": page[-1][0] if page else "",
-            "NextUploadIdMarker": page[-1][1] if page else "",
+            "NextUploadIdMarker": page[-1][1] if page and not is_directory else "",
             "Upload": [{"Key": key, "UploadId": name} for key, name in page],
         }
         return _document("ListMultipartUploadsResult", fields)
@@ -307,7 +306,7 @@ class S3Objects:
             if start >= stop:
                 raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(stored.body)}"
-            return Answer(206, headers, self._sent(request, memoryview(stored.body)[start:stop]))
+            return Answer(self._service.range_status, headers, self._sent(request, memoryview(stored.body)[start:stop]))
         if request.headers.get(f"{_CHECKSUM}mode") == "ENABLED":
             headers |= stored.headers()
         return Answer(200, headers, self._sent(request, stored.body))

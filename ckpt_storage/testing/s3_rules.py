@@ -22,6 +22,10 @@ Profile: TypeAlias = Literal[
     "if-match-ignored",
     "sse-c",
     "flaky-bytes",
+    "ceph",
+    "ceph-versioned",
+    "swift",
+    "rclone",
 ]
 """Name of a service, or of one setting of it, whose rules the S3 server applies."""
 
@@ -30,6 +34,8 @@ _SOURCE_KEY_HEADERS = "x-amz-copy-source-server-side-encryption-customer-"
 _READS = frozenset({"get", "head"})
 _WRITES = frozenset({"put", "copy", "create_upload", "part", "part_copy"})
 _LISTINGS = frozenset({"head_bucket", "list", "list_uploads"})
+_CONDITIONS = frozenset({"if-match", "if-none-match"})
+_SESSIONLESS = frozenset({"create_session", "copy", "head_bucket", "part_copy"})
 _CUSTOMER_KEY = "ckpt-storage-test-customer-key-1"
 
 
@@ -54,7 +60,10 @@ class ServiceRules:
     list_right: the credentials may list; without it an absent key is "forbidden".
     directory_bucket: prefixes are folders, listings have no order, requests belong to a session.
     object_lock: what is written bears a checksum; what is deleted stays below a marker.
-    if_match: a PUT honours If-Match.
+    conditions: how a write honours If-None-Match and If-Match. "bare": only the ETag without its
+        quotes is equal, and a DELETE ignores it. "never-equal": If-Match is refused always, and
+        If-None-Match ignored.
+    range_status: HTTP status of the answer to a ranged read.
     customer_key: objects are encrypted with a key that each request brings.
     wrong_byte: the first answer with bytes of each key has a wrong one.
     """
@@ -67,7 +76,8 @@ class ServiceRules:
     list_right: bool = True
     directory_bucket: bool = False
     object_lock: bool = False
-    if_match: bool = True
+    conditions: Literal["honoured", "no-if-match", "bare", "never-equal", "refused"] = "honoured"
+    range_status: int = 206
     customer_key: bool = False
     wrong_byte: bool = False
 
@@ -94,7 +104,21 @@ class ServiceRules:
             return Refusal(status=501, code="NotImplemented", message=what)
         if self.object_lock and (flaw := _lock_flaw(op, query, headers)):
             return flaw
+        if self.conditions == "refused" and op not in _READS and _CONDITIONS & headers.keys():
+            return Refusal(status=501, code="NotImplemented", message="conditions of writes")
         return _key_flaw(op, headers) if self.customer_key else None
+
+    def conditions_of(self, op: str, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
+        """Return the ETag that must be there, and "*" if nothing may, as the service sees them."""
+        match, absent = headers.get("if-match"), headers.get("if-none-match")
+        if op not in _WRITES | {"delete"} or self.conditions == "honoured":
+            return match, absent
+        if match is None:
+            return None, None if self.conditions == "never-equal" else absent
+        if self.conditions == "no-if-match" or (self.conditions == "bare" and op == "delete"):
+            return None, absent
+        is_equal = self.conditions == "bare" and not match.startswith('"')
+        return match if is_equal else "never", absent
 
     def refusal_of_parts(
         self, numbers: Sequence[int], sizes_bytes: Sequence[int], *, has_checksums: bool
@@ -146,8 +170,9 @@ def _directory_flaw(
     # AWS, "ListMultipartUploads" (upload-id-marker): not supported for directory buckets.
     if query.get("upload-id-marker"):
         return Refusal(status=501, code="NotImplemented", message="upload-id-marker")
-    # AWS, "CreateSession": requests for objects are authorized by the token of a session.
-    if op != "create_session" and "x-amz-s3session-token" not in headers:
+    # AWS, "CreateSession": requests for objects are authorized by the token of a session, but for
+    # CopyObject, HeadBucket and UploadPartCopy.
+    if op not in _SESSIONLESS and "x-amz-s3session-token" not in headers:
         what = "requests to a directory bucket belong to a session"
         return Refusal(status=403, code="AccessDenied", message=what)
     return None
@@ -214,11 +239,18 @@ PROFILES: Mapping[Profile, ServiceRules] = MappingProxyType(
         "object-lock": replace(_AWS, object_lock=True),
         "r2": ServiceRules(equal_parts=True, full_object_crcs=False),
         # As older servers that speak S3 answer: they pass over a header that they do not know.
-        "if-match-ignored": ServiceRules(if_match=False),
+        "if-match-ignored": ServiceRules(conditions="no-if-match"),
         "sse-c": replace(_AWS, customer_key=True),
         # No vendor's rule: TCP's checksum lets one wrong packet in many millions pass (Stone and
         # Partridge, "When the CRC and TCP checksum disagree", 2000).
         "flaky-bytes": ServiceRules(wrong_byte=True),
+        # As Ceph's RGW 16 answers, seen on Debian's package.
+        "ceph": ServiceRules(conditions="bare"),
+        "ceph-versioned": ServiceRules(conditions="never-equal"),
+        # As OpenStack Swift's s3api 2.30 answers.
+        "swift": ServiceRules(conditions="refused"),
+        # As `rclone serve s3` answers a range: the right bytes and Content-Range, status 200.
+        "rclone": ServiceRules(range_status=200),
     }
 )
 

@@ -6,8 +6,10 @@ as a `Store` hands over what came; who reads checks it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import ClassVar, TypeAlias
 
 import pytest
 from profiles import Service, running, small_parts
@@ -18,6 +20,16 @@ from ckpt_storage.testing.s3_rules import Profile
 from ckpt_storage.testing.s3_server import S3Server
 
 
+Started: TypeAlias = Callable[[Profile], S3Server]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
+    """What starts a server of a profile, once."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda profile: stack.enter_context(running(profile)))
+
+
 class ProfileSuite(SuiteAt):
     """The suite on a new bucket of a server with the rules of `profile`."""
 
@@ -25,15 +37,11 @@ class ProfileSuite(SuiteAt):
     at = "profile_root"
     many = 130
 
-    @pytest.fixture(scope="class")
-    def profile_server(self) -> Iterator[S3Server]:
-        yield from running(self.profile)
-
     @pytest.fixture
-    def profile_root(self, profile_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Running:
+    def profile_root(self, started: Started, monkeypatch: pytest.MonkeyPatch) -> Running:
         small_parts(monkeypatch)
-        service = Service(server=profile_server)
-        return Running(url=service.root, storage_options=profile_server.storage_options)
+        service = Service(server=started(self.profile))
+        return Running(url=service.root, storage_options=service.server.storage_options)
 
 
 class TestAws(ProfileSuite):

@@ -86,16 +86,16 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(S3Backend, "capabilities", small)
 
 
-def running(profile: Profile) -> Iterator[S3Server]:
-    """Run one server of a profile whose pages and parts are small."""
-    with S3Server(profile=profile, min_part_bytes=1, list_page_count=40) as server:
-        yield server
+def running(profile: Profile) -> S3Server:
+    """Return a server of a profile, to be started, whose pages and parts are small."""
+    return S3Server(profile=profile, min_part_bytes=1, list_page_count=40)
 
 
 @pytest.fixture(scope="module", params=ALL)
 def profile_server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
     """One server for each profile, for all tests of a file."""
-    yield from running(request.param)
+    with running(request.param) as server:
+        yield server
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, span_of, waits
 
 log = logging.getLogger("ckpt_storage")
 
@@ -64,8 +64,9 @@ class AzureBackend(CloudBackend):
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         asked = {} if start is None else {"offset": start, "length": length}
         stream = await self._ask(fs, "download_blob", path, **asked)
-        told, version = total_of(stream.properties.content_range), stream.properties.etag
-        yield Body(pieces=stream.chunks(), total_bytes=told, version=version)
+        first, told = span_of(stream.properties.content_range, stream.size)
+        version = stream.properties.etag
+        yield Body(pieces=stream.chunks(), first=first, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms

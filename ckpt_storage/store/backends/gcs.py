@@ -20,7 +20,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, span_of, waits
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -28,7 +28,6 @@ _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
 _NONE: Mapping[str, Any] = {}
 
-_OK = 200
 _GOES_ON = 308
 _FIRST_FAILURE = 400
 _CANCELLED = 499
@@ -63,10 +62,9 @@ class GcsBackend(CloudBackend):
             version = answer.headers.get("X-Goog-Generation")
             if version is None and start is None:
                 raise ForeignAnswer("X-Goog-Generation")
-            is_whole, pieces = answer.status == _OK, answer.content.iter_any()
-            told = total_of(answer.headers.get("Content-Range"))
-            told = answer.content_length if is_whole else told
-            yield Body(pieces=pieces, is_whole=is_whole, total_bytes=told, version=version)
+            first, told = span_of(answer.headers.get("Content-Range"), answer.content_length)
+            pieces = answer.content.iter_any()
+            yield Body(pieces=pieces, first=first, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
