@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, Phas
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import find_abilities, find_all_abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -58,10 +58,16 @@ def begin(
     create cannot be relied on.
     """
     began_s = time.time()
-    calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
+    store.make_folders([])
+    # First of all, as it tells what an answer means that forbids to read.
+    problem = find_abilities(store).create_problem
+    calls: list[Callable[[], Any]] = [
+        partial(find_all_abilities, store),
+        partial(log_to_extend, store),
+    ]
     if not overwrite:
         calls.append(partial(is_there, store, names.STOCK_METADATA))
-    found, *shown = side_by_side(store, calls)
+    _, found, *shown = side_by_side(store, calls)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
         what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
@@ -76,17 +82,29 @@ def begin(
         )
     save_id = save_id or names.new_save_id()
     store.make_folders([names.COMMITS, names.save_folder(save_id), names.ranks_folder(save_id)])
-    if why_not := why_no_exclusive_create(store):
-        log.warning(
-            "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
-            "apart there.",
-            store.url,
-            why_not,
-        )
+    if problem:
+        _warn_once(store, problem)
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(names.begun_path(save_id), seal(begun))
     previous = head.head if head else None
     return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
+
+
+_WARNED: set[Hashable] = set()
+
+
+def _warn_once(store: Store, problem: str) -> None:
+    """Warn of a single-writer storage, once in this process."""
+    scope = store.find_scope()
+    if scope in _WARNED:
+        return
+    _WARNED.add(scope)
+    log.warning(
+        "%s is single-writer: %s Two jobs that save to one id at the same time are not told apart "
+        "there.",
+        store.url,
+        problem,
+    )
 
 
 def commit(

@@ -24,6 +24,7 @@ from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import compare_and_swap, replaces_by_version
 from ckpt_storage.store.store import Store
 
 from .info import CheckpointInfo
@@ -148,7 +149,7 @@ def publish_head(
     `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError`
     as `check_newest`; the commit stands all the same.
     """
-    is_conditional = store.capabilities.if_match
+    is_conditional = own is not None and replaces_by_version(store)
     # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
     head, last_slot = own if is_conditional else None, 0
     has_put, doubt_count = False, 0
@@ -180,6 +181,7 @@ def publish_head(
                 raise
             continue
         has_put = has_put or is_put
+        is_conditional = is_conditional or replaces_by_version(store)
         # Where nothing was, only a deletion can have come in between.
         if is_put and is_conditional and (current is not None or _is_head(store, head)):
             return True
@@ -202,7 +204,7 @@ def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: by
         return False  # it was freed meanwhile
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
-        store.replace_seen(STOCK_METADATA, data, current)
+        compare_and_swap(store, STOCK_METADATA, data, current)
     except StorageError as error:
         if error.kind in {"precondition", "exists", "not-found"}:
             return False

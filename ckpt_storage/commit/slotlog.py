@@ -23,7 +23,7 @@ from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -54,18 +54,13 @@ def read_log(
     nothing is; where the record of a slot is `known`, n counts from there. `for_reader` asks a
     remote storage for the first two side by side: mostly there is no more. Safe on any rank.
     """
-    read: dict[int, SlotRecord | None] = {}
+    slots = _Slots(store)
+    look = slots.look
     if for_reader and store.capabilities.is_remote:
-        first = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
-        read = dict(enumerate(first, start=1))
+        side_by_side(store, [partial(slots.read, slot) for slot in (1, 2)])
     low = 0
     if known is not None:
-        low, read[known.slot] = known.slot, known
-
-    def look(slot: int) -> SlotRecord | None:
-        if slot not in read:
-            read[slot] = read_slot(store, slot)
-        return read[slot]
+        low, slots.answers[known.slot] = known.slot, known
 
     if look(low + 1) is None and known is None:
         # Those of a deleted checkpoint go in this order.
@@ -75,7 +70,7 @@ def read_log(
     while look(high) is not None:
         low, high = high, 2 * high - origin
     low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: look(slot) is None) - 1
-    last = read.get(low)
+    last = look(low) if low else None
     if last is None or last.head is None:
         return CommitLog(last_slot=low, last=last, head=None)
     reference = last.head
@@ -88,6 +83,38 @@ def read_log(
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=last, head=head)
+
+
+class _Slots:
+    """The slots of one checkpoint as they were answered, each read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.answers: dict[int, SlotRecord | StorageError | None] = {}
+
+    def read(self, slot: int) -> None:
+        """Read a slot; a refusal is kept, as it may mean that the slot is absent."""
+        try:
+            self.answers[slot] = read_slot(self._store, slot)
+        except StorageError as error:
+            if error.kind != "permission":
+                raise
+            self.answers[slot] = error
+
+    def look(self, slot: int) -> SlotRecord | None:
+        """Return the record in a slot, None if it is absent.
+
+        To credentials that may not list, S3 forbids what is absent. Whoever could read one slot may
+        read all, and a refusal means then that there is none.
+        """
+        if slot not in self.answers:
+            self.read(slot)
+        answer = self.answers[slot]
+        if not isinstance(answer, StorageError):
+            return answer
+        if any(isinstance(other, SlotRecord) for other in self.answers.values()):
+            return None
+        raise answer
 
 
 def listed_slots(store: Store) -> list[int]:
@@ -212,16 +239,15 @@ def take_slot(
     )
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = names.slot_path(slot), record.encode()
-    create = store.create_alone if why_no_exclusive_create(store) else store.create
     try:
         try:
-            create(path, data)
+            create_new(store, path, data)
         except StorageError as error:
             if error.kind != "not-found":
                 raise
             # The folder went with the slots of a deleted checkpoint.
             store.make_folders([names.COMMITS])
-            create(path, data)
+            create_new(store, path, data)
     except StorageError as error:
         if error.kind not in {"exists", "unknown"}:
             raise

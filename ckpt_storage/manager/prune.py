@@ -39,7 +39,7 @@ from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import find_abilities
 from ckpt_storage.store.store import Store
 
 from .names import DEFAULT_TEMPLATE, StepNames
@@ -154,7 +154,7 @@ class Pruner:
         """
         if plan.planned or plan.leftovers:
             # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
-            why_no_exclusive_create(self._root.open(deadline))
+            find_abilities(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()

@@ -72,7 +72,7 @@ precondition: Something else changed the object meanwhile; read it again.
     ConditionNotMet PreconditionFailed conditionNotMet 409 412
 range: The object is shorter than it should be.
     InvalidRange requestedRangeNotSatisfiable 416
-permission: Give these credentials the right to read, write, list and delete below this URL.
+permission: Grant the right to read, write, delete and list (S3: s3:ListBucket) below this URL.
     AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure
     AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403
     asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from operator import methodcaller
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ckpt_storage.errors import (
     IntegrityError,
@@ -16,6 +16,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
+from .abilities import find_record
 from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
 from .problems import damaged, too_long
@@ -23,6 +24,8 @@ from .threads import moved
 from .upload import Upload
 
 log = logging.getLogger("ckpt_storage")
+
+T = TypeVar("T")
 
 UnsafeNames: TypeAlias = Literal["skip", "refuse"]
 """What a listing does about names that lead out of the folder, or are others elsewhere."""
@@ -48,7 +51,7 @@ class Store(Calls):
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
-        return self.run("stat", path, lambda backend: backend.stat(path))
+        return self._look("stat", path, lambda backend: backend.stat(path))
 
     def get(self, path: str, *, max_bytes: int | None = None) -> Content:
         """Return a whole small object with its version, from one answer, never from a cache.
@@ -62,7 +65,7 @@ class Store(Calls):
                 raise too_long(path, self.shown(path), len(found.data), max_bytes)
             return found
 
-        return self.run("read", path, get)
+        return self._look("read", path, get)
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
@@ -74,10 +77,28 @@ class Store(Calls):
         def fill(backend: Backend) -> list[Exception]:
             return self._fill(backend, path, ranges, size_bytes)
 
-        failure = self.run("read", path, fill, repeat="unless-abandoned")
+        failure = self._look("read", path, fill, repeat="unless-abandoned")
         if failure:
             # As in `Calls._bordered`: a traceback must not hold the buffers.
             raise failure.pop()
+
+    def _look(
+        self, operation: str, path: str, call: Callable[[Backend], T], *, repeat: Repeat = "always"
+    ) -> T:
+        """Make a call that reads; what may not be listed is absent where it is forbidden."""
+        try:
+            return self.run(operation, path, call, repeat=repeat)
+        except StorageError as error:
+            if error.kind == "permission" and self.capabilities.is_remote:
+                record = find_record(self.find_scope())
+                if record is not None and record.hides_absence:
+                    error.kind = "not-found"
+            raise
+
+    def find_scope(self) -> Hashable:
+        """Return the key of one storage; what was seen of it holds for all roots there."""
+        scope = self.scope
+        return self.run("look at the storage", "", lambda _: scope()) if scope else self.url
 
     def _fill(
         self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
@@ -150,19 +171,6 @@ class Store(Calls):
         else:
             self._put_settled("replace", path, data, if_match=if_match)
 
-    def replace_seen(self, path: str, data: bytes, seen: Content | None) -> None:
-        """Put a whole object in place of what was read there, None for nothing.
-
-        Raises `StorageError` of kind "exists", "precondition" or "not-found" if it has changed.
-        A storage that knows no conditions replaces whatever is there.
-        """
-        if not self.capabilities.if_match:
-            self.replace(path, data)
-        elif seen is None:
-            self.create(path, data)
-        else:
-            self.replace(path, data, if_match=seen.version)
-
     def _put_settled(
         self,
         operation: str,
@@ -189,7 +197,8 @@ class Store(Calls):
                 in_doubt |= failure.retryable
             else:
                 # What was not answered may still arrive.
-                in_doubt |= not (failure.kind in _DEFINITE or nothing_was_done(failure))
+                is_unmet = if_match is not None and failure.kind == "precondition"
+                in_doubt |= not (is_unmet or failure.kind in _DEFINITE or nothing_was_done(failure))
             found = self._whose(path, data, if_match)
             if found == "other":
                 kind = "exists" if if_match is None else "precondition"

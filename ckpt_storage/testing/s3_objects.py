@@ -306,7 +306,11 @@ class S3Objects:
             if start >= stop:
                 raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(stored.body)}"
-            return Answer(self._service.range_status, headers, self._sent(request, memoryview(stored.body)[start:stop]))
+            return Answer(
+                self._service.range_status,
+                headers,
+                self._sent(request, memoryview(stored.body)[start:stop]),
+            )
         if request.headers.get(f"{_CHECKSUM}mode") == "ENABLED":
             headers |= stored.headers()
         return Answer(200, headers, self._sent(request, stored.body))
@@ -316,7 +320,12 @@ class S3Objects:
     def _sent(self, request: Request, body: bytes | memoryview) -> bytes | memoryview:
         """Return what is sent of an object, with a wrong byte where the profile has it so."""
         name = request.bucket, request.key
-        if not self._service.wrong_byte or request.op != "get" or not body or name in self._distorted:
+        if (
+            not self._service.wrong_byte
+            or request.op != "get"
+            or not body
+            or name in self._distorted
+        ):
             return body
         self._distorted.add(name)
         middle = len(body) // 2

@@ -95,18 +95,18 @@ class ServiceRules:
         # "ListMultipartUploads": it needs s3:ListBucketMultipartUploads.
         if not self.list_right and op in _LISTINGS:
             return _FORBIDDEN
-        if self.directory_bucket and (flaw := _directory_flaw(op, query, headers)):
-            return flaw
         # Cloudflare R2, "S3 API compatibility" (Checksum types): CRC32C knows COMPOSITE only.
-        kind = headers.get("x-amz-checksum-type", "")
-        if not self.full_object_crcs and kind == "FULL_OBJECT":
-            what = "CRC32C of whole objects is not implemented"
-            return Refusal(status=501, code="NotImplemented", message=what)
-        if self.object_lock and (flaw := _lock_flaw(op, query, headers)):
-            return flaw
+        is_whole = headers.get("x-amz-checksum-type") == "FULL_OBJECT"
+        if is_whole and not self.full_object_crcs:
+            return _not_implemented("a CRC32C of the whole object")
         if self.conditions == "refused" and op not in _READS and _CONDITIONS & headers.keys():
-            return Refusal(status=501, code="NotImplemented", message="conditions of writes")
-        return _key_flaw(op, headers) if self.customer_key else None
+            return _not_implemented("a condition of a write")
+        flaws = (
+            _directory_flaw(op, query, headers) if self.directory_bucket else None,
+            _lock_flaw(op, query, headers) if self.object_lock else None,
+            _key_flaw(op, headers) if self.customer_key else None,
+        )
+        return next(filter(None, flaws), None)
 
     def conditions_of(self, op: str, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the ETag that must be there, and "*" if nothing may, as the service sees them."""
@@ -151,6 +151,10 @@ class ServiceRules:
             )
             return Refusal(status=400, code="InvalidRequest", message=what)
         return None
+
+
+def _not_implemented(what: str) -> Refusal:
+    return Refusal(status=501, code="NotImplemented", message=f"{what} is not implemented")
 
 
 _FORBIDDEN = Refusal(status=403, code="AccessDenied", message="Access Denied")

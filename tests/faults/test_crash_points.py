@@ -33,7 +33,7 @@ import ckpt_storage.saves.session
 from ckpt_storage import RetryPolicy, errors, verify
 from ckpt_storage.dcp.reader import CheckpointStorageReader
 from ckpt_storage.dcp.writer import CheckpointStorageWriter
-from ckpt_storage.store import Location, probe
+from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action
@@ -198,7 +198,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, memory_path: Path) -> Path:
     Every save finds out anew what its storage can do, and a thousand intended failures stay out
     of the report of one that is not.
     """
-    monkeypatch.setattr(probe, "_RESULTS", _Forgetful())
+    monkeypatch.setattr(abilities, "_RECORDS", _Forgetful())
     for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     return memory_path

@@ -103,6 +103,7 @@ def test_dead_saves_are_freed_although_an_upload_cannot_be_aborted(service: Serv
 
 def test_weights_are_exported(service: Service, tmp_path: Path) -> None:
     """Another reader finds each tensor in the exported files, written in several parts."""
+    _needs_listing(service)
     url, output = service.url(1), f"s3://{service.bucket}/hf"
     state = {f"t{i}": torch.arange(30_000) + i for i in range(3)}
     ckpt_storage.save(state, url, part_bytes=70_000, **service.options)

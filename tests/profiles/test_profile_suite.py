@@ -19,7 +19,6 @@ from suites import SuiteAt
 from ckpt_storage.testing.s3_rules import Profile
 from ckpt_storage.testing.s3_server import S3Server
 
-
 Started: TypeAlias = Callable[[Profile], S3Server]
 
 
