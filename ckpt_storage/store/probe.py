@@ -22,6 +22,7 @@ from .store import Store
 
 _TRIES = 3
 _RANGE_START = 7
+_REFUSALS = frozenset({"permission", "precondition", "refused", "unsupported"})
 
 
 def find_abilities(store: Store) -> Abilities:
@@ -151,22 +152,19 @@ def try_versions(store: Store, path: str) -> tuple[str, str]:
     if store.capabilities.kind == "posix":
         return "A file system has no replacement by version.", ""
     with _removed(store, path):
-        store.replace(path, b"first\n")
-        old = store.stat(path).version
-        replace_problem = _try_replacement(store, path, old)
-        if replace_problem:
-            store.replace(path, b"another\n")
-        now = store.get(path).data
         try:
-            if old is not None:
-                store.delete_version(path, old)
+            store.replace(path, b"first\n")
+            old = store.stat(path).version
+            replace_problem = _try_replacement(store, path, old)
+            if replace_problem:
+                store.replace(path, b"another\n")
         except StorageError as error:
-            if error.kind == "precondition" and store.get(path).data == now:
-                return replace_problem, ""
-            if error.kind not in {"precondition", "unsupported"}:
+            # A retention policy, say: the first version of each object is the last.
+            if error.kind not in _REFUSALS:
                 raise
-    what = "The storage does not delete an object only if it is of a given version."
-    return replace_problem, what
+            what = f"The storage does not replace objects: {error}"
+            return what, what
+        return replace_problem, _try_deletion(store, path, old)
 
 
 def _try_replacement(store: Store, path: str, old: str | None) -> str:
@@ -175,7 +173,7 @@ def _try_replacement(store: Store, path: str, old: str | None) -> str:
     try:
         store.replace(path, b"second\n", if_match=old)
     except StorageError as error:
-        if error.kind not in {"precondition", "unsupported"}:
+        if error.kind not in _REFUSALS:
             raise
         return f"The storage does not replace an object by its version: {error}"
     try:
@@ -185,6 +183,21 @@ def _try_replacement(store: Store, path: str, old: str | None) -> str:
             raise
         return ""
     return "The storage replaced an object that had changed; it ignores the condition."
+
+
+def _try_deletion(store: Store, path: str, old: str | None) -> str:
+    if old is None:
+        return "The storage tells no versions."
+    data = store.get(path).data
+    try:
+        store.delete_version(path, old)
+    except StorageError as error:
+        if error.kind == "precondition" and store.get(path).data == data:
+            return ""
+        if error.kind not in _REFUSALS:
+            raise
+        return f"The storage does not delete an object by its version: {error}"
+    return "The storage deleted an object that had changed; it ignores the condition."
 
 
 @contextlib.contextmanager

@@ -76,6 +76,8 @@ permission: Grant the right to read, write, delete and list (S3: s3:ListBucket) 
     AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure
     AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403
     asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation
+permission: A retention policy or lock holds it: wait for its end, or save to another place.
+    BlobImmutableDueToPolicy retentionPolicyNotMet
 permission: Check owner and mode of the folder for this process, and that it is not read-only.
     EACCES EPERM EROFS
 credentials: Check the credentials in storage_options or the environment.

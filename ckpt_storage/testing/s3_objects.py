@@ -44,7 +44,7 @@ _ROUTES = {
 _KNOWN = {
     *(*_MARKERS, "if-match", "if-none-match", f"{_SOURCE}-if-match"),
     *("continuation-token", "delimiter", "encoding-type", "key-marker", "max-keys", "max-uploads"),
-    *("partNumber", "prefix", "upload-id-marker", "versionId", "x-id"),
+    *("partNumber", "prefix", "upload-id-marker", "x-id"),
 }
 """Parameters and conditions."""
 _CRCS = {f"{_CHECKSUM}crc32": zlib.crc32, f"{_CHECKSUM}crc32c": crc32c}
@@ -188,8 +188,8 @@ class S3Objects:
     def answer(self, request: Request) -> Answer:
         """Do what is asked, or refuse it and change nothing."""
         try:
-            _refuse_unknown(request)
             _refuse(self._service.refusal(request.op, request.query, request.headers))
+            _refuse_unknown(request)
             with self._lock:
                 self._check_place(request)
                 home = self._buckets[request.bucket]

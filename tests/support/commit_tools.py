@@ -185,7 +185,11 @@ class DictStore(Store):
         super().__init__(self._faults, url="dict://root", policy=QUICK)
         # Looked at elsewhere.
         replace_problem = "" if capabilities.if_match else "no conditions"
-        seen = Abilities(create_problem="", replace_problem=replace_problem, delete_problem="")
+        seen = Abilities(
+            create_problem="" if capabilities.exclusive_create else "no conditions",
+            replace_problem=replace_problem,
+            delete_problem="",
+        )
         abilities.remember(self.url, seen)
 
     def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:

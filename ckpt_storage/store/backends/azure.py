@@ -74,6 +74,7 @@ class AzureBackend(CloudBackend):
         """Put Blob, in one request up to the SDK's limit of 64 MiB."""
         body = b"".join(data)
         given = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
+        given["validate_content"] = True  # an MD5 that the service checks
         await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -130,7 +131,8 @@ class AzureBackend(CloudBackend):
         # All names of one blob's blocks must be of one length.
         block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
         part = io.BytesIO(body)
-        self._run(self._ask, "stage_block", path, block_id, part, length=len(body))
+        checked = {"length": len(body), "validate_content": True}
+        self._run(self._ask, "stage_block", path, block_id, part, **checked)
         return block_id
 
     def complete_upload(

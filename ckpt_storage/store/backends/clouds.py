@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import base64
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -224,6 +226,16 @@ def _meaning(error: BaseException) -> StorageError:
 def waits(request_s: float) -> tuple[float, float]:
     """Return how long a client waits for a connection, and for more of an answer (seconds)."""
     return min(10.0, request_s), min(60.0, request_s)
+
+
+def crc32c_of_all(data: Buffers) -> int:
+    """Return the CRC-32C of consecutive buffers."""
+    return functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
+
+
+def encoded(crc32c: int) -> str:
+    """Return a CRC-32C as object stores spell it."""
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
 
 
 def span_of(content_range: object, length: int | None) -> tuple[int, int | None]:

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     Buffers,
@@ -29,7 +28,18 @@ from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, span_of, waits
+from .clouds import (
+    CLOUD,
+    Body,
+    CloudBackend,
+    Page,
+    Terms,
+    Told,
+    crc32c_of_all,
+    encoded,
+    span_of,
+    waits,
+)
 
 _WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
@@ -284,7 +294,9 @@ class S3Backend(CloudBackend):
         """
         body = {} if data is None else {"Body": _ViewsBody(data)}
         if self._dialect.takes_checksums:
-            checksum = _CHECKSUMS if data is None else {"ChecksumCRC32C": _checksum_of(data)}
+            checksum = (
+                _CHECKSUMS if data is None else {"ChecksumCRC32C": encoded(crc32c_of_all(data))}
+            )
             try:
                 return await self._ask(fs, method, **body, **arguments, **checksum)
             except Exception as error:
@@ -398,11 +410,6 @@ def _bare(etag: str) -> str:
 def _receipt(answer: Mapping[str, Any]) -> str:
     """Return what completing an upload needs of the answer to a part."""
     return f"{answer['ETag']} {answer.get('ChecksumCRC32C') or ''}".rstrip()
-
-
-def _checksum_of(data: Buffers) -> str:
-    crc32c = functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
 
 
 def _decoded(text: str) -> int:
