@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,22 @@ def test_a_manager_resumes(service: Service) -> None:
         restored = manager.restore(state)
     assert restored is not None
     assert (restored.step, state["step"]) == (3, 3)
+
+
+def test_a_publisher_that_was_paused_brings_back_no_older_save(service: Service) -> None:
+    """The file for stock readers names the newest save, whatever the service does with If-Match."""
+    url = service.url(1)
+    service.save(1, url)
+    paused = FaultRule(op="put", key=r"/\.metadata$", action="delay", delay_s=1.0)
+    service.server.faults([paused])
+    with ThreadPoolExecutor(1) as thread:
+        older = thread.submit(service.save, 2, url, overwrite=True)
+        service.server.wait_for(lambda requests: any(one.fault for one in requests))
+        newer = service.save(3, url, overwrite=True)
+        older.result(60.0)
+    assert newer.save_id is not None
+    assert newer.save_id.encode() in service.files["run/step-1/.metadata"]
+    assert service.verify(url) == []
 
 
 def test_a_conflict_that_passes_is_no_failure(service: Service) -> None:

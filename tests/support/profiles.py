@@ -41,6 +41,7 @@ class Service:
     bucket: str = field(default="")
 
     def __post_init__(self) -> None:
+        self.server.reset_counters()
         # The suffix of names of directory buckets, by which clients know them.
         suffix = "--use1-az1--x-s3" if self.server.profile == "express" else ""
         object.__setattr__(self, "bucket", f"bucket-{next(_numbers):05}{suffix}")
