@@ -328,6 +328,12 @@ def check_source(copy: PartCopy, found_bytes: int) -> None:
         raise damaged(copy.source.path, text, min(found_bytes, end))
 
 
+def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:
+    """Return the error that the storage at `url` has no such call."""
+    text = f"{url} {what}."
+    return UnsupportedByStoreError(text, kind="unsupported", path=shown, next_step=next_step)
+
+
 def changed(path: str) -> StorageError:
     """Return the error that another version is there."""
     return StorageError(f"{path} is no longer of the version that was read.", kind="precondition")

@@ -12,14 +12,13 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
     StorageError,
-    UnsupportedByStoreError,
 )
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .abilities import find_record
 from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
-from .problems import damaged, too_long
+from .problems import damaged, too_long, unable
 from .threads import moved
 from .upload import Upload
 
@@ -148,7 +147,9 @@ class Store(Calls):
         """
         if not self.capabilities.exclusive_create:
             step = "Let only one job save here at a time; of a mounted bucket use its own URL."
-            raise self.unable(path, "has no exclusive creation that can be relied on", step)
+            raise unable(
+                self.url, self.shown(path), "has no exclusive creation that can be relied on", step
+            )
         self._put_settled("exclusive creation", path, data, if_absent=True)
 
     def create_alone(self, path: str, data: bytes) -> None:
@@ -167,7 +168,9 @@ class Store(Calls):
             self.put_once(path, data, what="replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
             what = "cannot replace an object only if it is of a given version"
-            raise self.unable(path, what, "Replace it without if_match, and read it back.")
+            raise unable(
+                self.url, self.shown(path), what, "Replace it without if_match, and read it back."
+            )
         else:
             self._put_settled("replace", path, data, if_match=if_match)
 
@@ -256,12 +259,6 @@ class Store(Calls):
             backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
 
         self.run(what, path, put, repeat=repeat)
-
-    def unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
-        """Return the error that the storage has no such call."""
-        return UnsupportedByStoreError(
-            f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
-        )
 
     def upload(self, path: str, *, copies: bool = False) -> Upload:
         """Begin an object in parts, at a write-once name; nothing is sent before the first part.

@@ -61,8 +61,8 @@ class ServiceRules:
     directory_bucket: prefixes are folders, listings have no order, requests belong to a session.
     object_lock: what is written bears a checksum; what is deleted stays below a marker.
     conditions: how a write honours If-None-Match and If-Match. "bare": only the ETag without its
-        quotes is equal, and a DELETE ignores it. "never-equal": If-Match is refused always, and
-        If-None-Match ignored.
+        quotes is equal. "never-equal": If-Match is refused always, and If-None-Match ignored. With
+        both a DELETE ignores it.
     range_status: HTTP status of the answer to a ranged read.
     customer_key: objects are encrypted with a key that each request brings.
     wrong_byte: the first answer with bytes of each key has a wrong one.
@@ -111,11 +111,13 @@ class ServiceRules:
     def conditions_of(self, op: str, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the ETag that must be there, and "*" if nothing may, as the service sees them."""
         match, absent = headers.get("if-match"), headers.get("if-none-match")
-        if op not in _WRITES | {"delete"} or self.conditions == "honoured":
+        if op not in _WRITES | {"delete"} or self.conditions in {"honoured", "refused"}:
             return match, absent
+        if op == "delete" and self.conditions != "no-if-match":
+            return None, absent
         if match is None:
             return None, None if self.conditions == "never-equal" else absent
-        if self.conditions == "no-if-match" or (self.conditions == "bare" and op == "delete"):
+        if self.conditions == "no-if-match":
             return None, absent
         is_equal = self.conditions == "bare" and not match.startswith('"')
         return match if is_equal else "never", absent

@@ -145,9 +145,11 @@ def test_a_manager_resumes(service: Service) -> None:
 
 def test_a_publisher_that_was_paused_brings_back_no_older_save(service: Service) -> None:
     """The file for stock readers names the newest save, whatever the service does with If-Match."""
+    if service.server.profile not in {"aws", "if-match-ignored", "ceph", "swift"}:
+        pytest.skip("as one of the others")
     url = service.url(1)
     service.save(1, url)
-    paused = FaultRule(op="put", key=r"/\.metadata$", action="delay", delay_s=1.0)
+    paused = FaultRule(op="put", key=r"/\.metadata$", action="delay", delay_s=4.0)
     service.server.faults([paused])
     with ThreadPoolExecutor(1) as thread:
         older = thread.submit(service.save, 2, url, overwrite=True)
