@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.cleaning import delete_attempt
+from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.commit.slotlog import is_there, stat_if_there
+from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.filemarks import changed, told_from_damage
+from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged
 from ckpt_storage.source.model import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import ObjectInfo
@@ -261,7 +261,7 @@ class _Conversion(Task[ConvertReport]):
             raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
         chosen = self.chosen
         self._check_elsewhere()
-        with told_from_damage(self.check_unchanged):
+        with changed_rather_than_damaged(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
@@ -269,7 +269,7 @@ class _Conversion(Task[ConvertReport]):
         return found
 
     def _check_file(self, before: ObjectInfo) -> None:
-        now = stat_if_there(self.site.source, self.setting.source_file)
+        now = stat_or_none(self.site.source, self.setting.source_file)
         if now != before:
             what = "was written again" if now else "is gone"
             raise changed(self.site.source.url, self.setting.source_file, what)

@@ -14,13 +14,13 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
+from ckpt_storage.commit.attempt_files import abort_uploads
+from ckpt_storage.commit.slotlog import is_there, read_decoded, read_log, read_or_none, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SINGLE_NAME, Sealed
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
@@ -164,7 +164,7 @@ class PlainFolder(Folder[R]):
         earlier = _holder_of(store)
         is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
         here = set(_below(store, ""))
-        index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
+        index = read_or_none(store, INDEX_NAME) if INDEX_NAME in here else None
         is_hidden = index is not None and index.data == BLOCKER
         # An index says which files count; without one all of them do.
         mixes = exports.is_weight_file if self.last else _is_weight
@@ -233,7 +233,7 @@ class ExportFolder(Folder[R]):
     def take(self) -> Taken:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
         store, identity = self.site.target, self.plan.identity
-        self._index = read_if_there(store, INDEX_NAME)
+        self._index = read_or_none(store, INDEX_NAME)
         if not is_there(store, NAMES_PATH):
             self._claim_names()
         # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
@@ -245,7 +245,7 @@ class ExportFolder(Folder[R]):
         if self._index is None:
             # Else readers would take the first files of a run that died for the whole.
             self._put_index(BLOCKER)
-            self._index = read_if_there(store, INDEX_NAME)
+            self._index = read_or_none(store, INDEX_NAME)
         return replace(taken, name=suffix)
 
     def rename(self, name: str) -> None:
@@ -314,7 +314,7 @@ class ExportFolder(Folder[R]):
             compare_and_swap(self.site.target, INDEX_NAME, index, self._index)
         except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(self.site.target, INDEX_NAME)
+            now = read_or_none(self.site.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
@@ -350,8 +350,7 @@ class ExportFolder(Folder[R]):
 def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
     try:
-        found = read_if_there(store, path)
-        return None if found is None else decode(found.data, path)
+        return read_decoded(store, path, lambda data: decode(data, path))
     except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None

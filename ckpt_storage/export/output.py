@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
 from ckpt_storage._version import __version__
-from ckpt_storage.commit.slotlog import is_there, stat_if_there
+from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
@@ -35,7 +35,7 @@ from ckpt_storage.options import (
     default_memory_limit_bytes,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import listed, told_from_damage
+from ckpt_storage.source.file_versions import changed_rather_than_damaged, listed
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.source.opening import open_newest, open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
@@ -131,7 +131,7 @@ class Site:
 
     def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
         """Return those files that are at the target in their length."""
-        looks = [partial(stat_if_there, self.target, one.path) for one in files.values()]
+        looks = [partial(stat_or_none, self.target, one.path) for one in files.values()]
         found = zip(files.items(), self.at_once("look for files", looks), strict=True)
         return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
 
@@ -348,7 +348,7 @@ def _made(operation: Operation, task: Task[R], taken: Taken, own_bytes: int) -> 
                 save_id=task.save_id,
                 with_bar=operation.is_coordinator,
             ) as task.on_bytes,
-            told_from_damage(task.check_unchanged),
+            changed_rather_than_damaged(task.check_unchanged),
         ):
             made = Work(operation, task, taken).make()
             if operation.is_coordinator:

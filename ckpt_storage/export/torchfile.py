@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from ckpt_storage.source.model import Key, Source
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.writing import ObjectWriter
 
 from .convert import _Conversion
@@ -72,7 +73,7 @@ class TorchFileSource(ForeignSource):
         for place in places:
             record = self.records.get(place.fqn)
             if record and record.crc32 is not None and record not in self._sound:
-                self._check(place, record)
+                read_twice(self.store, place.path, partial(self._check, place, record))
                 self._sound.add(record)
         return places
 
@@ -110,8 +111,12 @@ class _NoTensors(pickle.Pickler):
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
     """Return the source that a `torch.save` file is; reads its directory, pickle and headers."""
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
-    file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
-    flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+
+    def read() -> tuple[dict[str, Any], dict[str, _Path]]:
+        file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
+        return _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+
+    flat, paths = read_twice(store, path, read)
     tensors: dict[str, TensorRecord] = {}
     source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
     first: dict[tuple[object, ...], str] = {}

@@ -19,9 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S, attempts_there
-from ckpt_storage.commit.cleaning import delete as delete_commit
+from ckpt_storage.commit import cleaning, deletion
+from ckpt_storage.commit.attempt_files import attempts_there
+from ckpt_storage.commit.deletion import TOMBSTONE_AGE_S
+from ckpt_storage.commit.deletion import delete as delete_commit
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
@@ -229,7 +230,7 @@ class Pruner:
             _delete_with_exports(store, "none")
             freed += cleaning.free_leftovers(store)
             self._root.forget(name)
-        if cleaning.remove_tombstone(store):
+        if deletion.remove_tombstone(store):
             self._root.forget(name)
         return None
 
@@ -317,7 +318,7 @@ def delete_step(roots: Sequence[Root], step: int) -> bool:
 
 
 def _delete_with_exports(store: Store, expected_save_id: str | None) -> bool:
-    """Delete what lies there, and then its exports; returns and raises as `cleaning.delete`."""
+    """Delete what lies there, and then its exports; returns and raises as `deletion.delete`."""
     is_deleted = delete_commit(store, expected_save_id=expected_save_id)
     if is_deleted and (others := remove_exports(store)):
         log.info("%s: files of others stay, such as %s", store.url, others[0])

@@ -111,9 +111,7 @@ class Resumer:
                 if problem is None and now_id == info.save_id:
                     root.found_sound(info.name, info.save_id)
                     if skipped and self._ranks.is_coordinator:
-                        why = [f"{one.name} could not be loaded ({one.reason})" for one in skipped]
-                        text = "Resumed from %s, and not from what comes first: %s"
-                        log.warning(text, info.url, "; ".join(why))
+                        _report_skipped(info, skipped)
                     return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
                 if problem is None or now_id not in {"gone", info.save_id}:
                     self._again(root, info)
@@ -237,6 +235,17 @@ class Resumer:
             is_own = error is not None and not isinstance(error, USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave
         return (causes[0] if causes else None), now_id
+
+
+def _report_skipped(info: CheckpointInfo, skipped: Sequence[SkippedCheckpoint]) -> None:
+    """Log what could not be loaded; as an error if training falls back to an older step."""
+    is_older = any(checkpoint.name != info.name for checkpoint in skipped)
+    lost = (
+        " What was trained since then is LOST." if is_older else " It is a copy of the same step."
+    )
+    reasons = "; ".join(f"{checkpoint.name}: {checkpoint.reason}" for checkpoint in skipped)
+    level = logging.ERROR if is_older else logging.WARNING
+    log.log(level, "Resumed from %s.%s These could not be loaded: %s", info.url, lost, reasons)
 
 
 def _skipped(one: FolderState | CheckpointInfo, problem: CheckpointError) -> SkippedCheckpoint:

@@ -185,7 +185,7 @@ def explain(
         error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))
-    answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
+    answer = next((found for e in chain if (found := answer_in(e)) is not None), None)
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
     text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
@@ -214,7 +214,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or hidden
 
 
-def _answer_in(error: BaseException) -> HttpFailure | None:
+def answer_in(error: BaseException) -> HttpFailure | None:
     """Return what a server said, if this exception carries an answer."""
     if isinstance(error, HttpFailure):
         return error

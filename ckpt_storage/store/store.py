@@ -16,7 +16,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .abilities import find_record
-from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
+from .backend import Backend, Content, CopySource, ObjectInfo, OpenUpload, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
 from .problems import damaged, too_long, unable
 from .threads import moved
@@ -65,6 +65,18 @@ class Store(Calls):
             return found
 
         return self._look("read", path, get)
+
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Return the last bytes of an object, or all of a shorter one, and its version."""
+
+        def tail(backend: Backend) -> Content:
+            try:
+                return backend.tail(path, byte_count)
+            except ShortReadError:
+                # It was replaced by a shorter one.
+                return backend.tail(path, byte_count)
+
+        return self._look("read", path, tail)
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
@@ -134,6 +146,17 @@ class Store(Calls):
             text = f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}."
             raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
+    def drop_caches(self, path: str) -> None:
+        """Have the next read of an object come from the storage itself; see `Backend`.
+
+        An object that is gone has nothing to drop: the next read reports that.
+        """
+        try:
+            self.run("dropping of caches", path, lambda backend: backend.drop_caches(path))
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name; visible only complete, durable; idempotent."""
         self.put_once(path, data, what="write", repeat="always")
@@ -193,11 +216,11 @@ class Store(Calls):
                 failure = error
             else:
                 return
-            if is_posix and failure.kind not in {"exists", "not-begun", "timeout"}:
+            if is_posix and failure.kind not in {"exists", "not-begun"}:
                 # The name is linked first and its folder synced then. A failed fsync proves
-                # nothing, and must not be tried again.
+                # nothing, and must not be tried again; one that was given up may still fail.
                 unsynced = True
-                in_doubt |= failure.retryable
+                in_doubt |= failure.retryable or failure.kind == "timeout"
             else:
                 # What was not answered may still arrive.
                 is_unmet = if_match is not None and failure.kind == "precondition"
@@ -274,6 +297,24 @@ class Store(Calls):
         unless `capabilities.tokens_travel`.
         """
         return Upload(self, path, joined=token, write_id=write_id)
+
+    def temporary_files(self, path: str) -> list[OpenUpload]:
+        """Return the temporary files of an object, or of all below a folder of that name.
+
+        An empty list where the storage writes no such files.
+        """
+        if not self.capabilities.has_temporary_files:
+            return []
+
+        def collect(backend: Backend) -> list[OpenUpload]:
+            return list(backend.list_uploads(path))
+
+        return self.run("listing of temporary files", path, collect)
+
+    def remove_temporary_file(self, found: OpenUpload) -> None:
+        """Remove a temporary file that nobody writes any more; one that is gone is no error."""
+        path = found.path or ""
+        self.run("removal", path, lambda backend: backend.abort_upload(path, found.token))
 
     def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
         """Return path and token of each open upload below a folder, where the storage tells both.

@@ -71,6 +71,19 @@ def moved() -> None:
         worker.moved_s = max(worker.moved_s, time.monotonic())
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raise `StorageError`, which says why, if the system gives no more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StorageError(
+            f"This process could not start the thread {thread.name!r}: {error}.",
+            retryable=True,
+            next_step="It has too many, or is ending: see ulimit -u, the pids limit of its "
+            "container, and thread_count. The next call tries again.",
+        ) from error
+
+
 class _Worker(threading.Thread):
     """A daemon thread that makes one call at a time, until it is given None."""
 
@@ -82,7 +95,7 @@ class _Worker(threading.Thread):
         self.what = ""
         self.moved_s = 0.0
         self._lock = threading.Lock()
-        self.start()
+        start_thread(self)
 
     def run(self) -> None:
         _serving.worker = self

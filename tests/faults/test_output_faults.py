@@ -25,7 +25,7 @@ from prune_cases import name_of
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, verify
-from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.mirror import Mirror

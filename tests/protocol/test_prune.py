@@ -176,7 +176,7 @@ def test_a_prune_without_time_for_old_slots_leaves_them_to_the_next(
     store.disk.clock_s += 7.1 * tools.DAY_S
     with monkeypatch.context() as patch:
         late = mock.Mock(side_effect=PhaseTimeoutError("late", phase="commit", timeout_s=1.0))
-        patch.setattr("ckpt_storage.commit.cleaning.remove_tombstone", late)
+        patch.setattr("ckpt_storage.commit.deletion.remove_tombstone", late)
         with pytest.raises(PhaseTimeoutError, match="late"):
             again.prune(FAR)
     again.prune(FAR)

@@ -174,7 +174,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             name = path.rpartition("/o/")[2]
             told: Answer = refusal(404, "notFound")
-            if bucket.has(name):
+            if path.endswith("/o"):
+                told = 200, {"kind": "storage#objects"}, {}
+            elif bucket.has(name):
                 told = 200, bucket.objects[name][1], {}
             return bucket.fault_of("look"), told
         if self.command == "PUT":
@@ -329,3 +331,11 @@ def test_the_requester_pays_with_a_project(running: Served) -> None:
         upload = store.upload("x")
         upload.complete(send(upload, PARTS))
         assert state.objects["run/x"][0] == WHOLE
+
+
+def test_a_requester_that_pays_needs_a_project(running: Served) -> None:
+    """Without a project the request would say "None"."""
+    _, options = running
+    more: dict[str, Any] = {**options, "requester_pays": True}
+    with pytest.raises(InvalidInputError, match="project"):
+        open_store("gs://bkt/run", storage_options=more, retry=ONCE).stat("a")

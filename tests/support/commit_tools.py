@@ -17,7 +17,7 @@ import crc32c
 import pytest
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
@@ -130,6 +130,7 @@ class DictBackend(MemoryBackend):
     stat = _gated("stat")
     get = _gated("get")
     read = _gated("read")
+    tail = _gated("tail")
     list = _gated("list")
 
     def put(self, path: str, data: Buffers, **conditions: Any) -> None:
@@ -281,7 +282,7 @@ def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> 
     return cleaning.free_leftovers(store, min_age_s=min_age_s, keep_previous=keep_previous)
 
 
-deleted = cleaning.delete
+deleted = deletion.delete
 
 
 def body_of(data: bytes) -> dict[str, object]:

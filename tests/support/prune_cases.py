@@ -17,7 +17,7 @@ from commit_model import Actor, Chooser, Job, Preempting, Wandering, play
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import slotlog
-from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.commit.deletion import delete
 from ckpt_storage.format.exports import Holder, Names
 from ckpt_storage.manager import root as root_module
 from ckpt_storage.manager.names import StepNames

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_storage.store.backend import Buffers, Part, Settings
+from ckpt_storage.store.backend import Backend, Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 
 from .clients import ForeignFs
@@ -49,6 +49,9 @@ class AzureBackend(CloudBackend):
         connect_s, read_s = waits(self._timeout_s)
         timeouts = {"connection_timeout": connect_s, "read_timeout": read_s}
         self._settings: dict[str, Any] = {"retry_total": 0, **timeouts}
+
+    tail = Backend.tail
+    """Blob Storage has no ranges that count from the end."""
 
     async def _head(self, fs: ForeignFs, path: str) -> Told:
         found = await self._ask(fs, "get_blob_properties", path)

@@ -21,12 +21,15 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import answer_in, explain
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
+
+_CODES_OF_BOTH = frozenset({"", "404", "notFound"})
+"""What a service answers for an absent object and for an absent bucket: to a HEAD, and Google."""
 
 Terms: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
@@ -63,7 +66,7 @@ class CloudBackend(ClientBackend):
     def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> contextlib.AbstractAsyncContextManager[Body]:
-        """Ask for an object, or with `start` for a range of it."""
+        """Ask for an object, or with `start` for a range of it; below 0 for its last `length`."""
 
     @abc.abstractmethod
     async def _put(
@@ -101,6 +104,22 @@ class CloudBackend(ClientBackend):
             return Content(data=bytes(data), version=body.version)
 
         return self._run(get)
+
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Ask for the last bytes, by a range that counts from the end."""
+
+        async def get(fs: ForeignFs) -> Content:
+            async with self._body(fs, path, -byte_count, byte_count) as body:
+                data = b"".join([bytes(piece) async for piece in body.pieces])
+            return Content(data=data[-byte_count:], version=body.version)
+
+        try:
+            return self._run(get)
+        except Exception as error:
+            # An object without bytes has no last ones.
+            if _meaning(error).kind != "range":
+                raise
+            return self.get(path, max_bytes=byte_count)
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         total_bytes = None
@@ -193,6 +212,17 @@ class CloudBackend(ClientBackend):
         bucket, _, prefix = self._root.partition("/")
         return bucket, f"{prefix}/" if prefix else ""
 
+    @property
+    def _bucket(self) -> str:
+        return self._place[0]
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        answer = answer_in(error)
+        return answer is not None and answer.error_code in _CODES_OF_BOTH
+
+    def _look_at_bucket(self) -> None:
+        self._run(self._page, self._name(""), None, recursive=False)
+
     def _name(self, path: str) -> str:
         """Return the object name of a path below the root."""
         return f"{self._place[1]}{path}"
@@ -221,6 +251,11 @@ class CloudBackend(ClientBackend):
 def _meaning(error: BaseException) -> StorageError:
     """Return what an error will become."""
     return explain(error, "request", "")
+
+
+def range_header(start: int, length: int) -> str:
+    """Return the value of a Range header: from `start` on, or below 0 the last `length` bytes."""
+    return f"bytes=-{length}" if start < 0 else f"bytes={start}-{start + length - 1}"
 
 
 def waits(request_s: float) -> tuple[float, float]:

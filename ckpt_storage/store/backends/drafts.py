@@ -117,6 +117,11 @@ class Draft:
         with contextlib.suppress(OSError):
             self._close_unused()
 
+    def __del__(self) -> None:
+        """Close the descriptor of an upload that nobody ended; the file is swept later."""
+        if getattr(self, "_fd", None) is not None:
+            self.leave()
+
     def discard(self) -> None:
         """Remove the temporary file; idempotent; changes nothing once it is complete."""
         self.leave()

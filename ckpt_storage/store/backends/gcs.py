@@ -31,6 +31,7 @@ from .clouds import (
     Told,
     crc32c_of_all,
     encoded,
+    range_header,
     span_of,
     waits,
 )
@@ -69,11 +70,11 @@ class GcsBackend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        headers = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        headers = {} if start is None else {"Range": range_header(start, length)}
         address = f"/download{self._address(path)}"
         async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
             version = answer.headers.get("X-Goog-Generation")
-            if version is None and start is None:
+            if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
             first, told = span_of(answer.headers.get("Content-Range"), answer.content_length)
             pieces = answer.content.iter_any()
@@ -202,6 +203,16 @@ class GcsBackend(CloudBackend):
 
         return self._run(send)
 
+    def _paying_project(self, project: str | None) -> str:
+        """Return the project that pays. Raises `InvalidInputError` if none is known."""
+        if project:
+            return project
+        raise InvalidInputError(
+            f"requester_pays is set for {self._location.url}, and no project that pays is known.",
+            path=self._location.url,
+            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+        )
+
     @property
     def _objects(self) -> str:
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
@@ -242,11 +253,9 @@ class GcsBackend(CloudBackend):
         asked = dict(query)
         if fs.requester_pays:
             pays = fs.requester_pays
-            asked["userProject"] = payer = pays if isinstance(pays, str) else fs.project
-            if not payer:
-                what = "requester_pays is set, and no project is known that pays."
-                step = "Set the option project, or name the project in requester_pays."
-                raise InvalidInputError(what, next_step=step)
+            asked["userProject"] = self._paying_project(
+                pays if isinstance(pays, str) else fs.project
+            )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"

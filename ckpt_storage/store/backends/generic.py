@@ -21,6 +21,7 @@ from ckpt_storage.store.backend import (
     Capabilities,
     Content,
     ObjectInfo,
+    OpenUpload,
     Part,
     Range,
     Settings,
@@ -31,7 +32,7 @@ from ckpt_storage.store.problems import stuck
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
-from .drafts import draft_name, is_draft_name
+from .drafts import draft_name, is_draft_name, target_path
 
 log = logging.getLogger("ckpt_storage")
 
@@ -61,7 +62,7 @@ class _Writing:
 class FsspecBackend(ClientBackend):
     """One root on a file system that fsspec knows; a token is the path of a temporary file."""
 
-    capabilities = Capabilities(kind="generic")
+    capabilities = Capabilities(kind="generic", has_temporary_files=True)
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
@@ -208,6 +209,18 @@ class FsspecBackend(ClientBackend):
         with self._turn() as fs:
             _remove(fs, self._full(token))
 
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield temporary files; that of an object, or all below a folder."""
+        folder, _, name = prefix.strip("/").rpartition("/")
+        for page in self._pages(folder, recursive=False):
+            for info in page:
+                if name and target_path(info.path) == prefix:
+                    yield _upload_of(info)
+        for page in self._pages(prefix.strip("/"), recursive=True):
+            for info in page:
+                if is_draft_name(info.path.rpartition("/")[2]):
+                    yield _upload_of(info)
+
     def close(self) -> None:
         """Do as any backend, and close files whose upload nobody knows to have begun."""
         for token, writing in list(self._writings.items()):
@@ -231,6 +244,21 @@ class FsspecBackend(ClientBackend):
                 with contextlib.suppress(Exception):
                     end()
         self._give_back(writing.fs)
+
+    @property
+    def _bucket(self) -> str:
+        """The host of the URL, if it is the first part of paths: then no folder, but a bucket."""
+        host = self._location.target.partition("://")[2].partition("/")[0]
+        first = self._root.strip("/").partition("/")[0]
+        return host if host == first else ""
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        return isinstance(error, FileNotFoundError)
+
+    def _look_at_bucket(self) -> None:
+        first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
+        with self._turn() as fs:
+            fs.info(first)
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -272,8 +300,10 @@ class FsspecBackend(ClientBackend):
             with self._turn() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
-                except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                    continue
+                except (FileNotFoundError, NotADirectoryError) as error:
+                    if folder == prefix and (missing := self.explain(error)) is not None:
+                        raise missing from error
+                    continue  # there is none, or it was removed meanwhile
             page = []
             for info in entries:
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
@@ -300,6 +330,11 @@ class FsspecBackend(ClientBackend):
             found_bytes = self._info(fs, path).size_bytes
         if found_bytes != total_bytes:
             raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
+
+
+def _upload_of(info: ObjectInfo) -> OpenUpload:
+    path = target_path(info.path)
+    return OpenUpload(path=path, token=info.path, modified_s=info.modified_s)
 
 
 def _exists(fs: ForeignFs, full: str) -> bool:

@@ -37,6 +37,7 @@ from .clouds import (
     Told,
     crc32c_of_all,
     encoded,
+    range_header,
     span_of,
     waits,
 )
@@ -140,7 +141,7 @@ class S3Backend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        asked = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        asked = {} if start is None else {"Range": range_header(start, length)}
         answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
         # Not by the status: some servers answer a range with 200.
         first, told = span_of(answer.get("ContentRange"), answer["ContentLength"])
