@@ -61,17 +61,16 @@ def begin(
     store.make_folders([])
     # First of all, as it tells what an answer means that forbids to read.
     problem = find_abilities(store).create_problem
-    calls: list[Callable[[], Any]] = [
-        partial(find_all_abilities, store),
-        partial(log_to_extend, store),
-    ]
+    calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
     if not overwrite:
         calls.append(partial(is_there, store, names.STOCK_METADATA))
-    _, found, *shown = side_by_side(store, calls)
+    if store.capabilities.if_match:
+        calls.append(partial(find_all_abilities, store))
+    found, *shown = side_by_side(store, calls)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
         what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
-    elif any(shown) and is_foreign(store, found):
+    elif not overwrite and shown[0] and is_foreign(store, found):
         what = "a checkpoint that another writer made (.metadata)"
     if what is not None:
         raise CheckpointExistsError(
