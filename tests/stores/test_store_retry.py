@@ -456,6 +456,7 @@ def test_an_answer_that_contradicts_the_record_drops_it(bench: Bench) -> None:
 
     backend = Changing(bench.location)
     store = bench.store(backend=backend)
+    store.scope = lambda: backend
     create_new(store, "commits/1", b"one")
     backend.has_conditions = False
     assert error_of(lambda: create_new(store, "commits/2", b"two")).kind == "unsupported"
@@ -475,6 +476,7 @@ def test_what_is_not_read_back_is_no_place_to_save(bench: Bench) -> None:
             return self.stat(path).size_bytes
 
     store = bench.store(backend=Distorting(bench.location))
+    store.scope = object
     error = error_of(lambda: create_new(store, "commits/1", b"one"))
     assert "other bytes were read back" in str(error)
     assert [entry.path for entry in store.list("")] == ["x"]
