@@ -63,8 +63,10 @@ def begin(
     store.make_folders([])
     # First of all, as it tells what an answer means that forbids to read.
     problem = find_abilities(store).create_problem
-    looks: list[Callable[[Store], Any]] = [find_all_abilities, log_to_extend, read_stock_tail]
-    _, found, tail = side_by_side(store, [partial(look, store) for look in looks])
+    looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
+    if store.capabilities.if_match:
+        looks.append(find_all_abilities)
+    found, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
     check_slots(store, found, tail)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:

@@ -21,7 +21,7 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Buffers, ObjectInfo, Range
 from ckpt_storage.store.backends import memory
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import find_abilities
+from ckpt_storage.store.probe import create_new, find_abilities
 from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count
@@ -439,3 +439,44 @@ def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
         assert error_of(probe).kind in {"connection", "unknown"}
     bench.plain.scope = lambda: bench
     assert find_abilities(bench.plain).create_problem == ""
+
+
+def test_an_answer_that_contradicts_the_record_drops_it(bench: Bench) -> None:
+    """A storage that refuses a condition it was seen to honour is tried out anew."""
+
+    class Changing(Remote):
+        """Takes no condition any more, once its policy has changed."""
+
+        has_conditions = True
+
+        def put(self, path: str, data: Buffers, **how: Any) -> None:
+            if how.get("if_absent") and not self.has_conditions:
+                raise HttpFailure(status=501, code="NotImplemented")
+            super().put(path, data, **how)
+
+    backend = Changing(bench.location)
+    store = bench.store(backend=backend)
+    store.scope = lambda: backend
+    create_new(store, "commits/1", b"one")
+    backend.has_conditions = False
+    assert error_of(lambda: create_new(store, "commits/2", b"two")).kind == "unsupported"
+    create_new(store, "commits/2", b"two")
+    assert find_abilities(store).create_problem
+
+
+def test_what_is_not_read_back_is_no_place_to_save(bench: Bench) -> None:
+    """A range with other bytes, twice, is an error before anything else is written."""
+
+    class Distorting(Remote):
+        """Answers ranges with zeros."""
+
+        def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+            for _, view in ranges:
+                view[:] = bytes(len(view))
+            return self.stat(path).size_bytes
+
+    store = bench.store(backend=Distorting(bench.location))
+    store.scope = object
+    error = error_of(lambda: create_new(store, "commits/1", b"one"))
+    assert "other bytes were read back" in str(error)
+    assert [entry.path for entry in store.list("")] == ["x"]

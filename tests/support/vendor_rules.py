@@ -31,7 +31,7 @@ def behind(url: str, layer: Layer) -> Iterator[str]:
 
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            verdict = layer(self.command, self.path, self.headers, body)
+            verdict = layer(self.command, self.path, dict(self.headers.items()), body)
             if isinstance(verdict, bytes):
                 verdict = self.forwarded(verdict)
             status, headers, content = verdict
@@ -70,7 +70,7 @@ def gcs_retention() -> Layer:
     """
     names: set[bytes] = set()
     text = {"code": 403, "message": "is subject to bucket's retention policy"}
-    text |= {"errors": [{"reason": "retentionPolicyNotMet"}]}  # type: ignore[dict-item]
+    text |= {"errors": [{"reason": "retentionPolicyNotMet"}]}
     refusal = 403, {"Content-Type": "application/json"}, json.dumps({"error": text}).encode()
 
     def layer(method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer | bytes:
