@@ -119,8 +119,10 @@ class Draft:
 
     def __del__(self) -> None:
         """Close the descriptor of an upload that nobody ended; the file is swept later."""
-        if getattr(self, "_fd", None) is not None:
-            self.leave()
+        # A finalizer has nobody to raise to.
+        with contextlib.suppress(BaseException):
+            if self._fd is not None:
+                self.leave()
 
     def discard(self) -> None:
         """Remove the temporary file; idempotent; changes nothing once it is complete."""
