@@ -84,15 +84,25 @@ def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None)
 
 
 def try_absence(store: Store, path: str) -> bool:
-    """Return whether a name that nothing bears is "not-found", and not "forbidden"."""
+    """Return whether a name that nothing bears is "not-found", and not "forbidden".
+
+    S3 forbids it only to credentials that may not list either.
+    """
     try:
         store.stat(path)
     except StorageError as error:
-        if error.kind == "permission":
-            return False
-        if error.kind != "not-found":
+        if error.kind == "not-found":
+            return True
+        if error.kind != "permission":
             raise
-    return True
+        failure = error
+    try:
+        store.list(path, recursive=False)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return False
+    raise failure
 
 
 def try_creation(store: Store, path: str) -> str:

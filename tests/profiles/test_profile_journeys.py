@@ -173,6 +173,8 @@ def test_a_conflict_that_passes_is_no_failure(service: Service) -> None:
 
 def test_doctor_says_what_a_save_meets(service: Service) -> None:
     """Where a save works, the last line of the doctor says so."""
+    if service.server.profile == "flaky-bytes":
+        pytest.skip("the doctor tells of each wrong byte")
     found = ckpt_storage.diagnose(service.root, large_bytes=200_000, **service.options)
     assert found.ok, [probe for probe in found.probes if probe.outcome == "no"]
 
