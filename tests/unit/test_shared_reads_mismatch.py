@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.loads.sharing import SharedReads, ShareOrder, Unit
+from ckpt_storage.loads.sharing import Key, SharedReads, ShareOrder, Unit
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.transfer.chunks import ChunkPlace, bytes_read
@@ -39,7 +39,7 @@ def test_a_wrong_byte_of_a_peer_is_not_damage(tmp_path: Path) -> None:
         crcs=(crc32c_of(DATA),),
     )
     target = bytearray(len(DATA))
-    key = ("w", (0,))
+    key: Key = ("w", (0,))
     unit = Unit(0, 1, (0, 1), ((key, 0, len(DATA)),))
     order = ShareOrder(rank=0, units=(unit,), unit_bytes=len(DATA))
     peers: Any = _WrongPeers()
