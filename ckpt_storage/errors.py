@@ -76,8 +76,9 @@ class StorageError(CheckpointError, OSError):
     """The storage refused or failed an operation.
 
     `retryable` says whether the same call may succeed later; `kind` is one of
-    "not-found", "exists", "precondition", "permission", "credentials", "no-space",
-    "throttled", "timeout", "connection", "range", "unsupported", "unknown", "other"; "unknown":
+    "not-found", "exists", "precondition", "permission", "credentials", "no-space", "throttled",
+    "timeout", "connection", "range", "refused", "unsupported", "not-begun", "unknown", "other".
+    "refused": the storage rejects the request as such. "not-begun": nothing was sent. "unknown":
     nobody can tell whether it was done.
     """
 

@@ -43,7 +43,7 @@ def pytest_unconfigure() -> None:
     atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
 
 
-_TIERS = {"docs", "faults", "interop", "ranks", "servers"}
+_TIERS = {"docs", "faults", "interop", "profiles", "ranks", "servers"}
 """The folders that plain `pytest` leaves out; their tests bear a marker of that name."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, Phas
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, format_of, seal
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import find_abilities, find_all_abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -60,8 +60,13 @@ def begin(
     exclusive create cannot be relied on.
     """
     began_s = time.time()
+    store.make_folders([])
+    # First of all, as it tells what an answer means that forbids to read.
+    problem = find_abilities(store).create_problem
     looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
-    found, tail = side_by_side(store, [partial(look, store) for look in looks])
+    if store.capabilities.if_match:
+        looks.append(find_all_abilities)
+    found, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
     check_slots(store, found, tail)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
@@ -77,13 +82,8 @@ def begin(
         )
     save_id = save_id or names.new_save_id()
     store.make_folders([names.COMMITS, names.save_folder(save_id), names.ranks_folder(save_id)])
-    if why_not := why_no_exclusive_create(store):
-        log.warning(
-            "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
-            "apart there.",
-            store.url,
-            why_not,
-        )
+    if problem:
+        _warn_once(store, problem)
     marker = {
         "format": format_of("begun"),
         "save_id": save_id,
@@ -95,6 +95,23 @@ def begin(
     previous = head.head if head else None
     return SaveTicket(
         save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s
+    )
+
+
+_WARNED: set[Hashable] = set()
+
+
+def _warn_once(store: Store, problem: str) -> None:
+    """Warn of a single-writer storage, once in this process."""
+    scope = store.find_scope()
+    if scope in _WARNED:
+        return
+    _WARNED.add(scope)
+    log.warning(
+        "%s is single-writer: %s Two jobs that save to one id at the same time are not told apart "
+        "there.",
+        store.url,
+        problem,
     )
 
 

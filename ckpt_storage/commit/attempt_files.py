@@ -37,19 +37,12 @@ def delete_attempt(store: Store, save_id: str) -> None:
 def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
     """Abort the uploads that dead runs left open below a folder, `only` those that are meant.
 
-    They stay where the storage does not list them, or not to us: files are deleted all the same.
+    A failure is logged and stops nothing: they take room, but no part in any checkpoint.
     """
     try:
         count = store.abort_uploads(folder, only=only)
     except StorageError as error:
-        if error.kind not in {"permission", "unsupported"}:
-            raise
-        # They take room, but no part in any checkpoint.
-        log.warning(
-            "%s: open uploads cannot be listed; those that are there stay: %s",
-            store.shown(folder),
-            error,
-        )
+        log.warning("%s: uploads that are open there stay: %s", store.shown(folder), error)
     else:
         if count:
             log.info("%s: %d uploads that were left open are gone", store.shown(folder), count)

@@ -16,7 +16,7 @@ from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MAX_SLOT_BYTES
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_conditional_delete
+from ckpt_storage.store.probe import find_all_abilities
 from ckpt_storage.store.store import Store
 
 from . import slotlog
@@ -144,7 +144,7 @@ def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
         return False
     try:
         for slot, content in slots.items():
-            if content.version is None or why_no_conditional_delete(store):
+            if content.version is None or find_all_abilities(store).delete_problem:
                 return None
             store.delete_version(names.slot_path(slot), content.version)
     except UnsupportedByStoreError:

@@ -25,7 +25,7 @@ from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_conditional_delete
+from ckpt_storage.store.probe import compare_and_swap, find_all_abilities, replaces_by_version
 from ckpt_storage.store.store import Store
 
 from . import slotlog
@@ -169,7 +169,7 @@ def publish_head(
     `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError`
     as `check_newest`; the commit stands all the same.
     """
-    is_conditional = store.capabilities.if_match
+    is_conditional = own is not None and replaces_by_version(store)
     # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
     found = CommitLog.ending_with(own) if own and is_conditional else None
     may_have_written, uncertain_count = False, 0
@@ -195,6 +195,7 @@ def publish_head(
                 raise
             is_put = False
         may_have_written = may_have_written or is_put
+        is_conditional = is_conditional or replaces_by_version(store)
         # Where nothing was, only a deletion can have come in between.
         if is_put and is_conditional and (current is not None or _is_head(store, head)):
             return True
@@ -244,7 +245,7 @@ def _next_step(found: CommitLog, current: Content | None, *, may_have_written: b
 def _delete_seen(store: Store, seen: Content | None) -> None:
     """Delete `.metadata` if it is what was seen, as far as the storage can tell."""
     try:
-        if seen is None or seen.version is None or why_no_conditional_delete(store):
+        if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
             store.delete([STOCK_METADATA])
         else:
             store.delete_version(STOCK_METADATA, seen.version)
@@ -269,7 +270,7 @@ def _replaced(
         return False  # it was freed meanwhile
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
-        store.replace_seen(STOCK_METADATA, data, seen)
+        compare_and_swap(store, STOCK_METADATA, data, seen)
     except StorageError as error:
         if error.kind in {"precondition", "exists", "not-found"}:
             return False

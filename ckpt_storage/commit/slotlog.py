@@ -29,7 +29,7 @@ from ckpt_storage.format.documents import (
 )
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import side_by_side
@@ -66,7 +66,7 @@ class _SlotReader:
     def __init__(self, store: Store, known: SlotRecord | None) -> None:
         self._store = store
         self._records = {} if known is None else {known.slot: known}
-        self._contents: dict[int, bytes | None] = {}
+        self._contents: dict[int, bytes | StorageError | None] = {}
 
     def prefetch(self, *slots: int) -> None:
         """Read slots side by side."""
@@ -74,15 +74,28 @@ class _SlotReader:
         self._contents.update(zip(slots, side_by_side(self._store, calls), strict=True))
 
     def is_taken(self, slot: int) -> bool:
-        """Return whether there is a record in a slot, sound or not."""
-        if slot not in self._contents and slot not in self._records:
+        """Return whether there is a record in a slot, sound or not.
+
+        To credentials that may not list, S3 forbids what is absent. Whoever could read one slot may
+        read all, and a refusal means then that there is none.
+        """
+        if slot in self._records:
+            return True
+        if slot not in self._contents:
             self._contents[slot] = _slot_bytes(self._store, slot)
-        return slot in self._records or self._contents[slot] is not None
+        content = self._contents[slot]
+        if not isinstance(content, StorageError):
+            return content is not None
+        if not self._records and not any(isinstance(one, bytes) for one in self._contents.values()):
+            raise content
+        return False
 
     def record(self, slot: int) -> SlotRecord | None:
         """Return the record in a slot, None if it is free. Raises as `SlotRecord.decode`."""
         if slot not in self._records and self.is_taken(slot):
-            self._records[slot] = _decoded(self._store, slot, self._contents[slot] or b"")
+            content = self._contents[slot]
+            data = content if isinstance(content, bytes) else b""
+            self._records[slot] = _decoded(self._store, slot, data)
         return self._records.get(slot)
 
 
@@ -122,13 +135,17 @@ def read_log(
     return CommitLog(last_slot=low, last=last, head=head)
 
 
-def _slot_bytes(store: Store, slot: int) -> bytes | None:
-    """Return what lies in a slot, sound or not, None if it is free."""
+def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
+    """Return what lies in a slot, sound or not; None if it is free, an error if forbidden."""
     try:
         content = read_or_none(store, names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
     except IntegrityError:
         # Too long to be a record: it takes the slot all the same.
         return b""
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return error
     return None if content is None else content.data
 
 
@@ -305,16 +322,15 @@ def take_slot(
     )
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = names.slot_path(slot), record.encode()
-    create = store.create_alone if why_no_exclusive_create(store) else store.create
     try:
         try:
-            create(path, data)
+            create_new(store, path, data)
         except StorageError as error:
             if error.kind != "not-found":
                 raise
             # The folder went with the slots of a deleted checkpoint.
             store.make_folders([names.COMMITS])
-            create(path, data)
+            create_new(store, path, data)
     except StorageError as error:
         if error.kind not in {"exists", "unknown"}:
             raise

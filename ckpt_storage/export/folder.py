@@ -22,6 +22,7 @@ from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SING
 from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import Content, Part
+from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
@@ -310,7 +311,7 @@ class ExportFolder(Folder[R]):
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         try:
-            self.site.target.replace_seen(INDEX_NAME, index, self._index)
+            compare_and_swap(self.site.target, INDEX_NAME, index, self._index)
         except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
             now = read_or_none(self.site.target, INDEX_NAME)

@@ -76,11 +76,7 @@ class Handle:
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as store:
-            opening = partial(self._open, store)
-            if location.is_local:
-                # A thread that is waited for takes longer than to read a document from a disk.
-                opening = partial(store.in_one_thread, "opening", opening)
-            source = opening()
+            source = self._open(store)
         self.source = source
         # How much to hold at a time of what may be too large to hold.
         self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)

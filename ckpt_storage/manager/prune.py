@@ -25,7 +25,7 @@ from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import find_abilities
 
 from .delete import delete_with_exports
 from .folders import FolderState, by_step
@@ -159,8 +159,8 @@ class Pruner:
         Names in use stay. A deletion that fails is reported, and the others go on.
         """
         if plan.planned or plan.leftovers:
-            # Probed at the root, so that a crash leaves no probe in a checkpoint.
-            why_no_exclusive_create(self._root.open(deadline))
+            # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
+            find_abilities(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()

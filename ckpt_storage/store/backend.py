@@ -102,7 +102,7 @@ class Content:
 class Part:
     """One part that the storage has taken; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; some may be left out.
+    number: from 0, ascending with the offsets; S3 wants them without a gap.
     receipt: what the storage wants to see again. crc32c: what it told of a copied part.
     """
 
@@ -339,7 +339,7 @@ class Backend(abc.ABC):
         del path, token
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:  # noqa: ARG002
-        """Yield the open uploads below a folder, and those of the very path `prefix`."""
+        """Yield the open uploads below a folder."""
         return iter(())
 
     def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002

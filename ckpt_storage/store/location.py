@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
-from .redaction import without_secrets
+from .redaction import without_password
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -90,7 +90,7 @@ class Location:
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            _check_scheme(protocol, given, without_secrets(f"{given}://{rest}"))
+            _check_scheme(protocol, given, without_password(f"{given}://{rest}"))
             if "protocol" in options:
                 # fsspec would follow it instead of the URL.
                 raise _bad("storage_options has 'protocol'.", "Leave it out: the URL names it.")
@@ -114,7 +114,7 @@ class Location:
             return dataclasses.replace(other, storage_options=options)
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
-            what = f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'."
+            what = f"The checkpoint id {without_password(text)!r} leads out of {self.url} by '..'."
             raise _bad(what, "Give a name below it, an absolute path or a full URL.")
         below = "/".join(part for part in parts if part or not self.is_local)
         if not self.is_local:
@@ -220,7 +220,7 @@ def _text_of(url: object) -> str:
     if not isinstance(text, str):
         step = "Give a str such as 's3://bucket/run', or a pathlib.Path."
         raise _bad(f"A {type(url).__name__} is no path or URL.", step)
-    shown = without_secrets(text)
+    shown = without_password(text)
     if not text.strip() or "\0" in text:
         step = "Give a folder or a URL such as 's3://bucket/run'."
         raise _bad(f"The path {shown!r} is empty or contains a NUL character.", step)
@@ -236,7 +236,7 @@ def _text_of(url: object) -> str:
         is_alone = is_colon and text.strip().partition("/")[0].endswith(":")
         if is_alone or kept in BUCKETS | USERS or (is_colon and kept in {"file", "memory"}):
             rest = text.strip()[mangled.end() :].lstrip("/")
-            hint = without_secrets(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
+            hint = without_password(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
             step = f"Pass the URL as a str: {hint!r} (pathlib folds its slashes)."
             raise _bad(f"{shown!r} is neither a path nor a URL.", step)
     return text
@@ -256,7 +256,7 @@ def _file_url_path(rest: str) -> str:
     """Return the path of a `file://` URL, which has an empty host or none but localhost."""
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
-        shown = without_secrets(f"file://{rest}").removeprefix("file://")
+        shown = without_password(f"file://{rest}").removeprefix("file://")
         step = f"Write three slashes for an absolute path: 'file:///{shown}'."
         raise _bad(f"'file://{shown}' names a host, or is a relative path.", step)
     return _absolute(path)
@@ -264,7 +264,7 @@ def _file_url_path(rest: str) -> str:
 
 def _checked_rest(protocol: str, rest: str) -> str:
     """Return what follows `scheme://`, with trailing slashes dropped and the rest kept as is."""
-    shown = without_secrets(f"{protocol}://{rest}")
+    shown = without_password(f"{protocol}://{rest}")
     if protocol == "memory":
         rest = rest.lstrip("/")
     if protocol in BUCKETS and not rest.partition("/")[0]:
@@ -297,7 +297,7 @@ def _check_user_info(protocol: str, rest: str) -> None:
 
 def _check_tail(rest: str) -> None:
     if _TAIL.search(rest):
-        shown = without_secrets(_TAIL.sub("", rest))
+        shown = without_password(_TAIL.sub("", rest))
         step = "Pass a SAS token as storage_options=; rename a folder that bears such a character."
         raise _bad(f"A query or fragment ('?' or '#') is behind {shown!r}; no URL takes one.", step)
 

@@ -72,10 +72,12 @@ precondition: Something else changed the object meanwhile; read it again.
     ConditionNotMet PreconditionFailed conditionNotMet 409 412
 range: The object is shorter than it should be.
     InvalidRange requestedRangeNotSatisfiable 416
-permission: Give these credentials the right to read, write, list and delete below this URL.
+permission: Grant the right to read, write, delete and list (S3: s3:ListBucket) below this URL.
     AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure
     AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403
     asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation
+permission: A retention policy or lock holds it: wait for its end, or save to another place.
+    BlobImmutableDueToPolicy retentionPolicyNotMet
 permission: Check owner and mode of the folder for this process, and that it is not read-only.
     EACCES EPERM EROFS
 credentials: Check the credentials in storage_options or the environment.
@@ -146,13 +148,24 @@ _BY_SIGN = dict(_meanings())
 _SERVER = _BY_SIGN["InternalError"]
 _CERTIFICATE = _BY_SIGN["ssl.SSLCertVerificationError"]
 _UNKNOWN = _BY_SIGN["botocore.ProfileNotFound"]
+_REFUSED = _UNKNOWN._replace(kind="refused")
 # paramiko's, for a closed connection and for most of what a server refuses.
 _NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
 _UNKNOWN_NUMBER = _Meaning(
     "other", "Check the path, the file system and its mount.", retryable=False
 )
-_FIRST_SERVER_STATUS = 500
+_FIRST_CLIENT_STATUS, _FIRST_SERVER_STATUS = 400, 500
 _FAILURE_STATUSES = range(300, 600)
+_NO_CONNECTION = frozenset(
+    {
+        "aiohttp.ClientConnectorError",
+        "aiohttp.ConnectionTimeoutError",
+        "botocore.ConnectTimeoutError",
+        "builtins.ConnectionRefusedError",
+        "socket.gaierror",
+    }
+)
+"""Failures before the first byte of a request."""
 
 
 def explain(
@@ -179,7 +192,7 @@ def explain(
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
     text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
-    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
+    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other", "refused"}
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
     if meaning.kind == "timeout" and answer is None and timeout_s is not None:
         text = f"no answer within {timeout_s:g} s ({text})"
@@ -187,9 +200,9 @@ def explain(
     kind, step, again = meaning
     what = scrub(f"The {name} of {path} failed{where}: {text}.")
     failure = raised(what, kind=kind, retryable=again, path=scrub(path), next_step=step)
-    if any(isinstance(link, ConnectionRefusedError) for link in chain):
+    if any(not _NO_CONNECTION.isdisjoint(map(_type_name, type(link).mro())) for link in chain):
         # Proof that nothing was done; the foreign one may carry credentials in its text.
-        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "No connection was made")
     return failure
 
 
@@ -237,7 +250,10 @@ def _meaning_of_answer(answer: HttpFailure) -> _Meaning | None:
     status = answer.status if answer.status is not None else _number(answer.error_code)
     if answer.error_code in _BY_SIGN or status is None:
         return _BY_SIGN.get(answer.error_code)
-    fallback = _SERVER if status >= _FIRST_SERVER_STATUS else _UNKNOWN
+    if status >= _FIRST_SERVER_STATUS:
+        fallback = _SERVER
+    else:
+        fallback = _REFUSED if status >= _FIRST_CLIENT_STATUS else _UNKNOWN
     return _BY_SIGN.get(str(status), fallback)
 
 
@@ -313,6 +329,12 @@ def check_source(copy: PartCopy, found_bytes: int) -> None:
         span = f"[{copy.start}, {end}){of}"
         text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
         raise damaged(copy.source.path, text, min(found_bytes, end))
+
+
+def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:
+    """Return the error that the storage at `url` has no such call."""
+    text = f"{url} {what}."
+    return UnsupportedByStoreError(text, kind="unsupported", path=shown, next_step=next_step)
 
 
 def changed(path: str) -> StorageError:

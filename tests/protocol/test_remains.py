@@ -179,14 +179,14 @@ def test_publishing_ends_with_backoff_where_others_always_win(
     record = tools.committed(store, own)
     pauses: list[int] = []
 
-    def lose(path: str, *_: object) -> None:
+    def lose(_: object, path: str, *_more: object) -> None:
         raise StorageError(f"{path} was replaced by another", kind="precondition")
 
     def pause(number: int) -> bool:
         pauses.append(number)
         return True
 
-    monkeypatch.setattr(store, "replace_seen", lose)
+    monkeypatch.setattr(publishing, "compare_and_swap", lose)
     monkeypatch.setattr(store, "pause", pause)
     with pytest.raises(StorageError, match="attempts to publish"):
         publishing.publish_head(store, own=record, own_stock=own.stock_bytes)

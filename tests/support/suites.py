@@ -80,7 +80,9 @@ class SuiteAt(StoreSuite):
         given_up.write_part(0, 0, [memoryview(pattern(size))], last=False)
         given_up.abort()
         assert len(store.list("")) == 1 + known.tokens_travel
-        assert store.abort_uploads("") == 0
+        # Nobody knows the name of an upload whose start got no answer.
+        is_unknown = (operation, action) == ("begin_upload", "lost_answer")
+        assert is_unknown or store.abort_uploads("") == 0
 
     @pytest.mark.parametrize("operation", ["complete_upload", "put"])
     def test_what_nobody_saw_complete_is_taken_back(

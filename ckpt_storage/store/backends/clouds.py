@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import base64
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -35,10 +37,10 @@ Terms: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """An object's bytes on their way; is_whole: not only the range that was asked for."""
+    """An object's bytes on their way; `first` is where in the object they begin."""
 
     pieces: AsyncIterator[bytes]
-    is_whole: bool = False
+    first: int = 0
     total_bytes: int | None = None
     version: str | None = None
 
@@ -132,9 +134,9 @@ class CloudBackend(ClientBackend):
     ) -> tuple[int, int | None]:
         """Return how many bytes came, and how long the object is."""
         async with self._body(fs, path, start, len(view)) as body:
-            if start and body.is_whole:
-                sizes = f"{len(view)} bytes with the whole object of {body.total_bytes} bytes"
-                what = f"The server answers a read of {sizes}."
+            if start != body.first:
+                sizes = f"from byte {body.first} on, of {body.total_bytes} bytes in all"
+                what = f"The server answers a read from byte {start} on with the bytes {sizes}."
                 step = "Use a server that honours the Range header, without Content-Encoding."
                 raise UnsupportedByStoreError(what, kind="unsupported", next_step=step)
             count = 0
@@ -261,7 +263,23 @@ def waits(request_s: float) -> tuple[float, float]:
     return min(10.0, request_s), min(60.0, request_s)
 
 
-def total_of(content_range: object) -> int | None:
-    """Return the length of the object that a Content-Range header tells, if it does."""
-    total = str(content_range or "").rpartition("/")[2]
-    return int(total) if total.isdigit() else None
+def crc32c_of_all(data: Buffers) -> int:
+    """Return the CRC-32C of consecutive buffers."""
+    return functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
+
+
+def encoded(crc32c: int) -> str:
+    """Return a CRC-32C as object stores spell it."""
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
+
+
+def span_of(content_range: object, length: int | None) -> tuple[int, int | None]:
+    """Return what a Content-Range header tells: the first byte, and the length of the object.
+
+    Without one the answer is the whole object, of the length that its own header tells.
+    """
+    if not content_range:
+        return 0, length
+    span, _, total = str(content_range).rpartition("/")
+    first = span.rpartition(" ")[2].partition("-")[0]
+    return int(first) if first.isdigit() else 0, int(total) if total.isdigit() else None
