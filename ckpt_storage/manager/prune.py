@@ -159,7 +159,7 @@ class Pruner:
         Names in use stay. A deletion that fails is reported, and the others go on.
         """
         if plan.planned or plan.leftovers:
-            # Asked at the root, so that a probe that is cut leaves nothing in a checkpoint.
+            # Probed at the root, so that a crash leaves no probe in a checkpoint.
             find_abilities(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()

@@ -404,7 +404,9 @@ def test_a_save_to_s3_survives_every_fault_at_every_request(
             if name == "lost_answer":
                 assert outcome is None, f"{at}: {outcome!r}"
             if name not in S3_CRASHES:
-                assert server.open_upload_count == uploads_before, at
+                # Nobody knows the name of an upload whose start got no answer.
+                is_unknown = (name, request.op) == ("lost_answer", "create_upload")
+                assert server.open_upload_count == uploads_before + is_unknown, at
             uploads_before = server.open_upload_count
             if not judged.is_new(server.dump(buckets.bucket), outcome):
                 continue

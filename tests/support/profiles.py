@@ -64,7 +64,7 @@ class Service:
 
     def save(self, number: int, url: str, **more: Any) -> ckpt_storage.CheckpointInfo:
         """Save a state of that number, with the requests in the same order each time."""
-        one_by_one = {"part_bytes": PART_BYTES, "thread_count": 1}
+        one_by_one: dict[str, Any] = {"part_bytes": PART_BYTES, "thread_count": 1}
         return ckpt_storage.save(state_of(number), url, **one_by_one, **self.options, **more)
 
     def loaded(self, url: str) -> int | None:

@@ -157,8 +157,8 @@ class S3Backend(CloudBackend):
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
-        named = {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
-        named["Key"] = self._name(path)
+        named: dict[str, Any] = {"Key": self._name(path)}
+        named |= {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
         dialect, spelt = self._dialect, self._spelt(terms)
         try:
             await self._ask_checked(fs, "put_object", data, **named, **spelt)
