@@ -1,0 +1,18 @@
+"""Swift passes the suite of all backends and the journeys of users."""
+
+from __future__ import annotations
+
+from journeys import Journeys
+from suites import SuiteAt
+
+
+class TestSwiftSuite(SuiteAt):
+    """The suite."""
+
+    at = "swift_root"
+
+
+class TestSwiftJourneys(Journeys):
+    """The journeys."""
+
+    at = "swift_root"

@@ -1,0 +1,121 @@
+"""Clients that share nothing with those under test: what they read and write is the truth."""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+from typing import Any
+
+from servers import Running
+
+
+class RawClient(abc.ABC):
+    """All files below one root, by another client than the one under test."""
+
+    @abc.abstractmethod
+    def files(self) -> dict[str, bytes]:
+        """Return the content of each file by its path below the root."""
+
+    @abc.abstractmethod
+    def write(self, path: str, data: bytes) -> None:
+        """Put a whole file at a path below the root."""
+
+    @staticmethod
+    def of(root: Running) -> RawClient:
+        """Return the client for a root."""
+        if root.url.startswith("s3://"):
+            return S3Client(root)
+        if root.url.startswith("smb://"):
+            return SambaClient(root)
+        if root.url.startswith("sftp://"):
+            # The server runs on this machine.
+            return FolderClient(Path("/" + root.url.removeprefix("sftp://").partition("/")[2]))
+        return FolderClient(Path(root.url))
+
+
+class FolderClient(RawClient):
+    """A folder, by Python's own calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def files(self) -> dict[str, bytes]:
+        paths = [path for path in self._folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(self._folder)): path.read_bytes() for path in paths}
+
+    def write(self, path: str, data: bytes) -> None:
+        file = self._folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+
+
+class S3Client(RawClient):
+    """A prefix in a bucket, by botocore alone."""
+
+    def __init__(self, root: Running) -> None:
+        self._bucket, _, prefix = root.url.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix}/"
+        self._client = s3_client(root)
+
+    def files(self) -> dict[str, bytes]:
+        pages = self._client.get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=self._bucket, Prefix=self._prefix)
+        keys = [entry["Key"] for page in found for entry in page.get("Contents", ())]
+        return {key.removeprefix(self._prefix): self._get(key) for key in keys}
+
+    def _get(self, key: str) -> bytes:
+        body: bytes = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+        return body
+
+    def write(self, path: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=self._prefix + path, Body=data)
+
+
+class SambaClient(RawClient):
+    """A folder of a share, by smbclient."""
+
+    def __init__(self, root: Running) -> None:
+        host, _, path = root.url.removeprefix("smb://").partition("/")
+        share, _, folder = path.partition("/")
+        self._root = "\\\\" + "\\".join([host, share, *folder.split("/")])
+        self._options = {**root.storage_options, "connection_cache": {}}
+
+    def files(self) -> dict[str, bytes]:
+        import smbclient  # noqa: PLC0415  # not on every machine
+
+        found = {}
+        for folder, _, names in smbclient.walk(self._root, **self._options):
+            for name in names:
+                full = f"{folder}\\{name}"
+                with smbclient.open_file(
+                    full, mode="rb", share_access="rwd", **self._options
+                ) as file:
+                    path = full.removeprefix(f"{self._root}\\").replace("\\", "/")
+                    found[path] = file.read()
+        return found
+
+    def write(self, path: str, data: bytes) -> None:
+        import smbclient  # noqa: PLC0415  # not on every machine
+
+        full = "\\".join([self._root, *path.split("/")])
+        with smbclient.open_file(full, mode="wb", **self._options) as file:
+            file.write(data)
+
+
+def s3_client(running: Running) -> Any:
+    """Return a client of botocore alone."""
+    import botocore.session  # noqa: PLC0415  # not on every machine
+    from botocore.config import Config  # noqa: PLC0415
+
+    config = Config(
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path"},
+    )
+    return botocore.session.get_session().create_client(
+        "s3",
+        config=config,
+        aws_access_key_id=running.storage_options["key"],
+        aws_secret_access_key=running.storage_options["secret"],
+        **running.storage_options["client_kwargs"],
+    )
