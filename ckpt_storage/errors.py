@@ -77,8 +77,8 @@ class StorageError(CheckpointError, OSError):
 
     `retryable` says whether the same call may succeed later; `kind` is one of
     "not-found", "exists", "precondition", "permission", "credentials", "no-space",
-    "throttled", "timeout", "connection", "range", "unsupported", "unknown", "other"; "unknown":
-    nobody can tell whether it was done.
+    "throttled", "timeout", "connection", "bad-response", "range", "unsupported", "unknown",
+    "other"; "unknown": nobody can tell whether it was done.
     """
 
     code = "storage"

@@ -5,6 +5,7 @@ Judges by codes, statuses, names of types and error numbers, never by the text o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import traceback
@@ -36,6 +37,13 @@ class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
 
     def __init__(self, missing: str) -> None:
         super().__init__(f"the answer has no {missing}, so it is not the storage's")
+
+
+class UnreadableAnswer(Exception):  # noqa: N818  # it never leaves this layer
+    """Bytes that came in place of an HTTP answer, or that make it ambiguous."""
+
+    def __init__(self, flaw: str) -> None:
+        super().__init__(f"what came is no answer of HTTP ({flaw})")
 
 
 class _Meaning(NamedTuple):
@@ -109,8 +117,8 @@ connection again: Check the address (endpoint_url), the network and that the ser
     asyncssh.DisconnectError asyncssh.SFTPConnectionLost asyncssh.SFTPNoConnection
     azure.HttpResponseError azure.IncompleteReadError azure.ServiceRequestError
     azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
-    botocore.HTTPClientError botocore.IncompleteReadError botocore.ResponseParserError
-    builtins.ConnectionError builtins.EOFError concurrent.CancelledError google.TransportError
+    botocore.HTTPClientError botocore.IncompleteReadError builtins.ConnectionError
+    builtins.EOFError concurrent.CancelledError google.TransportError
     http.HTTPException httpx.TransportError paramiko.SSHException requests.ConnectionError
     socket.gaierror ssl.SSLError webdav4.BadGatewayError
 unsupported: This storage cannot do that; use another one, or its native API.
@@ -121,8 +129,10 @@ unsupported: The folder spans two file systems; choose one that lies on one.
 other: Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.
     AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect
     TemporaryRedirect 301
-other: Check endpoint_url: is it the storage's API, and not its console or a proxy?
+bad-response: Check endpoint_url: is it the storage's API, and not its console or a proxy?
     azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError
+bad-response again: Check endpoint_url: does the storage's API listen there, behind no proxy?
+    botocore.ResponseParserError ckpt_storage.UnreadableAnswer http.BadStatusLine
 other: Part of the path is a file; give a path whose parents are folders.
     EISDIR ENOTDIR
 other again: Check the file system and its mount, the kernel log, and the limits (ulimit -n).
@@ -148,6 +158,7 @@ _NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.",
 _UNKNOWN_NUMBER = _Meaning(
     "other", "Check the path, the file system and its mount.", retryable=False
 )
+_SHOWING_ENDPOINT = frozenset({"bad-response", "connection", "credentials", "other", "timeout"})
 _FIRST_SERVER_STATUS = 500
 _FAILURE_STATUSES = range(300, 600)
 
@@ -172,11 +183,14 @@ def explain(
         error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))
-    answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
+    answers = (_answer_in(link) for link in chain)
+    answer = next((answer for answer in answers if answer is not None), None)
+    if isinstance(answer, UnreadableAnswer):
+        error, chain, answer = answer, [answer], None
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
     text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
-    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
+    shows_endpoint = meaning.kind in _SHOWING_ENDPOINT
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
     if meaning.kind == "timeout" and answer is None and timeout_s is not None:
         text = f"no answer within {timeout_s:g} s ({text})"
@@ -190,6 +204,21 @@ def explain(
     return failure
 
 
+def meaning_of(error: BaseException) -> StorageError:
+    """Return what an exception will become, for a backend that decides by it."""
+    return explain(error, "request", "")
+
+
+@contextlib.contextmanager
+def unless_absent() -> Iterator[None]:
+    """Do nothing about an error that says that something is not there."""
+    try:
+        yield
+    except Exception as error:
+        if meaning_of(error).kind != "not-found":
+            raise
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and what it was raised from, outermost first."""
     seen: set[int] = set()
@@ -201,10 +230,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or hidden
 
 
-def _answer_in(error: BaseException) -> HttpFailure | None:
+def _answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
     """Return what a server said, if this exception carries an answer."""
     if isinstance(error, HttpFailure):
         return error
+    flaw = error.__cause__
+    if flaw is not None and _type_name(type(error)) == "aiohttp.ClientResponseError":
+        # Of an answer that it cannot parse, aiohttp makes up a status of 400.
+        if "aiohttp.HttpProcessingError" in map(_type_name, type(flaw).mro()):
+            return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         said = response.get("Error", {})

@@ -120,7 +120,7 @@ class Journeys:
         for step in (1, 2):
             ckpt_storage.save({"step": step}, f"{root.url}/step-{step}", step=step, **options)
         listed = ckpt_storage.list_checkpoints(root.url, **options)
-        assert {info.name: info.step for info in listed} == {"step-1": 1, "step-2": 2}
+        assert [info.name for info in listed] == ["step-1", "step-2"]
         ckpt_storage.delete(f"{root.url}/step-1", **options)
         listed = ckpt_storage.list_checkpoints(root.url, **options)
         assert [info.name for info in listed] == ["step-2"]
@@ -158,7 +158,7 @@ class Journeys:
             for path, data in raw.files().items():
                 if path.endswith(".safetensors"):
                     tensors |= parse_safetensors(data)
-            wanted = {f"model.{name}": value for name, value in state_of(1)["model"].items()}
+            wanted = state_of(1)["model"]
             assert tensors.keys() == wanted.keys()
             assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
         assert ckpt_storage.verify(url, **options).ok

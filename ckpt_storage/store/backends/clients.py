@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import atexit
+import collections
 import contextlib
 import difflib
 import inspect
@@ -23,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
+from ckpt_storage.store.problems import meaning_of
 from ckpt_storage.store.redaction import scrubber
 
 from .drafts import is_draft_name
@@ -48,16 +50,8 @@ _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
-_ANSWERS = (
-    CheckpointError,
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ShortReadError,
-)
-"""Errors that say nothing of the connection."""
+_ANSWER_KINDS = frozenset({"exists", "not-found", "permission"})
+"""Errors of a client that works: the storage answered."""
 
 
 def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
@@ -134,6 +128,7 @@ class _Process:
         # A lock that came by fork may be held by a thread that is gone.
         self.lock = threading.Lock()
         self.shared: dict[Hashable, _Shared] = {}
+        self.making = collections.defaultdict[type, threading.Lock](threading.Lock)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -227,8 +222,11 @@ class ClientBackend(Backend):
                 fs.invalidate_cache()
                 yield fs
                 is_sound = True
-            except _ANSWERS:
+            except (CheckpointError, ShortReadError):
                 is_sound = True
+                raise
+            except Exception as error:
+                is_sound = meaning_of(error).kind in _ANSWER_KINDS
                 raise
             finally:
                 self._give_back(fs, is_sound=is_sound)
@@ -306,7 +304,21 @@ class ClientBackend(Backend):
         return shared
 
     def _build(self) -> ForeignFs:
+        """Return a new instance. Those of one class are made one at a time.
+
+        Some clients, such as smbclient, fill a pool of the whole process without a lock.
+        """
         self._check_names()
+        with _process.lock:
+            making = _process.making[self._family]
+        if not making.acquire(timeout=self._timeout_s / 2):
+            raise TimeoutError(f"another client of {self._location.protocol}:// is being made")
+        try:
+            return self._made()
+        finally:
+            making.release()
+
+    def _made(self) -> ForeignFs:
         family, target = self._family, self._location.target
         if self._is_async:
             loop = _process.loop()

@@ -19,7 +19,7 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import meaning_of, unless_absent
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
@@ -142,7 +142,7 @@ class CloudBackend(ClientBackend):
 
     def delete(self, paths: Sequence[str]) -> None:
         async def delete(fs: ForeignFs, path: str) -> None:
-            with self.unless_absent():
+            with unless_absent():
                 await self._delete(fs, path, {})
 
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class CloudBackend(ClientBackend):
             failures = [error for error in ended if error is not None]
             if failures:
                 # The one that trying again does not mend, if any.
-                raise min(failures, key=lambda error: _meaning(error).retryable)
+                raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -160,11 +160,11 @@ class CloudBackend(ClientBackend):
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
-                if _meaning(error).kind == "precondition":
+                if meaning_of(error).kind == "precondition":
                     self.stat(path)
                 raise
 
@@ -205,20 +205,6 @@ class CloudBackend(ClientBackend):
 
     def _listed(self, name: str, size_bytes: int = 0, at_s: float | None = None) -> ObjectInfo:
         return ObjectInfo(path=self._path(name), size_bytes=size_bytes, modified_s=at_s)
-
-    @contextlib.contextmanager
-    def unless_absent(self) -> Iterator[None]:
-        """Do nothing about an error that says that something is not there."""
-        try:
-            yield
-        except Exception as error:
-            if _meaning(error).kind != "not-found":
-                raise
-
-
-def _meaning(error: BaseException) -> StorageError:
-    """Return what an error will become."""
-    return explain(error, "request", "")
 
 
 def waits(request_s: float) -> tuple[float, float]:

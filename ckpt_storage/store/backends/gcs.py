@@ -157,7 +157,7 @@ class GcsBackend(CloudBackend):
 
     def abort_upload(self, path: str, token: str) -> None:
         self._sessions.pop(token, None)
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._remove, token, data=b"")
             except HttpFailure as error:

@@ -27,13 +27,19 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import stuck
+from ckpt_storage.store.problems import stuck, unless_absent
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 from .drafts import draft_name, is_draft_name
 
 log = logging.getLogger("ckpt_storage")
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # By default Windows and Samba let nobody else open a file that is open, not even to read.
+    "smb": {"share_access": "rwd"},
+}
+"""Options of file systems, by scheme, where the caller gave none."""
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
@@ -64,7 +70,8 @@ class FsspecBackend(ClientBackend):
     capabilities = Capabilities(kind="generic")
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        super().__init__(location, settings)
+        defaults = _DEFAULTS.get(location.protocol, {})
+        super().__init__(location, settings, options={**defaults, **location.storage_options})
         name = "_cat_file" if self._is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
         named = inspect.signature(getattr(self._family, name)).parameters
@@ -134,7 +141,7 @@ class FsspecBackend(ClientBackend):
         if unsafe:
             log.warning("%r: names such as %r are not deleted", path, unsafe[0])
             return
-        with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._turn() as fs, unless_absent():
             if not has_magic(full):
                 fs.rm(full, recursive=True)
 
@@ -269,11 +276,10 @@ class FsspecBackend(ClientBackend):
         above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
-            with self._turn() as fs:
-                try:
-                    entries = fs.ls(self._full(folder), detail=True)
-                except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                    continue
+            entries: Sequence[Mapping[str, Any]] = ()
+            # It may be removed meanwhile.
+            with self._turn() as fs, unless_absent():
+                entries = fs.ls(self._full(folder), detail=True)
             page = []
             for info in entries:
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
@@ -292,7 +298,7 @@ class FsspecBackend(ClientBackend):
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
         """Check a temporary file's length and move it to its name; go on where it stopped."""
         found_bytes = None  # of one that was moved before
-        with contextlib.suppress(FileNotFoundError):
+        with unless_absent():
             found_bytes = int(fs.info(temporary)["size"])
         if found_bytes == total_bytes:
             _move(fs, temporary, self._full(path))
@@ -304,11 +310,10 @@ class FsspecBackend(ClientBackend):
 
 def _exists(fs: ForeignFs, full: str) -> bool:
     """Return whether something bears a name; fsspec's own takes any error for a no."""
-    try:
+    with unless_absent():
         fs.info(full)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _remove(fs: ForeignFs, full: str) -> None:
