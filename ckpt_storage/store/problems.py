@@ -67,7 +67,7 @@ other again: Try again later; the fault is the storage's.
 other: Check storage_options and the URL; if they are right, see the storage's logs.
     aiohttp.InvalidURL botocore.InvalidConfigError botocore.InvalidRegionError
     botocore.NoRegionError botocore.ParamValidationError botocore.ProfileNotFound
-    httpx.UnsupportedProtocol
+    httpx.UnsupportedProtocol httpx2.UnsupportedProtocol
 other: Check the name, or create it first: this package never creates one.
     NoSuchBucket ContainerNotFound InvalidBucketName ContainerDisabled
 not-found: Check the spelling, and that every host sees the same storage there.
@@ -109,7 +109,7 @@ timeout again: Check that the storage answers; if it is only slow, raise Timeout
     OperationTimedOut RequestTimeout 408 504 ETIMEDOUT aiohttp.ServerTimeoutError
     azure.ServiceRequestTimeoutError azure.ServiceResponseTimeoutError
     botocore.ConnectTimeoutError botocore.ReadTimeoutError builtins.TimeoutError
-    fsspec.FSTimeoutError httpx.TimeoutException requests.Timeout
+    fsspec.FSTimeoutError httpx.TimeoutException httpx2.TimeoutException requests.Timeout
 connection again: Check the address (endpoint_url), the network and that the service runs.
     BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 ECONNABORTED
     ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET ENETUNREACH ENOTCONN EPIPE
@@ -119,8 +119,8 @@ connection again: Check the address (endpoint_url), the network and that the ser
     azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
     botocore.HTTPClientError botocore.IncompleteReadError builtins.ConnectionError
     builtins.EOFError concurrent.CancelledError google.TransportError
-    http.HTTPException httpx.TransportError paramiko.SSHException requests.ConnectionError
-    socket.gaierror ssl.SSLError webdav4.BadGatewayError
+    http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
+    requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
 unsupported: This storage cannot do that; use another one, or its native API.
     MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP
     asyncssh.SFTPOpUnsupported builtins.NotImplementedError

@@ -50,6 +50,9 @@ _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
+_OUTAGES = frozenset({"bad-response", "connection", "credentials", "throttled", "timeout"})
+"""What a client that connects as it is made raises about the server, and not about its options."""
+
 _ANSWER_KINDS = frozenset({"exists", "not-found", "permission"})
 """Errors of a client that works: the storage answered."""
 
@@ -333,7 +336,10 @@ class ClientBackend(Backend):
             raise
         except ImportError as error:
             failure = missing_backend(self._location.protocol, error.name or str(error))
-        except Exception as error:  # noqa: BLE001  # backends refuse options with any type
+        except Exception as error:
+            if meaning_of(error).kind in _OUTAGES:
+                raise
+            # Clients refuse options with any type.
             text = self._scrub(" ".join(str(error).split()))
             url, kind = self._location.url, type(error).__name__
             what = f"No client for {url} could be made: {kind}: {text.rstrip('.')}."
