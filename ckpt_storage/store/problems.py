@@ -211,11 +211,12 @@ def meaning_of(error: BaseException) -> StorageError:
 
 @contextlib.contextmanager
 def unless_absent() -> Iterator[None]:
-    """Do nothing about an error that says that something is not there."""
+    """Do nothing about an error that says that something is not there, or lies below a file."""
     try:
         yield
     except Exception as error:
-        if meaning_of(error).kind != "not-found":
+        is_below_file = getattr(error, "errno", None) == errno.ENOTDIR
+        if not is_below_file and meaning_of(error).kind != "not-found":
             raise
 
 
@@ -243,7 +244,8 @@ def _answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
     if isinstance(response, Mapping):  # botocore
         said = response.get("Error", {})
         status = _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-        code, message = str(said.get("Code", "")), str(said.get("Message", ""))
+        # Either may be None.
+        code, message = str(said.get("Code") or ""), str(said.get("Message") or "")
         return HttpFailure(status=status, code=code, message=message)
     # Elsewhere `code` is a number of the library's own, or of an error that is no answer.
     is_gcsfs = type(error).__module__.partition(".")[0] == "gcsfs"

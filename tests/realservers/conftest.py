@@ -24,6 +24,7 @@ rclone_server = session_server("rclone", real_servers.rclone_s3, is_required=_is
 samba_server = session_server("samba", real_servers.samba, is_required=_is_installed)
 sshfs_server = session_server("sshfs", real_servers.sshfs_mount, is_required=_is_installed)
 swift_server = session_server("swift", real_servers.swift, is_required=_is_installed)
+webdav_server = session_server("webdav", real_servers.rclone_webdav, is_required=_is_installed)
 
 
 def _below(running: Running, name: str) -> str:
@@ -37,3 +38,4 @@ rclone_root = new_root("rclone", real_servers.new_bucket)
 samba_root = new_root("samba", lambda running, name: f"{running.url}/data/{name}/run")
 sshfs_root = new_root("sshfs", _below)
 swift_root = new_root("swift", real_servers.new_bucket)
+webdav_root = new_root("webdav", lambda _, name: f"webdav://{name}/run")

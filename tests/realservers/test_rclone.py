@@ -1,4 +1,4 @@
-"""Rclone passes the suite of all backends and the journeys of users."""
+"""The servers of rclone pass the suite of all backends and the journeys of users."""
 
 from __future__ import annotations
 
@@ -16,3 +16,18 @@ class TestRcloneJourneys(Journeys):
     """The journeys."""
 
     at = "rclone_root"
+
+
+class TestWebdavSuite(SuiteAt):
+    """The suite on its WebDAV server."""
+
+    many, at = 30, "webdav_root"
+
+    # webdav4 does not quote "#" and "%" in a path.
+    odd_names = tuple(name for name in SuiteAt.odd_names if not {"#", "%"} & set(name))
+
+
+class TestWebdavJourneys(Journeys):
+    """The journeys there."""
+
+    at = "webdav_root"

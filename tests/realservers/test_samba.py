@@ -7,9 +7,12 @@ from suites import SuiteAt
 
 
 class TestSambaSuite(SuiteAt):
-    """The suite."""
+    """The suite, by smbprotocol's client."""
 
-    at = "samba_root"
+    many, at = 30, "samba_root"
+
+    # SMB has no names with these characters ([MS-FSCC], section 2.1.5.2).
+    odd_names = tuple(name for name in SuiteAt.odd_names if not set('"*') & set(name))
 
 
 class TestSambaJourneys(Journeys):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+from xml.sax.saxutils import unescape
 
 from servers import Running
 
@@ -27,6 +30,8 @@ class RawClient(abc.ABC):
             return S3Client(root)
         if root.url.startswith("smb://"):
             return SambaClient(root)
+        if root.url.startswith("webdav://"):
+            return WebdavClient(root)
         if root.url.startswith("sftp://"):
             # The server runs on this machine.
             return FolderClient(Path("/" + root.url.removeprefix("sftp://").partition("/")[2]))
@@ -69,6 +74,29 @@ class S3Client(RawClient):
 
     def write(self, path: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + path, Body=data)
+
+
+class WebdavClient(RawClient):
+    """A folder of a WebDAV server, by requests of Python's own client."""
+
+    def __init__(self, root: Running) -> None:
+        from requests import Session  # noqa: PLC0415  # not on every machine
+
+        self._session = Session()
+        self._session.auth = tuple(root.storage_options["auth"])
+        self._url = f"{root.storage_options['base_url']}/{root.url.removeprefix('webdav://')}/"
+
+    def files(self) -> dict[str, bytes]:
+        asked = self._session.request("PROPFIND", self._url, headers={"Depth": "infinity"})
+        asked.raise_for_status()
+        base = unquote(urlsplit(self._url).path)
+        links = re.findall(r"<D:href>(.*?)</D:href>", asked.text)
+        paths = [unquote(unescape(urlsplit(link).path)) for link in links]
+        names = [path.removeprefix(base) for path in paths if not path.endswith("/")]
+        return {name: self._session.get(self._url + quote(name)).content for name in names}
+
+    def write(self, path: str, data: bytes) -> None:
+        self._session.put(self._url + quote(path), data=data).raise_for_status()
 
 
 class SambaClient(RawClient):

@@ -360,6 +360,18 @@ def rclone_s3(folder: Path) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
+def rclone_webdav(folder: Path) -> Iterator[Running]:
+    """Run `rclone serve webdav` over a folder, with a password; options are as JSON has them."""
+    servers.needs("webdav4", "webdav4[fsspec]")
+    served = folder / "served"
+    served.mkdir()
+    words = [_rclone(), "serve", "webdav", "--addr", f"{HOST}:PORT", "--user", KEY]
+    words += ["--pass", SECRET, "--config", os.devnull, str(served)]
+    with servers.running("rclone-webdav", folder, words) as url:
+        yield Running(url=str(served), storage_options={"base_url": url, "auth": [KEY, SECRET]})
+
+
+@contextlib.contextmanager
 def rclone_mount(folder: Path) -> Iterator[Running]:
     """Mount a bucket of `rclone serve s3` with a write-back cache, in the folder that is `url`.
 

@@ -70,8 +70,11 @@ class FsspecBackend(ClientBackend):
     capabilities = Capabilities(kind="generic")
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        defaults = _DEFAULTS.get(location.protocol, {})
-        super().__init__(location, settings, options={**defaults, **location.storage_options})
+        options = {**_DEFAULTS.get(location.protocol, {}), **location.storage_options}
+        if isinstance(options.get("auth"), list):
+            # JSON and command lines have no tuples; clients of HTTP take nothing else here.
+            options["auth"] = tuple(options["auth"])
+        super().__init__(location, settings, options=options)
         name = "_cat_file" if self._is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
         named = inspect.signature(getattr(self._family, name)).parameters
