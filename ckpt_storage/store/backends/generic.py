@@ -178,8 +178,8 @@ class FsspecBackend(ClientBackend):
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
-        writing.check(path, offset, f"got part {number} out of its turn")
-        writing.problem = f"was cut off within part {number}"
+        writing.check(path, offset, f"got the part at byte {offset} out of its turn")
+        writing.problem = f"was cut off within the part at byte {offset}"
         with writing.using:
             try:
                 for view in data:
