@@ -83,10 +83,27 @@ def begin(
             store.url,
             why_not,
         )
+    _warn_if_not_durable(store)
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(names.begun_path(save_id), seal(begun))
     previous = head.head if head else None
     return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
+
+
+_NOT_DURABLE: set[str] = set()
+"""What this process has warned of."""
+
+
+def _warn_if_not_durable(store: Store) -> None:
+    problem = store.durability_problem()
+    if problem and problem not in _NOT_DURABLE:
+        _NOT_DURABLE.add(problem)
+        log.warning(
+            "%s: %s A save that is reported as committed may be lost, or lose its shards, when the "
+            "mount ends. Save to the URL of the storage itself.",
+            store.url,
+            problem,
+        )
 
 
 def commit(

@@ -223,7 +223,9 @@ def _check_export(
         return None
     if index == BLOCKER and folder:
         # The checkpoint above it may be sound.
-        return ExportStatus(path=folder, save_id=None, file_count=0, size_bytes=0, is_unfinished=True)
+        return ExportStatus(
+            path=folder, save_id=None, file_count=0, size_bytes=0, is_unfinished=True
+        )
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()

@@ -285,6 +285,10 @@ class Backend(abc.ABC):
         """Make the root and these folders below it, where the storage has such things."""
         del folders
 
+    def durability_problem(self) -> str:
+        """Return why what was written successfully may still be lost, "" if it may not."""
+        return ""
+
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it."""
         paths = (info.path for info in self.list(path, recursive=True))

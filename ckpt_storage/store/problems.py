@@ -236,10 +236,11 @@ def _answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
     if isinstance(error, HttpFailure):
         return error
     flaw = error.__cause__
-    if flaw is not None and _type_name(type(error)) == "aiohttp.ClientResponseError":
+    causes = set() if flaw is None else {_type_name(kind) for kind in type(flaw).mro()}
+    is_made_up = _type_name(type(error)) == "aiohttp.ClientResponseError"
+    if is_made_up and "aiohttp.HttpProcessingError" in causes:
         # Of an answer that it cannot parse, aiohttp makes up a status of 400.
-        if "aiohttp.HttpProcessingError" in map(_type_name, type(flaw).mro()):
-            return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
+        return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         said = response.get("Error", {})

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from raw_clients import RawClient
 from safetensors.torch import load as parse_safetensors
 from servers import Running
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager, KeepLatest
-from raw_clients import RawClient
 
 State = dict[str, Any]
 
@@ -64,7 +64,9 @@ class Journeys:
     @pytest.fixture
     def raw(self, root: Running) -> RawClient:
         """A client of the same root that shares nothing with ours."""
-        return RawClient.of(root)
+        client = RawClient.of(root)
+        assert client is not None
+        return client
 
     def _loaded(self, url: str, options: dict[str, Any], seed: int) -> None:
         found = zeros()

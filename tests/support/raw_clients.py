@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 from xml.sax.saxutils import unescape
 
-from servers import Running
+from servers import Running, ask
 
 
 class RawClient(abc.ABC):
@@ -24,18 +25,24 @@ class RawClient(abc.ABC):
         """Put a whole file at a path below the root."""
 
     @staticmethod
-    def of(root: Running) -> RawClient:
-        """Return the client for a root."""
-        if root.url.startswith("s3://"):
-            return S3Client(root)
-        if root.url.startswith("smb://"):
-            return SambaClient(root)
-        if root.url.startswith("webdav://"):
-            return WebdavClient(root)
-        if root.url.startswith("sftp://"):
-            # The server runs on this machine.
-            return FolderClient(Path("/" + root.url.removeprefix("sftp://").partition("/")[2]))
-        return FolderClient(Path(root.url))
+    def of(root: Running) -> RawClient | None:
+        """Return the client for a root; None where there is none of another make."""
+        scheme, is_url, rest = root.url.partition("://")
+        if not is_url:
+            return FolderClient(Path(root.url))
+        if scheme == "sftp" and "known_hosts" in root.storage_options:
+            # OpenSSH serves the whole of this machine.
+            return FolderClient(Path("/" + rest.partition("/")[2]))
+        if scheme == "webdav" and "auth" not in root.storage_options:
+            return None
+        kinds: dict[str, Callable[[Running], RawClient]] = {
+            "az": AzureClient,
+            "gs": GcsClient,
+            "s3": S3Client,
+            "smb": SambaClient,
+            "webdav": WebdavClient,
+        }
+        return kinds[scheme](root) if scheme in kinds else None
 
 
 class FolderClient(RawClient):
@@ -74,6 +81,40 @@ class S3Client(RawClient):
 
     def write(self, path: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + path, Body=data)
+
+
+class GcsClient(RawClient):
+    """A prefix in a bucket of an emulator, by plain requests."""
+
+    def __init__(self, root: Running) -> None:
+        self._bucket, _, self._prefix = root.url.removeprefix("gs://").partition("/")
+        self._url = root.storage_options["endpoint_url"]
+
+    def files(self) -> dict[str, bytes]:
+        raise NotImplementedError
+
+    def write(self, path: str, data: bytes) -> None:
+        name = quote(f"{self._prefix}/{path}", safe="")
+        target = f"/upload/storage/v1/b/{self._bucket}/o?uploadType=media&name={name}"
+        assert ask(self._url, "POST", target, data)[0] == 200
+
+
+class AzureClient(RawClient):
+    """A prefix in a container, by Microsoft's synchronous client."""
+
+    def __init__(self, root: Running) -> None:
+        self._container, _, self._prefix = root.url.removeprefix("az://").partition("/")
+        self._connection = root.storage_options["connection_string"]
+
+    def files(self) -> dict[str, bytes]:
+        raise NotImplementedError
+
+    def write(self, path: str, data: bytes) -> None:
+        from azure.storage.blob import BlobServiceClient  # noqa: PLC0415  # not on every machine
+
+        with BlobServiceClient.from_connection_string(self._connection) as service:
+            blob = service.get_blob_client(self._container, f"{self._prefix}/{path}")
+            blob.upload_blob(data, overwrite=True)
 
 
 class WebdavClient(RawClient):
@@ -145,5 +186,5 @@ def s3_client(running: Running) -> Any:
         config=config,
         aws_access_key_id=running.storage_options["key"],
         aws_secret_access_key=running.storage_options["secret"],
-        **running.storage_options["client_kwargs"],
+        **{"region_name": "us-east-1", **running.storage_options["client_kwargs"]},
     )

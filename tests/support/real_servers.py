@@ -310,29 +310,32 @@ def openssh(folder: Path) -> Iterator[Running]:
         yield Running(url=f"sftp://{HOST}{folder}/served", storage_options=options)
 
 
-def _check_mounts() -> None:
-    _program("fusermount3", "apt-get install fuse3:")
+def _unmount() -> str:
+    """Return the program that unmounts, where this process may mount."""
+    program = _program("fusermount3", "apt-get install fuse3:")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         raise ServerMissingError("this machine lets nobody mount: /dev/fuse cannot be opened")
+    return program
 
 
 @contextlib.contextmanager
 def _mounted(name: str, folder: Path, mounted: Path, command: Sequence[str]) -> Iterator[Running]:
     """Run a program that mounts a file system in a new folder; `url` is the folder."""
+    unmount = _unmount()
     mounted.mkdir()
     with servers.process(name, folder, command) as check:
         try:
             servers.wait_for(name, mounted.is_mount, check)
             yield Running(url=str(mounted))
         finally:
-            subprocess.run(["fusermount3", "-uz", str(mounted)], check=False)
+            subprocess.run([unmount, "-uz", str(mounted)], check=False)
 
 
 @contextlib.contextmanager
 def sshfs_mount(folder: Path) -> Iterator[Running]:
     """Mount a folder of OpenSSH's server by sshfs."""
     sshfs = _program("sshfs", "apt-get install sshfs:")
-    _check_mounts()
+    _unmount()
     with openssh(folder) as server:
         mounted, port = folder / "mount", server.storage_options["port"]
         place = f"{getpass.getuser()}@{HOST}:{folder}/served"
@@ -377,7 +380,7 @@ def rclone_mount(folder: Path) -> Iterator[Running]:
 
     What reaches the bucket lies in `folder / "buckets" / "bucket"`.
     """
-    _check_mounts()
+    _unmount()
     mounted = folder / "mount"
     with rclone_s3(folder) as server:
         new_bucket(server, "bucket")

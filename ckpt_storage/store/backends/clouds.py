@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
+from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck, unless_absent
 
 from .clients import ForeignFs
 from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
