@@ -24,7 +24,7 @@ from servers import Running
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
 
-pytest_plugins = ["commit_tools", "fault_tools", "remote_tools"]
+pytest_plugins = ["commit_tools", "fault_tools", "real_roots", "remote_tools"]
 
 servers.isolate_credentials()
 

@@ -185,7 +185,9 @@ class Backend(abc.ABC):
     from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
     `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
     are understood, `StorageError(kind=...)` says it exactly. `Store` has deadlines, repeats and
-    error texts. Making a backend asks nothing of the storage.
+    error texts. Making a backend asks nothing of the storage. A call that makes many requests calls
+    `report_progress` after each, since one that is silent for `Settings.request_timeout_s` is given
+    up.
     """
 
     capabilities: Capabilities

@@ -7,6 +7,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import multiprocessing
 import os
 import re
 from collections.abc import Hashable, Mapping
@@ -338,6 +339,12 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
         near = difflib.get_close_matches(given, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
+        if multiprocessing.parent_process() is not None:
+            step = (
+                "This is a worker process. If register_backend() was called in another one, call "
+            )
+            step += "it where this one imports it too, not below `if __name__ == '__main__'`, or "
+            step += f"name the backend in a package's metadata, in the group {ENTRY_POINTS}."
         raise _bad(f"No storage is known by the scheme of {shown!r}.", step)
     if protocol not in registry:
         module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]

@@ -60,9 +60,10 @@ def abandoned_thread_count() -> int:
 
 
 def moved() -> None:
-    """Say that the call of this thread has come further, such as by a page: its time begins anew.
+    """Report progress, such as a page or a deletion: restart the timeout of this thread's call.
 
-    Raises `AbandonedError` if the call was given up, so that it does no more.
+    For backends, after each request of a call that makes many. Does nothing outside a call. Raises
+    a `StorageError` if the call was given up, so that it does no more: let it pass.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:

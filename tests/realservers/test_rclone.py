@@ -9,7 +9,7 @@ from suites import SuiteAt
 class TestRcloneSuite(SuiteAt):
     """The suite."""
 
-    at = "rclone_root"
+    many, at = 30, "rclone_root"
 
 
 class TestRcloneJourneys(Journeys):
@@ -21,7 +21,7 @@ class TestRcloneJourneys(Journeys):
 class TestWebdavSuite(SuiteAt):
     """The suite on its WebDAV server."""
 
-    many, at = 30, "webdav_root"
+    many, at = 30, "rclone_webdav_root"
 
     # webdav4 does not quote "#" and "%" in a path.
     odd_names = tuple(name for name in SuiteAt.odd_names if not {"#", "%"} & set(name))
@@ -30,4 +30,4 @@ class TestWebdavSuite(SuiteAt):
 class TestWebdavJourneys(Journeys):
     """The journeys there."""
 
-    at = "webdav_root"
+    at = "rclone_webdav_root"

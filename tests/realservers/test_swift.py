@@ -9,7 +9,7 @@ from suites import SuiteAt
 class TestSwiftSuite(SuiteAt):
     """The suite."""
 
-    at = "swift_root"
+    many, at = 30, "swift_root"
 
 
 class TestSwiftJourneys(Journeys):

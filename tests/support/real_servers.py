@@ -1,7 +1,7 @@
 """Storage servers that nobody of this project wrote, as distributions ship them.
 
-Ceph's object gateway, Swift with its S3 interface, Samba, OpenSSH with a mount by sshfs, and rclone
-as a server and as a mount. Nothing outside a test's folder is written but the empty folder
+Ceph's object gateway, Swift with its S3 interface, Samba, Redis, OpenSSH with a mount by sshfs, and
+rclone as a server and as a mount. Nothing outside a test's folder is written but the empty folder
 /run/sshd, and no account of the machine is made.
 """
 
@@ -16,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import servers
 from raw_clients import s3_client
@@ -305,8 +306,8 @@ def openssh(folder: Path) -> Iterator[Running]:
     port, config = free_port(), folder / "sshd_config"
     config.write_text(_SSHD.format(host=HOST, port=port, folder=folder))
     with servers.running("sshd", folder, [sshd, "-D", "-e", "-f", str(config)], port):
-        options = {"username": getpass.getuser(), "client_keys": [str(folder / "key")]}
-        options |= {"port": port, "known_hosts": None}
+        options: dict[str, Any] = {"username": getpass.getuser(), "port": port}
+        options |= {"client_keys": [str(folder / "key")], "known_hosts": None}
         yield Running(url=f"sftp://{HOST}{folder}/served", storage_options=options)
 
 
@@ -344,6 +345,17 @@ def sshfs_mount(folder: Path) -> Iterator[Running]:
         words += ["-o", "UserKnownHostsFile=/dev/null"]
         with _mounted("sshfs", folder, mounted, words) as running:
             yield running
+
+
+@contextlib.contextmanager
+def redis(folder: Path) -> Iterator[Running]:
+    """Run Redis; what it acknowledged is on its disk."""
+    server = _program("redis-server", "apt-get install redis-server:")
+    servers.needs("redis", "redis")
+    words = [server, "--bind", HOST, "--port", "PORT", "--dir", str(folder), "--save", ""]
+    words += ["--appendonly", "yes", "--appendfsync", "always"]
+    with servers.running("redis", folder, words) as url:
+        yield Running(url=url.replace("http://", "redis://"))
 
 
 def _rclone() -> str:
