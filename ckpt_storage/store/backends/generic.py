@@ -15,6 +15,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
+from ckpt_storage.errors import StorageError
 from ckpt_storage.format.names import path_flaw
 from ckpt_storage.store.backend import (
     Buffers,
@@ -150,6 +151,7 @@ class FsspecBackend(ClientBackend):
 
     def make_folders(self, folders: Sequence[str]) -> None:
         with self._turn() as fs:
+            self._check_share(fs)
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
                     fs.makedirs(full, exist_ok=True)
@@ -279,12 +281,14 @@ class FsspecBackend(ClientBackend):
         above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
-            entries: Sequence[Mapping[str, Any]] = ()
-            # It may be removed meanwhile.
-            with self._turn() as fs, unless_absent():
-                entries = fs.ls(self._full(folder), detail=True)
+            entries: Sequence[Mapping[str, Any]] | None = None
+            with self._turn() as fs:
+                with unless_absent():
+                    entries = fs.ls(self._full(folder), detail=True)
+                if entries is None:  # there is none, or it was removed meanwhile
+                    self._check_share(fs)
             page = []
-            for info in entries:
+            for info in entries or ():
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
                 if name == f"{above}{folder}".rstrip("/"):
                     continue
@@ -297,6 +301,14 @@ class FsspecBackend(ClientBackend):
                     page.append(ObjectInfo(path=f"{path}/", size_bytes=0))
                     folders += [path] if recursive else []
             yield page
+
+    def _check_share(self, fs: ForeignFs) -> None:
+        """Raise unless the share of SMB is there: the client would try for ever to make it."""
+        share = self._root.strip("/").partition("/")[0]
+        if self._location.protocol == "smb" and not _exists(fs, f"/{share}"):
+            what = f"There is no share {share!r} at {self.endpoint}, or it is not for this user."
+            step = "Check the URL: smb://HOST/SHARE/FOLDER. Only the server's owner makes shares."
+            raise StorageError(what, path=self._location.url, next_step=step)
 
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
         """Check a temporary file's length and move it to its name; go on where it stopped."""
