@@ -1,7 +1,7 @@
 """A storage of your own, over the network: checkpoints in Redis, at redis://HOST:PORT/PREFIX.
 
 The server keeps what it acknowledges only with `appendonly yes` and `appendfsync always`.
-docs/extending.md names it; tests/realservers/test_redis.py has it pass `StoreSuite`.
+tests/realservers/test_redis.py has it pass `StoreSuite`.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class RedisBackend(store.Backend):
         name, (seconds, micros) = self._root + path, self._client.time()
         fields = {"size_bytes": size_bytes, "modified_s": seconds + micros / 1e6}
         text = json.dumps({**fields, "version": version, "write_id": write_id})
+        key = _key("object", name)
 
         def change(pipe: Any) -> str | None:
-            found = pipe.get(key)
-            before: str | None = json.loads(found)["version"] if found else None
+            before: str | None = json.loads(pipe.get(key) or "{}").get("version")
             if pipe.hget(_UPLOADS, version) != name.encode():
                 raise FileNotFoundError(f"the upload of {path} is over")
             if if_absent and before:
@@ -122,13 +122,11 @@ class RedisBackend(store.Backend):
             pipe.set(key, text).zadd(_NAMES, {name: 0}).hdel(_UPLOADS, version)
             return before
 
-        key = _key("object", name)
         before = self._client.transaction(change, key, _UPLOADS, value_from_callable=True)
-        if before is not None:
+        if before:
             self._drop(before)
 
     def _drop(self, version: str) -> None:
-        """Delete the pieces of a version that no name refers to."""
         pieces = _key("pieces", version)
         keys = [_key("piece", version, int(at)) for at in self._client.hkeys(pieces)]
         self._client.delete(pieces, *keys)
@@ -194,7 +192,7 @@ class RedisBackend(store.Backend):
 
     def explain(self, error: BaseException) -> StorageError | None:
         """Tell an outage from all else, which is understood without."""
-        if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-            text = f"Redis at {self.endpoint} does not answer: {error}."
-            return StorageError(text, kind="connection", retryable=True)
-        return None
+        if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
+            return None
+        text = f"Redis at {self.endpoint} does not answer: {error}."
+        return StorageError(text, kind="connection", retryable=True)

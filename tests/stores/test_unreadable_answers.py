@@ -104,6 +104,17 @@ def test_a_page_in_place_of_an_answer_is_named() -> None:
         assert (caught.value.kind, caught.value.retryable) == ("bad-response", False)
 
 
+def test_an_answer_without_a_text_shows_none() -> None:
+    """Ceph's errors have a code and no message; "None" is no message."""
+    page = b"<Error><Code>AccessDenied</Code><RequestId>tx0</RequestId></Error>"
+    head = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\n"
+    answer = head + b"Content-Length: %d\r\n\r\n" % len(page) + page
+    with answering(lambda _: answer) as place, contextlib.closing(s3_at(place)) as store:
+        with pytest.raises(StorageError, match="AccessDenied, status 403") as caught:
+            store.get("x")
+        assert "None" not in str(caught.value)
+
+
 def test_a_save_to_a_port_of_something_else_says_so() -> None:
     """What a user sees: the kind, the endpoint, the next step."""
     with answering(lambda _: b"+PONG\r\n") as place:
