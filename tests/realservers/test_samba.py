@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from journeys import Journeys
 from servers import Running
@@ -29,7 +31,8 @@ class TestSambaJourneys(Journeys):
 def test_a_share_that_is_not_there_is_named(samba_root: Running) -> None:
     """It is no place without checkpoints, and nobody tries to make it."""
     url = samba_root.url.replace("/data/", "/misspelt/")
-    options = {"storage_options": samba_root.storage_options, "retry": RetryPolicy(attempt_count=1)}
+    options: dict[str, Any] = {"storage_options": samba_root.storage_options}
+    options["retry"] = RetryPolicy(attempt_count=1)
     for call in (
         lambda: ckpt_storage.save({"step": 1}, url, timeout=60, **options),
         lambda: ckpt_storage.load({"step": 1}, url, timeout=60, **options),
