@@ -29,7 +29,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
-from ckpt_storage.loads.resolving import plain_state
+from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.options import (
     PageCache,
     Progress,

@@ -6,8 +6,8 @@ import pytest
 from journeys import Journeys
 from suites import SuiteAt
 
-# Until the probe of abilities decides for a server (ETags without quotes, no conditions, ranges that
-# are answered with 200), most of this fails here. Take the mark away when it does.
+# Until the probe of abilities decides for a server (ETags without quotes, no conditions, ranges
+# that are answered with 200), most of this fails here. Take the mark away when it does.
 _UNTIL_PROBED = pytest.mark.xfail(reason="needs the probe of abilities", strict=False)
 
 
