@@ -77,9 +77,9 @@ class StorageError(CheckpointError, OSError):
 
     `retryable` says whether the same call may succeed later; `kind` is one of
     "not-found", "exists", "precondition", "permission", "credentials", "no-space", "throttled",
-    "timeout", "connection", "range", "refused", "unsupported", "not-begun", "unknown", "other".
-    "refused": the storage rejects the request as such. "not-begun": nothing was sent. "unknown":
-    nobody can tell whether it was done.
+    "timeout", "connection", "bad-response", "range", "refused", "unsupported", "not-begun",
+    "unknown", "other". "refused": the storage rejects the request as such. "not-begun": nothing
+    was sent. "unknown": nobody can tell whether it was done.
     """
 
     code = "storage"

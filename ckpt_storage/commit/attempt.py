@@ -83,7 +83,21 @@ def begin(
     save_id = save_id or names.new_save_id()
     store.make_folders([names.COMMITS, names.save_folder(save_id), names.ranks_folder(save_id)])
     if problem:
-        _warn_once(store, problem)
+        _warn_once(
+            store.find_scope(),
+            "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
+            "apart there.",
+            store.url,
+            problem,
+        )
+    if not_durable := store.durability_problem():
+        _warn_once(
+            not_durable,
+            "%s: %s A save that is reported as committed may be lost, or lose its shards, when the "
+            "mount ends. Save to the URL of the storage itself.",
+            store.url,
+            not_durable,
+        )
     marker = {
         "format": format_of("begun"),
         "save_id": save_id,
@@ -99,20 +113,14 @@ def begin(
 
 
 _WARNED: set[Hashable] = set()
+"""What this process has warned of."""
 
 
-def _warn_once(store: Store, problem: str) -> None:
-    """Warn of a single-writer storage, once in this process."""
-    scope = store.find_scope()
-    if scope in _WARNED:
-        return
-    _WARNED.add(scope)
-    log.warning(
-        "%s is single-writer: %s Two jobs that save to one id at the same time are not told apart "
-        "there.",
-        store.url,
-        problem,
-    )
+def _warn_once(key: Hashable, message: str, *arguments: str) -> None:
+    """Log a warning, once in this process for each key."""
+    if key not in _WARNED:
+        _WARNED.add(key)
+        log.warning(message, *arguments)
 
 
 def commit(

@@ -55,13 +55,15 @@ class Problem:
 class ExportStatus:
     """An export that was found: its folder below the URL, "" for the URL itself.
 
-    `is_stale`: it is of another save than the checkpoint's head. `file_count` and `size_bytes`
-    are of its weight files.
+    `is_stale`: it is of another save than the checkpoint's head. `is_unfinished`: it is still being
+    written, or was given up, and nobody reads it; of its save and files nothing is known then.
+    `file_count` and `size_bytes` are of its weight files.
     """
 
     path: str
     save_id: str | None
-    is_stale: bool
+    is_stale: bool = False
+    is_unfinished: bool = False
     file_count: int
     size_bytes: int
 
@@ -244,12 +246,17 @@ def _check_export(
     """Check an export by its index; None for one that is not ours or not complete."""
     if index is None:
         return None
+    if index == BLOCKER and folder:
+        # The checkpoint above it may be sound.
+        return ExportStatus(
+            path=folder, save_id=None, file_count=0, size_bytes=0, is_unfinished=True
+        )
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
     with noting(path):
-        if index == BLOCKER:
-            raise in_progress(f"{store.url}/{folder}".rstrip("/"))
+        if index == BLOCKER and not folder:
+            raise in_progress(store.url)
         if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
             what = "is damaged, or another program wrote it: it names no export of ours"
             raise _damage(path, what)

@@ -32,6 +32,8 @@ Outcome = Literal["yes", "no", "skipped"]
 _LACKS = {
     "exclusive create": "Use the native URL of the same place, if this is a mount of an object "
     "store; else let one job write: two that save to one id are not told apart.",
+    "durable": "Use the native URL of the place behind this mount: a save that is reported as "
+    "committed may be lost, or lose its shards, when the mount ends.",
     "list": "Grant the right to list: list_checkpoints, retention and cleaning up need it.",
     "delete": "Grant the right to delete: superseded and dead saves stay, and the storage fills.",
     "list uploads": "Grant the right to list uploads, or have a lifecycle rule abort them: parts "
@@ -146,6 +148,7 @@ class _Visit:
             "range read": (lambda _: try_range(store, small, _SMALL), 9),
             "exclusive create": (lambda _: try_creation(store, self._new("created")), 1),
             "conditional replace": (lambda _: self._try_replacement(), 1),
+            "durable": (lambda _: store.durability_problem(), 1),
             "clock": (lambda _: self._ask_clock(), 1),
             "upload": (self._put, 3),
             "download": (lambda _: self._get(), 3),

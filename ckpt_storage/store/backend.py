@@ -192,7 +192,9 @@ class Backend(abc.ABC):
     from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
     `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
     are understood, `StorageError(kind=...)` says it exactly. `Store` has deadlines, repeats and
-    error texts. Making a backend asks nothing of the storage.
+    error texts. Making a backend asks nothing of the storage. A call that makes many requests calls
+    `report_progress` after each, since one that is silent for `Settings.request_timeout_s` is given
+    up.
     """
 
     capabilities: Capabilities
@@ -310,6 +312,10 @@ class Backend(abc.ABC):
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and these folders below it, where the storage has such things."""
         del folders
+
+    def durability_problem(self) -> str:
+        """Return why what was written successfully may still be lost, "" if it may not."""
+        return ""
 
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it."""

@@ -33,9 +33,7 @@ Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
 """
 
 # Answers, which waiting does not change; credentials are repeated only after a refresh.
-_NEVER = frozenset(
-    {"credentials", "exists", "not-begun", "not-found", "precondition", "refused", "unsupported"}
-)
+_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "refused", "unsupported"})
 
 # Ranks forked from one process must not share a sequence of delays.
 _system_random = SystemRandom().random

@@ -7,6 +7,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import multiprocessing
 import os
 import re
 from collections.abc import Hashable, Mapping
@@ -233,6 +234,9 @@ def _text_of(url: object) -> str:
         scheme = mangled.group(1).lower()
         kept = kept_scheme(scheme)
         is_colon = mangled.group(2) == ":"
+        if kept == "data" and "," in text:
+            step = "Give a folder or a URL such as 's3://bucket/run'."
+            raise _bad(f"{shown!r} is a data URL, which holds bytes and is no storage.", step)
         is_alone = is_colon and text.strip().partition("/")[0].endswith(":")
         if is_alone or kept in BUCKETS | USERS or (is_colon and kept in {"file", "memory"}):
             rest = text.strip()[mangled.end() :].lstrip("/")
@@ -330,9 +334,17 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
 
     if protocol not in {*known_implementations, *registry}:
         names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})
-        near = difflib.get_close_matches(given, names, 1, 0.5)
+        # One with another first letter is hardly what was meant.
+        alike = [name for name in names if name[0] == given[0]]
+        near = difflib.get_close_matches(given, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
+        if multiprocessing.parent_process() is not None:
+            step = (
+                "This is a worker process. If register_backend() was called in another one, call "
+            )
+            step += "it where this one imports it too, not below `if __name__ == '__main__'`, or "
+            step += f"name the backend in a package's metadata, in the group {ENTRY_POINTS}."
         raise _bad(f"No storage is known by the scheme of {shown!r}.", step)
     if protocol not in registry:
         module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]

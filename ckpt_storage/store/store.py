@@ -425,6 +425,10 @@ class Store(Calls):
         """Make the root and folders where the storage has such things; idempotent."""
         self.run("making of folders", "", lambda backend: backend.make_folders(folders))
 
+    def durability_problem(self) -> str:
+        """Return why what was written successfully may still be lost, "" if it may not."""
+        return self.run("look at the storage", "", lambda backend: backend.durability_problem())
+
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""
         return self.run(

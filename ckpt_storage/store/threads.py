@@ -60,9 +60,10 @@ def abandoned_thread_count() -> int:
 
 
 def moved() -> None:
-    """Say that the call of this thread has come further, such as by a page: its time begins anew.
+    """Report progress, such as a page or a deletion: restart the timeout of this thread's call.
 
-    Raises `AbandonedError` if the call was given up, so that it does no more.
+    For backends, after each request of a call that makes many. Does nothing outside a call. Raises
+    a `StorageError` if the call was given up, so that it does no more: let it pass.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:
@@ -78,6 +79,7 @@ def start_thread(thread: threading.Thread) -> None:
     except RuntimeError as error:
         raise StorageError(
             f"This process could not start the thread {thread.name!r}: {error}.",
+            kind="not-begun",
             retryable=True,
             next_step="It has too many, or is ending: see ulimit -u, the pids limit of its "
             "container, and thread_count. The next call tries again.",

@@ -65,7 +65,7 @@ class Upload:
         self._begin_lock = threading.Lock()
         self._may_be_visible = False
         self._is_flushed = False
-        self._given_up_part: int | None = None
+        self._given_up_part: Part | None = None
         self._state: _State = "open"
 
     def token(self) -> str:
@@ -97,7 +97,7 @@ class Upload:
         def put(backend: Backend, token: str) -> Part:
             return self._put_part(backend, token, part, buffers, last=last)
 
-        self._send(number, f"write of part {number}", put)
+        self._send(part, "write", put)
 
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
@@ -117,9 +117,11 @@ class Upload:
         `UnsupportedByStoreError` where the storage cannot copy.
         """
         self._check("open")
-        what = f"copy of part {copy.number} from {copy.source.path}"
+        part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         return self._send(
-            copy.number, what, lambda backend, token: backend.copy_part(self._path, token, copy)
+            part,
+            f"copy from {copy.source.path}",
+            lambda backend, token: backend.copy_part(self._path, token, copy),
         ).crc32c
 
     def receipts(self) -> list[Part]:
@@ -209,9 +211,10 @@ class Upload:
             raise
         return token
 
-    def _send(self, number: int, operation: str, call: Callable[[Backend, str], Part]) -> Part:
-        """Send part `number` and keep its receipt; the upload is dead if it may still go on."""
+    def _send(self, part: Part, operation: str, call: Callable[[Backend, str], Part]) -> Part:
+        """Send a part and keep its receipt; the upload is dead if it may still go on."""
         token = self._begun()
+        what = f"{operation} of {part.size_bytes} bytes at byte {part.offset}"
 
         def send(backend: Backend) -> Part:
             try:
@@ -222,17 +225,17 @@ class Upload:
                     backend.abort_upload(self._path, token)
 
         try:
-            part = self._calls.run(operation, self._path, send, repeat="unless-abandoned")
+            receipt = self._calls.run(what, self._path, send, repeat="unless-abandoned")
         except BaseException as error:
             # Left behind, or interrupted: the part may still be on its way.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
-                self._given_up_part = number
+                self._given_up_part = part
             raise
         with self._lock:
             # Its receipts may have been handed over while it was being sent.
             self._check("open")
-            self._parts[number] = part
-        return part
+            self._parts[part.number] = receipt
+        return receipt
 
     def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
@@ -294,7 +297,8 @@ class Upload:
     def _check(self, *states: _State) -> None:
         """Raise unless it can go on, and is in one of these states, if any are named."""
         if self._given_up_part is not None:
-            why = f"part {self._given_up_part} did not end in time and may still be changing"
+            at = self._given_up_part.offset
+            why = f"the part at byte {at} did not end in time and may still be changing"
             raise self._error(f"cannot go on: {why}", "Abort it and save again.")
         if states and self._state not in states:
             raise self._error("was ended before", "Start a new one.")

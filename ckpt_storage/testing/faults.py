@@ -287,6 +287,10 @@ class FaultBackend(Backend):
         """Close the inner backend: a dead process closes all, too."""
         self.inner.close()
 
+    def durability_problem(self) -> str:
+        """Return what the inner backend says."""
+        return self.inner.durability_problem()
+
     def copy_source(self, path: str) -> CopySource | None:
         """Return what the inner backend says."""
         return self.inner.copy_source(path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import azure.core.exceptions as azure_errors
-import botocore.exceptions as boto_errors  # type: ignore[import-untyped]
+import botocore.exceptions as boto_errors
 import google.auth.exceptions as google_errors
 import httpx
 import pytest

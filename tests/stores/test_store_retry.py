@@ -359,7 +359,7 @@ def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
         lambda: upload.write_part(0, 0, [memoryview(b"ab")], last=True),
         upload.receipts,
     ):
-        assert "part 0 did not end in time" in str(error_of(call))
+        assert "the part at byte 0 did not end in time" in str(error_of(call))
     upload.abort()
     buffer[:] = b"??"
     bench.faults.script.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import atexit
+import collections
 import contextlib
 import difflib
 import inspect
@@ -23,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import explain, meaning_of
 from ckpt_storage.store.redaction import scrubber
 from ckpt_storage.store.threads import start_thread
 
@@ -50,16 +51,11 @@ _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
-_ANSWERS = (
-    CheckpointError,
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ShortReadError,
-)
-"""Errors that say nothing of the connection."""
+_OUTAGES = frozenset({"bad-response", "connection", "credentials", "throttled", "timeout"})
+"""What a client that connects as it is made raises about the server, and not about its options."""
+
+_ANSWER_KINDS = frozenset({"exists", "not-found", "permission"})
+"""Errors of a client that works: the storage answered."""
 
 
 def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
@@ -140,6 +136,7 @@ class _Process:
         # A lock that came by fork may be held by a thread that is gone.
         self.lock = threading.Lock()
         self.shared: dict[Hashable, _Shared] = {}
+        self.making = collections.defaultdict[type, threading.Lock](threading.Lock)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -279,8 +276,11 @@ class ClientBackend(Backend):
                 fs.invalidate_cache()
                 yield fs
                 is_sound = True
-            except _ANSWERS:
+            except (CheckpointError, ShortReadError):
                 is_sound = True
+                raise
+            except Exception as error:
+                is_sound = meaning_of(error).kind in _ANSWER_KINDS
                 raise
             finally:
                 self._give_back(fs, is_sound=is_sound)
@@ -362,7 +362,21 @@ class ClientBackend(Backend):
         return shared
 
     def _build(self) -> ForeignFs:
+        """Return a new instance. Those of one class are made one at a time.
+
+        Some clients, such as smbclient, fill a pool of the whole process without a lock.
+        """
         self._check_names()
+        with _process.lock:
+            making = _process.making[self._family]
+        if not making.acquire(timeout=self._timeout_s / 2):
+            raise TimeoutError(f"another client of {self._location.protocol}:// is being made")
+        try:
+            return self._made()
+        finally:
+            making.release()
+
+    def _made(self) -> ForeignFs:
         family, target = self._family, self._location.target
         if self._is_async:
             loop = _process.loop()
@@ -377,7 +391,10 @@ class ClientBackend(Backend):
             raise
         except ImportError as error:
             failure = missing_backend(self._location.protocol, error.name or str(error))
-        except Exception as error:  # noqa: BLE001  # backends refuse options with any type
+        except Exception as error:
+            if meaning_of(error).kind in _OUTAGES:
+                raise
+            # Clients refuse options with any type.
             text = self._scrub(" ".join(str(error).split()))
             url, kind = self._location.url, type(error).__name__
             what = f"No client for {url} could be made: {kind}: {text.rstrip('.')}."

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
@@ -21,7 +21,7 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import answer_in, explain
+from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
@@ -117,7 +117,7 @@ class CloudBackend(ClientBackend):
             return self._run(get)
         except Exception as error:
             # An object without bytes has no last ones.
-            if _meaning(error).kind != "range":
+            if meaning_of(error).kind != "range":
                 raise
             return self.get(path, max_bytes=byte_count)
 
@@ -163,7 +163,7 @@ class CloudBackend(ClientBackend):
 
     def delete(self, paths: Sequence[str]) -> None:
         async def delete(fs: ForeignFs, path: str) -> None:
-            with self.unless_absent():
+            with unless_absent():
                 await self._delete(fs, path, {})
 
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class CloudBackend(ClientBackend):
             failures = [error for error in ended if error is not None]
             if failures:
                 # The one that trying again does not mend, if any.
-                raise min(failures, key=lambda error: _meaning(error).retryable)
+                raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -181,11 +181,11 @@ class CloudBackend(ClientBackend):
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
-                if _meaning(error).kind == "precondition":
+                if meaning_of(error).kind == "precondition":
                     self.stat(path)
                 raise
 
@@ -218,7 +218,7 @@ class CloudBackend(ClientBackend):
 
     def _may_lack_bucket(self, error: BaseException) -> bool:
         answer = answer_in(error)
-        return answer is not None and answer.error_code in _CODES_OF_BOTH
+        return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
 
     def _look_at_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
@@ -237,20 +237,6 @@ class CloudBackend(ClientBackend):
 
     def _listed(self, name: str, size_bytes: int = 0, at_s: float | None = None) -> ObjectInfo:
         return ObjectInfo(path=self._path(name), size_bytes=size_bytes, modified_s=at_s)
-
-    @contextlib.contextmanager
-    def unless_absent(self) -> Iterator[None]:
-        """Do nothing about an error that says that something is not there."""
-        try:
-            yield
-        except Exception as error:
-            if _meaning(error).kind != "not-found":
-                raise
-
-
-def _meaning(error: BaseException) -> StorageError:
-    """Return what an error will become."""
-    return explain(error, "request", "")
 
 
 def range_header(start: int, length: int) -> str:

@@ -19,7 +19,13 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, damaged, stuck
+from ckpt_storage.store.problems import (
+    ForeignAnswer,
+    HttpFailure,
+    damaged,
+    stuck,
+    unless_absent,
+)
 
 from .clients import ForeignFs
 from .clouds import (
@@ -176,7 +182,7 @@ class GcsBackend(CloudBackend):
 
     def abort_upload(self, path: str, token: str) -> None:
         self._sessions.pop(token, None)
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._remove, token, data=b"")
             except HttpFailure as error:

@@ -34,6 +34,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import changed, explain, too_long
 
 from .drafts import Draft, is_draft_name, target_path
+from .mounts import durability_problem
 from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
 
 T = TypeVar("T")
@@ -300,6 +301,9 @@ class LocalBackend(Backend):
             self._check_inside(full)
             self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
 
+    def durability_problem(self) -> str:
+        return durability_problem(self.folder)
+
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
@@ -386,8 +390,9 @@ class LocalBackend(Backend):
         except FileNotFoundError as error:
             if name is not None:
                 raise
-            what = f"The folder {folder_of(full)} of the coordinator is not visible on this host."
-            step = "Is the path on a file system that all hosts share?"
+            what = f"The folder {folder_of(full)} is not there on this host, so nothing is written."
+            step = "Make it, as make_folders does; if another rank has made it: do all hosts share "
+            step += "this file system?"
             raise StorageError(what, kind="not-found", next_step=step) from error
 
     def _draft(self, path: str, token: str) -> Draft:

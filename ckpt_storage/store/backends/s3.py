@@ -25,7 +25,12 @@ from ckpt_storage.store.backend import (
     Settings,
 )
 from ckpt_storage.store.location import Location, address_of
-from ckpt_storage.store.problems import ForeignAnswer, check_source
+from ckpt_storage.store.problems import (
+    ForeignAnswer,
+    check_source,
+    meaning_of,
+    unless_absent,
+)
 
 from .clients import ForeignFs
 from .clouds import (
@@ -124,11 +129,11 @@ class S3Backend(CloudBackend):
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     def stat(self, path: str) -> ObjectInfo:
-        """HeadObject; if it is refused, GetObject, as only that answer says why."""
+        """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
         try:
             return super().stat(path)
         except Exception as error:
-            if _code_of(error) in {"400", "403"}:
+            if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
                 self.read(path, [(0, memoryview(bytearray(1)))])
             raise
 
@@ -245,6 +250,10 @@ class S3Backend(CloudBackend):
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
         asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
         answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
+        if "ETag" not in answer:
+            # Without it the upload cannot be completed.
+            what = f"The server's answer to the copy of a part of {path} has no ETag."
+            raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         crc32c = _decoded(checksum) if checksum else None
@@ -263,7 +272,7 @@ class S3Backend(CloudBackend):
         self._send("complete_multipart_upload", **asked)
 
     def abort_upload(self, path: str, token: str) -> None:
-        with self.unless_absent():
+        with unless_absent():
             self._send("abort_multipart_upload", **self._upload(path, token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
