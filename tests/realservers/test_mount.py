@@ -41,7 +41,7 @@ def test_a_save_warns_that_it_may_be_lost(
     mount_root: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a process, by the type of the file system; saves elsewhere do not."""
-    monkeypatch.setattr("ckpt_storage.commit.attempt._NOT_DURABLE", set())
+    monkeypatch.setattr("ckpt_storage.commit.attempt._WARNED", set())
     caplog.set_level(logging.WARNING, "ckpt_storage")
     for step in (1, 2):
         ckpt_storage.save({"step": step}, f"{mount_root.url}/step-{step}")
