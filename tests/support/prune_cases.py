@@ -66,7 +66,8 @@ class Below:
     def __getattr__(self, name: str) -> Any:
         """Return a fact of the whole, or an operation whose path or paths come first."""
         whole = getattr(self._inner, name)
-        if not callable(whole) or name in {"find_scope", "policy", "server_time"}:
+        unprefixed = {"durability_problem", "find_scope", "policy", "server_time"}
+        if not callable(whole) or name in unprefixed:
             return whole
 
         def call(path: str | Sequence[str], *given: Any, **more: Any) -> Any:
