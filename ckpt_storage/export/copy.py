@@ -30,7 +30,7 @@ from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, un
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.filemarks import listed
-from ckpt_storage.source.foreign import ForeignSource, StockSource
+from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
@@ -221,6 +221,8 @@ def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
         return _find(site, tag)
     objects = site.source.list("", unsafe_names="refuse")
     entries = {info.path: info for info in objects if _is_content(info.path)}
+    if exports.GUARD_NAME in entries:
+        raise in_progress(setting.source.url)
     if setting.target.is_local:
         _check_names(entries, setting.target.url)
     _check_whole(source, {path: one.size_bytes for path, one in entries.items()})

@@ -242,6 +242,9 @@ class Task(abc.ABC, Generic[R]):
     def check_held(self) -> None:
         """Raise if another run took the place over."""
 
+    def prepare_names(self) -> None:
+        """Make the place ready for files that get their names now."""
+
     def publish(self, made: Made) -> None:
         """Make the files count, by one last write; all of them bear their names."""
 

@@ -395,6 +395,7 @@ class Work:
             sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
         self._task.check_unchanged()
         self._task.check_held()
+        self._task.prepare_names()
 
         def name(at: int, one: Sealed) -> None:
             file, own = one.file, self._uploads.get(at)
