@@ -28,7 +28,13 @@ from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    PageCache,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+)
 from ckpt_storage.source.filemarks import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
+
+_COPY_PART_BYTES = 64 << 20
 
 _NAME_BYTES = 255
 """Longest name in a folder of common file systems."""
@@ -274,6 +282,14 @@ class _Copy(Task[CopyReport]):
     """One copy on one rank."""
 
     found: _ToCopy
+
+    @property
+    def part_bytes(self) -> int:
+        """Longer parts where the storage copies by itself: each costs a request."""
+        limit_bytes = self.setting.memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES
+        # Memory for a few of them, in case the storage refuses to copy.
+        copied_bytes = min(_COPY_PART_BYTES, limit_bytes // 4) if self.site.can_copy else 0
+        return max(super().part_bytes, copied_bytes)
 
     def content(self) -> object:
         marks = sorted((path, *mark) for path, mark in self.found.files.items())

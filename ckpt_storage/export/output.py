@@ -111,6 +111,9 @@ class Site:
         # client. All ranks plan alike, on nodes with more of them and with fewer.
         share_bytes = (limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES) // (3 * threads)
         share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
+        self.can_copy = setting.copies == "auto" and self._plain_target.can_copy_from(
+            self._plain_source
+        )
         self.options = TransferOptions(
             thread_count=threads,
             part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
@@ -187,6 +190,11 @@ class Task(abc.ABC, Generic[R]):
         else:
             self.found = found
             self.open(found)
+
+    @property
+    def part_bytes(self) -> int:
+        """About how long the parts of files are; the same on all ranks."""
+        return self.site.options.part_bytes
 
     @property
     def save_id(self) -> str | None:
@@ -381,7 +389,7 @@ def _agree(operation: Operation, site: Site, task_of: Tasks[R]) -> tuple[Task[R]
                 task.lay_out(),
                 world_size=operation.world_size,
                 able=site.target.capabilities,
-                part_bytes=site.options.part_bytes,
+                part_bytes=task.part_bytes,
                 source=task.content(),
             )
             digest = task.plan.digest

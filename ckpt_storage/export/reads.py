@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
-from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
@@ -27,7 +27,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, byt
 from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .plan import Elements, Fixed, OutFile, Part, Segment, Stored
+from .plan import Elements, Fixed, OutFile, Segment, Stored
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
@@ -80,22 +80,21 @@ class SegmentReader:
                         yield Piece(segment, chunk, box, part, at)
                 at += box.volume * size
 
-    def runs(self, file: int, start: int, stop: int, least_bytes: int) -> Iterator[Part]:
-        """Yield what of an interval lies in a row, as it is, in both files, and is so long."""
-        for piece in self.pieces(file, start, stop):
-            segment, size = piece.segment, DTYPES[piece.segment.dtype].item_bytes
-            if segment.dtype != segment.source_dtype:
-                continue
-            source, dest = (
-                run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
-                for whole in (piece.chunk, piece.box)
-            )
-            if source is None or dest is None or len(source) < least_bytes:
-                continue
-            place, shift = self.place_of(piece), piece.start + dest.start - source.start
-            if place.kind == "raw" and place.size_bytes == piece.chunk.volume * size:
-                first, last = source.start + shift, source.stop + shift
-                yield Part(start=first, stop=last, place=place, shift=shift)
+    def stored_range(self, file: int, start: int, stop: int) -> tuple[ChunkPlace, int] | None:
+        """Return the place that holds an interval in a row, as it is, and from which byte on."""
+        piece = next(self.pieces(file, start, stop), None)
+        if piece is None or piece.segment.dtype != piece.segment.source_dtype:
+            return None
+        size = DTYPES[piece.segment.dtype].item_bytes
+        source, dest = (
+            run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
+            for whole in (piece.chunk, piece.box)
+        )
+        if source is None or dest is None or len(source) != stop - start:
+            return None
+        place = self.place_of(piece)
+        is_raw = place.kind == "raw" and place.size_bytes == piece.chunk.volume * size
+        return (place, source.start) if is_raw else None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where an interval comes from; return the length of the longest read."""
@@ -140,16 +139,31 @@ class SegmentReader:
                 read.fill(read.array, whole[_index(inner)])
         return self._read(reads)
 
-    def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
-        """Read and check bytes [start, stop) of a payload, whole blocks; return their CRC-32C."""
-        crc, block = 0, place.block_bytes
+    def checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int]:
+        """Read and check bytes [start, stop) of a payload; return CRC-32C and bytes read."""
+        crc, read_bytes, block = 0, 0, place.block_bytes
         step = max(block, self._options.part_bytes // block * block)
         buffer = memoryview(bytearray(min(step, stop - start)))
         for at in range(start, stop, step):
             window = buffer[: stop - at]
-            self._read([bytes_read(place, window, at)])
+            read_bytes += self._read([bytes_read(place, window, at)])
             crc = crc32c_of(window, crc)
-        return crc
+        return crc, read_bytes
+
+    def known_checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the CRC-32C of bytes [start, stop) of a payload, and the bytes read for it.
+
+        Only ends that are no whole blocks are read. None where the checkpoint has no checksums.
+        """
+        block = place.block_bytes
+        first, last = -(-start // block) * block, stop // block * block
+        last = stop if stop == place.size_bytes else last
+        if place.crcs is None or last <= first:
+            return None
+        whole = combine_blocks(place.crcs[first // block : -(-last // block)], block, last - first)
+        ends = [self.checksum(place, start, first), self.checksum(place, last, stop)]
+        crcs, lengths = (ends[0][0], whole, ends[1][0]), (first - start, last - first, stop - last)
+        return combine_many(crcs, lengths), ends[0][1] + ends[1][1]
 
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
@@ -27,12 +27,11 @@ from ckpt_storage.source.model import explained
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.upload import Upload
-from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
-from .plan import MIN_COPY_BYTES, OutFile, Part, Region, cut, cut_region, number_unit_bytes
+from .plan import OutFile, Region
 from .reads import SegmentReader
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ class _Job:
     region: Region
     file: OutFile
     upload: Upload
-    unit: int
     left_bytes: int
     spans: list[Span] = field(default_factory=list)
 
@@ -203,8 +201,7 @@ class Work:
     def _write(self, regions: Iterable[Region]) -> None:
         """Write all parts side by side; in order where the storage wants that of a file."""
         site = self._site
-        may_copy = site.setting.copies == "auto" and self._able.tokens_travel
-        self._copies = may_copy and site.target.can_copy_from(site.source)
+        self._copies = site.can_copy and self._able.tokens_travel
         with Workers(
             site.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
@@ -226,22 +223,16 @@ class Work:
         site, limit_bytes = self._site, self._site.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
         file = self._plan.files[region.file]
-        runs: Iterable[Part] = ()
-        if self._copies and not file.edges:
-            least = max(self._able.copy_min_bytes or 0, MIN_COPY_BYTES)
-            runs = self._reader.runs(region.file, region.start, region.stop, least)
-        parts = cut_region(region, runs, self._able, stream_bytes=site.options.part_bytes)
-        unit = number_unit_bytes(self._able, region.file_bytes)
-        window_bytes = max(one.size_bytes for p in parts for one in self._streams(p, unit))
+        part_bytes = min(region.part_bytes, region.size_bytes)
         # A store may join the views of a part, so a part counts twice.
-        each = (2 if self._able.is_remote else 1) * window_bytes + read_bytes
+        each = (2 if self._able.is_remote else 1) * part_bytes + read_bytes
         if each > limit_bytes:
             raise InvalidInputError(
-                f"Parts of {window_bytes} bytes need {each} bytes of memory; "
+                f"Parts of {part_bytes} bytes need {each} bytes of memory; "
                 f"memory_limit_bytes is {limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        job = _Job(region, file, self._begin(region.file), unit, region.size_bytes)
+        job, parts = _Job(region, file, self._begin(region.file), region.size_bytes), region.parts
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
@@ -249,35 +240,27 @@ class Work:
             BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=site.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
 
-    def _streams(self, part: Part, unit: int) -> list[Part]:
-        """Return the parts that a part is streamed as."""
-        if part.place is None:
-            return [part]
-        run = Part(start=part.start, stop=part.stop)
-        return cut(run, self._able, unit, self._site.options.part_bytes)
-
-    def _do(self, job: _Job, parts: Iterable[Part]) -> None:
-        for part in parts:
+    def _do(self, job: _Job, parts: Iterable[tuple[int, int]]) -> None:
+        for start, stop in parts:
             if self._has_failed:
                 return
             try:
-                self._do_part(job, part)
+                self._do_part(job, start, stop)
             except BaseException:
                 # Before the memory of others is waited for.
                 self._has_failed = True
                 raise
 
-    def _do_part(self, job: _Job, part: Part) -> None:
-        """Do a part, and what follows the last of its region."""
+    def _do_part(self, job: _Job, start: int, stop: int) -> None:
+        """Do bytes [start, stop) of a file, and what follows the last part of its region."""
         region, deadline = job.region, self._site.deadline
         deadline.check(f"Writing {job.file.name}")
-        if not (part.place and self._copies and self._copied(job, part, part.place)):
-            for one in self._streams(part, job.unit):
-                self._streamed(job, one)
-        deadline.watch.advanced(part.size_bytes)
-        self._task.on_bytes(part.size_bytes)
+        if not (self._copies and self._copied(job, start, stop)):
+            self._streamed(job, start, stop)
+        deadline.watch.advanced(stop - start)
+        self._task.on_bytes(stop - start)
         with self._lock:
-            job.left_bytes -= part.size_bytes
+            job.left_bytes -= stop - start
             if job.left_bytes:
                 return
             whole = joined(job.spans)
@@ -285,40 +268,46 @@ class Work:
             self._result.spans.setdefault(region.file, []).extend(spans)
         self._end(job, whole[2])
 
-    def _streamed(self, job: _Job, part: Part) -> None:
+    def _streamed(self, job: _Job, start: int, stop: int) -> None:
         """Read and write a part."""
-        start, stop, edges = part.start, part.stop, job.file.edges
+        region, edges, size_bytes = job.region, job.file.edges, stop - start
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
         # Fresh memory costs the kernel more than the copies through it. No thread keeps its own:
         # there are more of them than parts in flight.
         with self._lock:
             whole = self._free.pop() if self._free else memoryview(b"")
-        if len(whole) < part.size_bytes:
-            whole = memoryview(bytearray(part.size_bytes))
-        window = whole[: part.size_bytes]
-        read_bytes = self._reader.fill(job.region.file, start, stop, window)
+        if len(whole) < size_bytes:
+            whole = memoryview(bytearray(size_bytes))
+        window = whole[:size_bytes]
+        read_bytes = self._reader.fill(region.file, start, stop, window)
         spans = [
             (first, last - first, crc32c_of(window[first - start : last - start]))
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
-        is_last = stop == job.region.file_bytes
-        job.upload.write_part(start // job.unit, start, [window], last=is_last)
+        number, is_last = start // region.part_bytes, stop == region.file_bytes
+        job.upload.write_part(number, start, [window], last=is_last)
         self._site.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
             job.spans += spans
-            self._result.moved.update(read_bytes=read_bytes, sent_bytes=part.size_bytes)
+            self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
-    def _copied(self, job: _Job, part: Part, place: ChunkPlace) -> bool:
+    def _copied(self, job: _Job, start: int, stop: int) -> bool:
         """Have the storage copy a part; return whether it did."""
-        site, reader = self._site, self._reader
-        first, length = part.start - part.shift, part.size_bytes
-        source = site.source.copy_source(place.path)
-        if source is None:
+        site, reader, able, length = self._site, self._reader, self._able, stop - start
+        is_last = stop == job.region.file_bytes
+        if length > (able.copy_max_bytes or length) or (
+            length < (able.copy_min_bytes or 0) and not is_last
+        ):
             return False
+        found = None if job.file.edges else reader.stored_range(job.region.file, start, stop)
+        source = found and site.source.copy_source(found[0].path)
+        if not found or not source:
+            return False
+        place, first = found
         copy = PartCopy(
-            number=part.start // job.unit,
-            offset=part.start,
+            number=start // job.region.part_bytes,
+            offset=start,
             source=source,
             start=place.start + first,
             length=length,
@@ -332,16 +321,12 @@ class Work:
                 return False
             raise explained(error, [place], self._task.source) from error
         site.target_pace.succeeded()
-        read_bytes, expected = 0, None
-        if place.crcs is not None:
-            block = place.block_bytes
-            crcs = place.crcs[first // block : -(-(first + length) // block)]
-            expected = combine_blocks(crcs, block, length)
+        last, read_bytes = first + length, 0
         if told is None:
-            told, read_bytes = reader.verify(place, first, first + length), length
-        if expected not in {None, told}:
+            told, read_bytes = reader.checksum(place, first, last)
+        elif (known := reader.known_checksum(place, first, last)) and known[0] != told:
             # Raises if it is the source that is damaged.
-            reader.verify(place, first, first + length)
+            reader.checksum(place, first, last)
             raise StorageError(
                 f"The storage copied bytes [{copy.start}, {copy.start + length}) "
                 f"of {site.source.url}/{place.path}, which belong to {place.fqn}, wrongly: "
@@ -352,7 +337,7 @@ class Work:
                 next_step="Try again; if it happens again, tell who runs the storage.",
             )
         with self._lock:
-            job.spans.append((part.start, length, told))
+            job.spans.append((start, length, told))
             self._result.moved.update(read_bytes=read_bytes, copied_bytes=length)
         return True
 
