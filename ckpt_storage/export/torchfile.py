@@ -9,6 +9,7 @@ import struct
 import warnings
 import zipfile
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,11 +51,15 @@ _Path = tuple[str | int, ...]
 
 
 class _Record(NamedTuple):
-    """A storage, of which tensors are views: bytes of the file with one checksum, if any."""
+    """A storage, of which tensors are views: bytes of the file with one checksum, if any.
+
+    `storage_bytes` are the first of them that the pickle says are the storage.
+    """
 
     start: int
     size_bytes: int
     crc32: int | None
+    storage_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,8 +129,11 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             record: _Record | None = getattr(value.untyped_storage(), "record", None)
             if record is None:
                 raise _refused(shown, f"holds no bytes of {fqn}", "Save it from where it has some.")
+            offset = int(value.storage_offset()) * value.element_size()
+            if not 0 <= offset <= record.storage_bytes - value.nbytes:
+                raise _refused(shown, f"holds {fqn}, which reaches beyond its storage", _RESTORE)
             source.records[fqn] = record
-            start = record.start + int(value.storage_offset()) * value.element_size()
+            start = record.start + offset
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
         whole, size = Box((0,) * len(shape), shape), value.nbytes
@@ -214,6 +222,8 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
     small: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "constants.pkl" in infos:
+            raise _refused(path, "is a TorchScript archive", _AGAIN)
         # torch can be told to write none: then it writes zeros.
         has_crcs = any(info.CRC for info in infos.values())
         for name, info in infos.items():
@@ -231,6 +241,8 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
     storages: dict[str, Any] = {}
+    # Each record ends where the next begins, or the directory of the zip.
+    limits = sorted([archive.start_dir, *(info.header_offset for info in infos.values())])
 
     def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved
@@ -241,8 +253,11 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
                 raise EOFError(key)
             file.seek(info.header_offset)
             gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(file.read(_LOCAL.size)))
+            start = info.header_offset + gap_bytes
+            if start + info.file_size > limits[bisect_right(limits, info.header_offset)]:
+                raise EOFError(key)
             storages[key] = storage = _torch.UntypedStorage(size_bytes, device="meta")
-            storage.record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
+            storage.record = _Record(start, info.file_size, info.CRC, size_bytes)
         return _torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
 
     module: Any = pickle if unsafe_pickle else _weights_only_unpickler
