@@ -35,7 +35,7 @@ from .options import (
     location_beside,
 )
 from .output import Found, Setting, Taken, run, run_in
-from .select import Skipped, check_ties
+from .select import Skipped, check_ties, dropped_prefixes
 from .write import Made
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class ConsolidationReport:
     source_url, output_url: without credentials; `index_path` is below `output_url`.
     source_format, save_id: what was consolidated; None where the format has no save ids.
     files: in order of their number. `total_bytes` is of all of them, headers included.
-    read_bytes: came to the ranks. sent_bytes: went from them. copied_bytes: the storage copied by
-        itself. All three of this run, all ranks together. rank_bytes: what each rank wrote of it.
+    read_bytes: came to the ranks. sent_bytes: went from them. Both of this run, all ranks together.
+    rank_bytes: what each rank sent.
+    dropped_prefixes: what was taken off names by default: keys of containers, marks of wrappers.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
     removed: files of earlier exports and of runs that died that were deleted.
     seconds: from the meeting of the ranks to the end.
@@ -84,8 +85,8 @@ class ConsolidationReport:
     total_bytes: int
     read_bytes: int
     sent_bytes: int
-    copied_bytes: int
     rank_bytes: Sequence[int]
+    dropped_prefixes: Sequence[str]
     skipped: Sequence[Skipped]
     ties: Mapping[str, str]
     removed: Sequence[str]
@@ -284,8 +285,12 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             files=tuple(files),
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
-            **made.moved,
-            rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
+            read_bytes=made.moved["read_bytes"],
+            sent_bytes=made.moved["sent_bytes"],
+            rank_bytes=tuple(result.moved["sent_bytes"] for result in made.results),
+            dropped_prefixes=dropped_prefixes(
+                (one.fqn, one.name) for file in plan.files for one in file.elements
+            ),
             skipped=self.skipped,
             ties=self.ties,
             removed=tuple(self.removed),

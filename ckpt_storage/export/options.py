@@ -29,7 +29,8 @@ CASTABLE = ("bfloat16", "float16", "float32", "float64")
 WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
-    "dtype": f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
+    "dtype": f"one of {', '.join(CASTABLE)}, or a mapping from patterns to these. To quantise, use "
+    "a tool that writes the scales too",
     "rename": "a mapping or a function from FQN to name",
     "include": "FQNs, glob patterns, or a function of each",
     "exclude": "FQNs, glob patterns, or a function of each",
@@ -51,11 +52,13 @@ class ConsolidateOptions:
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
         FQNs. Every tensor that goes out needs one.
-    dtype: what to cast to, as a `torch.dtype` or its name. Only tensors of float64, float32,
-        float16 and bfloat16 are cast, and only to these; all others go out as they are.
+    dtype: what to cast to, as a `torch.dtype` or its name; or a mapping to these from FQNs, names
+        in the weight files and glob patterns, such as `{"*.router.*": "float32", "*": "bfloat16"}`,
+        of which the first that matches counts. Only tensors of float64, float32, float16 and
+        bfloat16 are cast, and only to these; all others go out as they are.
     rename: names in the weight files. A mapping from FQN to name leaves the tensors that it does
-        not list their default name. A function gets every FQN, and its answer is the name; it must
-        answer alike on all ranks.
+        not list their default name: their own, without `module.` and `_orig_mod.` of wrappers.
+        A function gets every FQN, and its answer is the name; it must answer alike on all ranks.
     include: which tensors go out, instead of the default choice: the model's.
     exclude: which of them do not. Both take FQNs and glob patterns (`*`, which matches dots too,
         `?`, `[...]`, letter case counts), one or a collection of them, or a function that gets
@@ -90,7 +93,7 @@ class ConsolidateOptions:
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
             "fqn_to_index_mapping": index is None
             or (bool(index) and _maps(index, int) and min(index.values()) > 0),
-            "dtype": self.cast_to in {None, *CASTABLE},
+            "dtype": all(dtype in CASTABLE for dtype in self.casts.values()),
             "rename": rename is None or callable(rename) or _maps(rename, str),
             "include": _is_selection(self.include),
             "exclude": _is_selection(self.exclude),
@@ -113,10 +116,12 @@ class ConsolidateOptions:
         return parse_bytes(self.max_file_bytes, option="max_file_bytes")
 
     @property
-    def cast_to(self) -> str | None:
-        """`dtype` as a name of `format.names`; None: nothing is cast."""
+    def casts(self) -> dict[str, str]:
+        """`dtype` as names of `format.names` by pattern; empty: nothing is cast."""
+        wanted = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
         # Without importing torch: a dtype prints as "torch.bfloat16".
-        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        named = {str(key): str(one).removeprefix("torch.") for key, one in wanted.items()}
+        return {} if self.dtype is None else named
 
 
 def check_memory_limit(limit: object) -> None:

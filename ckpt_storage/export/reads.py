@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
-from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
+from ckpt_storage.format.boxes import Box, box_selection, interval_boxes
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
@@ -31,6 +31,10 @@ from .plan import Elements, Fixed, OutFile, Segment, Stored
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
+
+
+_OPAQUE_COPIES = 3
+"""As read, as torch loads it, and rearranged."""
 
 
 class Piece(NamedTuple):
@@ -49,6 +53,12 @@ class Piece(NamedTuple):
     def key(self) -> Key:
         """The chunk, as its source knows it."""
         return self.segment.fqn, self.chunk.offsets if isinstance(self.segment, Elements) else None
+
+
+def file_place(stored: Stored) -> ChunkPlace:
+    """Return the place that is a whole file."""
+    size = stored.size_bytes
+    return ChunkPlace(path=stored.path, fqn="", start=0, size_bytes=size, file_bytes=size)
 
 
 class SegmentReader:
@@ -80,37 +90,27 @@ class SegmentReader:
                         yield Piece(segment, chunk, box, part, at)
                 at += box.volume * size
 
-    def stored_range(self, file: int, start: int, stop: int) -> tuple[ChunkPlace, int] | None:
-        """Return the place that holds an interval in a row, as it is, and from which byte on."""
-        piece = next(self.pieces(file, start, stop), None)
-        if piece is None or piece.segment.dtype != piece.segment.source_dtype:
-            return None
-        size = DTYPES[piece.segment.dtype].item_bytes
-        source, dest = (
-            run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
-            for whole in (piece.chunk, piece.box)
-        )
-        if source is None or dest is None or len(source) != stop - start:
-            return None
-        place = self.place_of(piece)
-        is_raw = place.kind == "raw" and place.size_bytes == piece.chunk.volume * size
-        return (place, source.start) if is_raw else None
-
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where an interval comes from; return the length of the longest read."""
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
+        # torch reads items of other kinds whole, in `_loaded_of`.
+        whole = [place.size_bytes for place in places if place.kind != "raw"]
+        whole_bytes = _OPAQUE_COPIES * max(whole, default=0)
         largest = max((place.block_bytes for place in places), default=1)
         window_bytes = costs_for(self._ranges.store).window_bytes
         # An element that does not divide the block is read whole.
-        return max(min(self._options.part_bytes, window_bytes), largest) + largest
+        return (
+            max(min(self._options.part_bytes, window_bytes), largest)
+            + largest
+            + _OPAQUE_COPIES * opaque_bytes
+        )
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
         segment = piece.segment
         if isinstance(segment, Stored) and segment.path:
-            size = segment.size_bytes
-            return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
+            return file_place(segment)
         return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
@@ -141,29 +141,13 @@ class SegmentReader:
 
     def checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int]:
         """Read and check bytes [start, stop) of a payload; return CRC-32C and bytes read."""
-        crc, read_bytes, block = 0, 0, place.block_bytes
-        step = max(block, self._options.part_bytes // block * block)
+        crc, read_bytes, step = 0, 0, self._options.part_bytes
         buffer = memoryview(bytearray(min(step, stop - start)))
         for at in range(start, stop, step):
             window = buffer[: stop - at]
             read_bytes += self._read([bytes_read(place, window, at)])
             crc = crc32c_of(window, crc)
         return crc, read_bytes
-
-    def known_checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the CRC-32C of bytes [start, stop) of a payload, and the bytes read for it.
-
-        Only ends that are no whole blocks are read. None where the checkpoint has no checksums.
-        """
-        block = place.block_bytes
-        first, last = -(-start // block) * block, stop // block * block
-        last = stop if stop == place.size_bytes else last
-        if place.crcs is None or last <= first:
-            return None
-        whole = combine_blocks(place.crcs[first // block : -(-last // block)], block, last - first)
-        ends = [self.checksum(place, start, first), self.checksum(place, last, stop)]
-        crcs, lengths = (ends[0][0], whole, ends[1][0]), (first - start, last - first, stop - last)
-        return combine_many(crcs, lengths), ends[0][1] + ends[1][1]
 
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)
@@ -192,7 +176,7 @@ class SegmentReader:
 
         with self._lock:
             if self._loaded is None or self._loaded[0] != place:
-                needed, limit = 3 * place.size_bytes, self._options.memory_limit_bytes
+                needed, limit = _OPAQUE_COPIES * place.size_bytes, self._options.memory_limit_bytes
                 if needed > limit:
                     raise InvalidInputError(
                         f"{place.fqn} in {place.path} is stored with strides; rearranging it takes "

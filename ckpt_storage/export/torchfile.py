@@ -214,10 +214,12 @@ class _StoreFile(io.RawIOBase):
         return count
 
 
-def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return what was saved; storages have no memory, but a `record` of where they lie.
+def _read_records(
+    file: IO[bytes], path: str
+) -> tuple[dict[str, zipfile.ZipInfo], dict[str, bytes], int]:
+    """Return the records of the zip, the content of those that are no storages, and its end.
 
-    A compressed record of the zip, which torch never makes, may be a bomb, and is refused.
+    A compressed record, which torch never makes, may be a bomb, and is refused.
     """
     small: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
@@ -238,11 +240,17 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
             except zipfile.BadZipFile as error:
                 what = f"its record {info.filename}"
                 raise _damaged(path, what, info.header_offset) from error
+    return infos, small, archive.start_dir
+
+
+def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
+    """Return what was saved; storages have no memory, but a `record` of where they lie."""
+    infos, small, directory = _read_records(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
     storages: dict[str, Any] = {}
     # Each record ends where the next begins, or the directory of the zip.
-    limits = sorted([archive.start_dir, *(info.header_offset for info in infos.values())])
+    limits = sorted([directory, *(info.header_offset for info in infos.values())])
 
     def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved

@@ -1,8 +1,8 @@
 """Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends. Long runs of stored bytes the
-storage copies by itself, where it can; they are checked by the checksum that it tells, or else by
-reading the source.
+A thread does one part at a time: it reads, checks, places and sends. Whole stored files a storage
+copies by itself, where it can; the checksums that it reports are held against that of the file. One
+that reports none has its source read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
-from .plan import OutFile, Region
-from .reads import SegmentReader
+from .plan import OutFile, Region, Stored
+from .reads import SegmentReader, file_place
 
 if TYPE_CHECKING:
     from .output import Taken, Task
@@ -293,51 +293,36 @@ class Work:
             self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
     def _copied(self, job: _Job, start: int, stop: int) -> bool:
-        """Have the storage copy a part; return whether it did."""
-        site, reader, able, length = self._site, self._reader, self._able, stop - start
-        is_last = stop == job.region.file_bytes
-        if length > (able.copy_max_bytes or length) or (
-            length < (able.copy_min_bytes or 0) and not is_last
-        ):
+        """Have the storage copy a part of a whole stored file; return whether it did."""
+        site, (stored, *others), length = self._site, job.file.segments, stop - start
+        if others or not isinstance(stored, Stored) or not stored.path:
             return False
-        found = None if job.file.edges else reader.stored_range(job.region.file, start, stop)
-        source = found and site.source.copy_source(found[0].path)
-        if not found or not source:
+        able, is_last = self._able, stop == job.region.file_bytes
+        is_short = length < (able.copy_min_bytes or 0) and not is_last
+        source = site.source.copy_source(stored.path)
+        if source is None or is_short or length > (able.copy_max_bytes or length):
             return False
-        place, first = found
         copy = PartCopy(
             number=start // job.region.part_bytes,
             offset=start,
             source=source,
-            start=place.start + first,
+            start=start,
             length=length,
-            source_bytes=place.file_bytes,
+            source_bytes=stored.size_bytes,
         )
+        place, read_bytes = file_place(stored), 0
         try:
-            told = job.upload.copy_part(copy)
+            crc32c = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 self._copies = False
                 return False
             raise explained(error, [place], self._task.source) from error
         site.target_pace.succeeded()
-        last, read_bytes = first + length, 0
-        if told is None:
-            told, read_bytes = reader.checksum(place, first, last)
-        elif (known := reader.known_checksum(place, first, last)) and known[0] != told:
-            # Raises if it is the source that is damaged.
-            reader.checksum(place, first, last)
-            raise StorageError(
-                f"The storage copied bytes [{copy.start}, {copy.start + length}) "
-                f"of {site.source.url}/{place.path}, which belong to {place.fqn}, wrongly: "
-                "the source is sound, and what it wrote has another checksum.",
-                path=place.path,
-                rank=place.rank,
-                retryable=True,
-                next_step="Try again; if it happens again, tell who runs the storage.",
-            )
+        if crc32c is None:
+            crc32c, read_bytes = self._reader.checksum(place, start, stop)
         with self._lock:
-            job.spans.append((start, length, told))
+            job.spans.append((start, length, crc32c))
             self._result.moved.update(read_bytes=read_bytes, copied_bytes=length)
         return True
 

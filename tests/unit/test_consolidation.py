@@ -309,6 +309,52 @@ def test_only_containers_are_judged_by_their_keys(state: dict[str, Any], names: 
     assert list(chosen(state)[0]) == names
 
 
+def test_flat_names_are_judged_as_nested_ones_are() -> None:
+    """Dotted names of optimizer and random state go out neither as paths nor as strings."""
+    state = {"decoder.w": W, "optimizer.state.exp_avg.decoder.w": W, "rng_state": W}
+    out, report = chosen(state)
+    assert out == {"decoder.w": "decoder.w"}
+    assert {skip.fqn: skip.reason for skip in report.skipped} == {
+        "optimizer.state.exp_avg.decoder.w": "optimizer",
+        "rng_state": "training state",
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "dropped"),
+    [
+        ({"model": {"module.a": W, "module.l.b": W}}, ("model.module.",)),
+        ({"module.a": W, "module.l.b": W}, ("module.",)),
+        ({"_orig_mod.a": W, "_orig_mod.l.b": W}, ("_orig_mod.",)),
+        ({"module._orig_mod.a": W, "module._orig_mod.l.b": W}, ("_orig_mod.", "module.")),
+        ({"a": W, "l._orig_mod.b": W}, ("_orig_mod.",)),
+        ({"a": W, "l.b": W}, ()),
+    ],
+)
+def test_marks_of_wrappers_are_taken_off_and_reported(
+    state: dict[str, Any], dropped: tuple[str, ...]
+) -> None:
+    """Names are those of the bare module, however it was wrapped when it was saved."""
+    out, report = chosen(state)
+    assert list(out) == ["a", "l.b"]
+    assert report.dropped_prefixes == dropped
+
+
+def test_a_module_named_module_keeps_its_name() -> None:
+    """A prefix that not all names have is no mark of a wrapper."""
+    out, report = chosen({"module.a": W, "head": W})
+    assert list(out) == ["head", "module.a"]
+    assert report.dropped_prefixes == ()
+
+
+def test_dtypes_are_chosen_by_pattern() -> None:
+    """The first pattern that matches a name or an FQN counts; what none matches stays as it is."""
+    state = {"model": {"l.router.w": W.double(), "l.w": W.double(), "head": W.double()}}
+    files, _ = export(state, dtype={"*.router.*": "float32", "model.l.*": torch.bfloat16})
+    kinds = {name: dtype for name, (dtype, _, _) in tensors_of(files).items()}
+    assert kinds == {"l.router.w": "F32", "l.w": "BF16", "head": "F64"}
+
+
 def test_without_paths_names_stay_whole(tmp_path: Path) -> None:
     """Where the nesting is not known, nothing is taken off; optimizer state is still left out."""
     names = ["model.a", "model.b", "optimizer.state.a"]
@@ -415,6 +461,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         ({"tied": {"head": "nope"}}, r"maps 'model.head' to 'model.nope', which is no tensor"),
         ({"tied": {"head": "odd"}}, r"float32, \[4, 2\]\) to model.odd \(int8, \[3\]\)"),
         ({"tied": {"head": "layers.0.w", "layers.0.w": "head"}}, r"is tied itself"),
+        ({"dtype": {"*.nothing": "float32"}}, r"dtype names .*matches no tensor"),
         ({"include": "bad.*"}, r"bad.0 has dtype complex128.*exclude=\['bad.0'\]"),
     ],
 )
