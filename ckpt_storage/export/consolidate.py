@@ -133,7 +133,8 @@ def consolidate(  # the public surface, all keyword-only
         process_group: the ranks that take part; default: the default group; without one, this
             process. All must reach both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `consolidate` count); default
-            four minutes and an hour.
+            four minutes and an hour. `consolidate` is how long nothing may move, however long the
+            whole takes.
         max_file_bytes: as for `ConsolidateOptions`, like all up to `memory_limit_bytes`.
         fqn_to_index_mapping: which file each tensor goes into.
         dtype: what to cast floating-point tensors to.

@@ -201,8 +201,8 @@ class PlainFolder(Folder[R]):
             store.replace(GUARD_NAME, GUARD)
         if not is_resumed:
             old = set(in_the_way)
-            if is_remains and not is_indexed:
-                # Shards of work that died: without its `.metadata` nobody can tell what is in them.
+            if STOCK_METADATA in here or (is_remains and not is_indexed):
+                # Without their `.metadata` nobody can tell what is in shards.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
             for path in filter(exports.is_file_record, here):
@@ -456,6 +456,12 @@ def _is_weight(path: str) -> bool:
 
 def _is_shard(path: str) -> bool:
     return "/" not in path and path.startswith("__") and path.endswith(".distcp")
+
+
+def find_exports(store: Store) -> list[str]:
+    """Return the folders of exports directly below the root of `store`."""
+    folders = [entry.path[:-1] for entry in listed(store) if entry.path.endswith("/")]
+    return [folder for folder in folders if is_there(store, f"{folder}/{NAMES_PATH}")]
 
 
 def remove_exports(store: Store) -> list[str]:

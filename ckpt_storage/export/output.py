@@ -318,13 +318,13 @@ def run(operation: Operation, setting: Setting, task_of: Tasks[R]) -> R:
     """
 
     def begin(phase: Phase, total_bytes: int = 0) -> None:
-        if phase != "write":
+        if phase == "plan":
             site.begin(operation.phase(phase, total_bytes=total_bytes))
             return
         # As long as bytes move.
         operation.phase(phase, NEVER_S, total_bytes=total_bytes)
-        limit_s, what = setting.timeouts.write, operation.what
-        site.begin(stalling_deadline(phase, limit_s, what, beside=operation))
+        limit_s: float = getattr(setting.timeouts, phase)
+        site.begin(stalling_deadline(phase, limit_s, operation.what, beside=operation))
 
     start_s = time.monotonic()
     site = Site(setting)

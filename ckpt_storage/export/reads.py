@@ -100,11 +100,7 @@ class SegmentReader:
         largest = max((place.block_bytes for place in places), default=1)
         window_bytes = costs_for(self._ranges.store).window_bytes
         # An element that does not divide the block is read whole.
-        return (
-            max(min(self._options.part_bytes, window_bytes), largest)
-            + largest
-            + _OPAQUE_COPIES * opaque_bytes
-        )
+        return max(min(self._options.part_bytes, window_bytes), largest) + largest + whole_bytes
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
