@@ -151,6 +151,13 @@ def _renames(
     help="What happens to aliases of tied tensors.",
 )
 @click.option(
+    "--extra-file",
+    "extra_files",
+    multiple=True,
+    metavar="FILE",
+    help="Write this file, a path or URL, beside the weights.",
+)
+@click.option(
     "--meet-timeout",
     metavar="SECONDS",
     default="5m",

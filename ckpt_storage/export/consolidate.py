@@ -24,12 +24,14 @@ from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeou
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 
+from .extras import named_files, read_extra_files
 from .folder import ExportFolder
 from .layout import Files, lay_out_model
 from .options import (
     DEFAULT_MAX_FILE_BYTES,
     WANTED,
     ConsolidateOptions,
+    ExtraFiles,
     Selection,
     digest,
     location_beside,
@@ -70,6 +72,7 @@ class ConsolidationReport:
     rank_bytes: what each rank sent.
     dropped_prefixes: what was taken off names by default: keys of containers, marks of wrappers.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
+    extra_files: names of files that were written beside the weights.
     removed: files of earlier exports and of runs that died that were deleted.
     seconds: from the meeting of the ranks to the end.
     """
@@ -89,6 +92,7 @@ class ConsolidationReport:
     dropped_prefixes: Sequence[str]
     skipped: Sequence[Skipped]
     ties: Mapping[str, str]
+    extra_files: Sequence[str]
     removed: Sequence[str]
     seconds: float
 
@@ -111,6 +115,7 @@ def consolidate(  # the public surface, all keyword-only
     include: Selection | None = None,
     exclude: Selection | None = None,
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop",
+    extra_files: ExtraFiles | None = None,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     progress: Progress = None,
@@ -142,6 +147,7 @@ def consolidate(  # the public surface, all keyword-only
         include: which tensors go out, instead of the model's.
         exclude: which of them do not.
         tied: what happens to tied tensors.
+        extra_files: files to write beside the weights.
         memory_limit_bytes: ceiling of buffers per rank.
         page_cache: whether the kernel keeps a copy of local weight files that are on the disk.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
@@ -175,6 +181,7 @@ def consolidate(  # the public surface, all keyword-only
             include=include,
             exclude=exclude,
             tied=tied,
+            extra_files=extra_files,
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             output=output,
@@ -202,6 +209,7 @@ class ConsolidateJob(Setting):
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
             target = location_beside(source, options.output, options.output_storage_options)
+        named_files(options.extra_files)
         own = (f"{source.url}/{COMMITS}/", f"{source.url}/{SAVES}/")
         if target.url == source.url or f"{target.url}/".startswith(own):
             what = f"The output {target.url} is where the checkpoint's own files lie."
@@ -259,6 +267,9 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
 
     def take(self) -> Taken:
         check_ties(self.source, self.ties)
+        entries = [one.fqn for one in self.skipped if one.reason == "file"]
+        given = self.setting.options.extra_files
+        self.extra_files = read_extra_files(self.site, self.source, entries, given)
         return super().take()
 
     def report(self, made: Made, seconds: float) -> ConsolidationReport:
@@ -294,6 +305,7 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             ),
             skipped=self.skipped,
             ties=self.ties,
+            extra_files=tuple(sorted(self.extra_files)),
             removed=tuple(self.removed),
             seconds=seconds,
         )

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from ckpt_storage import errors
@@ -250,6 +251,9 @@ class ExportFolder(Folder[R]):
 
     is_together = True
     ties: Mapping[str, str]
+    extra_files: Mapping[str, bytes] = MappingProxyType({})
+    """What lies beside the weights, by name; only on the coordinator."""
+
     removed: Sequence[str] = ()
     _index: Content | None = None
     _before: frozenset[str] = frozenset()
@@ -370,6 +374,9 @@ class ExportFolder(Folder[R]):
             ties=self.ties,
             stamp={**stamp(), "world_size": plan.world_size},
         )
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self.extra_files} - {""}))
+        for name, data in self.extra_files.items():
+            store.replace(name, data)
         store.replace(exports.export_path(plan.identity), record.encode())
         if self._index is None or self._index.data != index:
             self._put_index(index)

@@ -18,6 +18,9 @@ from ckpt_storage.store import Location, endpoint_of
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
 
+ExtraFiles = str | os.PathLike[str] | Collection[str | os.PathLike[str]] | Mapping[str, Any]
+"""Paths or URLs of files, or a mapping from the name in the export to a path, a URL or bytes."""
+
 DEFAULT_MAX_FILE_BYTES = "5GB"
 """What `save_pretrained` of Hugging Face's libraries takes unless told otherwise."""
 
@@ -35,6 +38,7 @@ WANTED = {
     "include": "FQNs, glob patterns, or a function of each",
     "exclude": "FQNs, glob patterns, or a function of each",
     "tied": '"drop", "keep", or a mapping from alias to target',
+    "extra_files": "paths or URLs of files, or a mapping from names to these or to bytes",
 }
 """What each option has to be that says what comes out."""
 
@@ -66,6 +70,10 @@ class ConsolidateOptions:
     tied: what happens to aliases of recorded ties: "drop" leaves them out, because `transformers`
         ties them again; "keep" writes their bytes once more. A mapping from alias to target (FQNs,
         the model's key may be left off) is "drop" with more ties than were recorded.
+    extra_files: files to write beside the weights, such as config.json and those of a tokenizer:
+        paths or URLs, or a mapping from the name in the export to a path, a URL or bytes. The first
+        rank reads them. They are replaced before the index is. Entries `files.<name>` of the
+        checkpoint, tensors of uint8, are written without asking, unless `exclude` names them.
     memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
         or this rank's share of the node's (`docs/performance.md`).
     page_cache: "drop" lets the kernel keep no copy of weight files that are on a local disk, "keep"
@@ -82,6 +90,7 @@ class ConsolidateOptions:
     include: Selection | None = None
     exclude: Selection | None = None
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
+    extra_files: ExtraFiles | None = None
     memory_limit_bytes: int | None = None
     page_cache: PageCache | None = None
     output: str | os.PathLike[str] | None = None
@@ -98,6 +107,7 @@ class ConsolidateOptions:
             "include": _is_selection(self.include),
             "exclude": _is_selection(self.exclude),
             "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),
+            "extra_files": _are_files(self.extra_files),
         }
         for option, wanted in WANTED.items():
             if not is_good[option]:
@@ -151,6 +161,16 @@ def _is_selection(value: object) -> bool:
         value is None
         or callable(value)
         or (isinstance(value, Collection) and all(isinstance(entry, str) for entry in value))
+    )
+
+
+def _are_files(value: object) -> bool:
+    if isinstance(value, Mapping):
+        is_content = all(isinstance(one, str | os.PathLike | bytes) for one in value.values())
+        return is_content and all(isinstance(name, str) for name in value)
+    is_path = value is None or isinstance(value, str | os.PathLike)
+    return is_path or (
+        isinstance(value, Collection) and all(isinstance(one, str | os.PathLike) for one in value)
     )
 
 

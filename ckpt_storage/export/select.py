@@ -22,7 +22,12 @@ from ckpt_storage.source.model import Source
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
 
-Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+FILES_PREFIX = "files."
+"""What the names of entries begin with whose bytes are a file: `files.config.json`."""
+
+Reason = Literal[
+    "blob", "optimizer", "training state", "outside the model", "excluded", "tied", "file"
+]
 
 KeyPath = tuple[str | int, ...]
 
@@ -146,7 +151,8 @@ def choose_model(
     The alias of a tie goes out in its own right while its target does not.
     """
     tensors, values = source.tensors, source.tensors.keys() | source.blobs
-    paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors}
+    files = {fqn for fqn, tensor in tensors.items() if is_file_entry(fqn, tensor)}
+    paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
     left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
         left |= _outside(paths)
@@ -156,6 +162,8 @@ def choose_model(
     if options.exclude is not None:
         for fqn in matching(options.exclude, values, "exclude"):
             left.setdefault(fqn, ("excluded", "`exclude` names it"))
+    for fqn in files:
+        left.setdefault(fqn, ("file", "it is a file beside the weights"))
     going = sorted(tensors.keys() - left.keys())
     if not going:
         what = f"No tensor is left to export; {len(left)} values are left out."
@@ -200,6 +208,12 @@ def dropped_prefixes(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         if name != fqn and plain.endswith(name):
             found |= {plain.removesuffix(name), _COMPILED if plain != fqn else ""}
     return tuple(sorted(found - {""}))
+
+
+def is_file_entry(fqn: str, tensor: TensorRecord) -> bool:
+    """Return whether a tensor is the content of a file beside the weights."""
+    is_bytes = tensor.dtype == "uint8" and len(tensor.shape) == 1
+    return is_bytes and len(fqn) > len(FILES_PREFIX) and fqn.startswith(FILES_PREFIX)
 
 
 def _casts(names: Mapping[str, str], options: ConsolidateOptions) -> dict[str, str]:

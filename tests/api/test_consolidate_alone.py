@@ -18,11 +18,17 @@ from fault_tools import Opener
 import ckpt_storage
 import ckpt_storage.export.output
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
+from ckpt_storage.errors import (
+    CheckpointExistsError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
+)
 from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -255,3 +261,42 @@ def test_an_export_is_verified_by_its_own_url(url: Path, tmp_path: Path) -> None
     report = ckpt_storage.verify(url)
     assert report.ok
     assert not report.exports
+
+
+def test_an_export_that_takes_long_goes_on_while_bytes_move(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the whole takes: the limit is of standing still."""
+    now_s = 0.0
+
+    def wait(_event: object) -> None:
+        nonlocal now_s
+        now_s += 10
+
+    defaults: Any = Stalling.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", lambda: now_s)
+    consolidate(url, tmp_path / "out", max_file_bytes=8_000, timeout=17, progress=wait)
+    assert now_s > 34
+
+
+def test_an_export_that_stands_still_ends_with_a_documented_error(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that hangs is a `PhaseTimeoutError` of the phase, no error of a thread."""
+    rule = Rule(action="hang", operation="put_part", hit_count=None)
+    hanging: list[FaultBackend] = []
+
+    def wrap(place: Location, backend: Any) -> Any:
+        if not place.path.endswith("out"):
+            return backend
+        hanging.append(FaultBackend(backend, [rule]))
+        return hanging[-1]
+
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", Opener(wrap))
+    try:
+        with pytest.raises(PhaseTimeoutError, match="has not moved for") as caught:
+            consolidate(url, tmp_path / "out", timeout=Timeouts(consolidate=0.5))
+    finally:
+        for backend in hanging:
+            backend.script.release()
+    assert (type(caught.value), caught.value.phase) == (PhaseTimeoutError, "consolidate")
