@@ -36,9 +36,9 @@ from .options import (
     digest,
     location_beside,
 )
-from .output import Found, Setting, Taken, run, run_in
+from .output import ExportSpec, ResumeState, SourceVersion, WriteSummary
+from .run import run, run_in
 from .select import Skipped, check_ties, dropped_prefixes
-from .write import Made
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -172,7 +172,7 @@ def consolidate(  # the public surface, all keyword-only
     with contextlib.suppress(CheckpointError):
         timeouts = Timeouts.of(timeout)
 
-    def job() -> ConsolidateJob:
+    def job() -> ConsolidateSpec:
         options = ConsolidateOptions(
             max_file_bytes=max_file_bytes,
             fqn_to_index_mapping=fqn_to_index_mapping,
@@ -187,7 +187,7 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        found = ConsolidateJob.of(Location.of(url, storage_options), options)
+        found = ConsolidateSpec.of(Location.of(url, storage_options), options)
         return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
@@ -195,7 +195,7 @@ def consolidate(  # the public surface, all keyword-only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateJob(Setting):
+class ConsolidateSpec(ExportSpec):
     """What is consolidated: the commit in `slot`, which a save goes on with, or else the head."""
 
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
@@ -204,7 +204,7 @@ class ConsolidateJob(Setting):
     phase: ClassVar[Phase] = "consolidate"
 
     @classmethod
-    def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateJob:
+    def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateSpec:
         """Return the job that options mean. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
@@ -231,10 +231,10 @@ class ConsolidateJob(Setting):
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
         options = {name: digest(getattr(self.options, name)) for name in WANTED}
-        return {**Setting.terms(self), "the commit": str(self.slot), **options}
+        return {**ExportSpec.terms(self), "the commit": str(self.slot), **options}
 
 
-def run_consolidate(operation: Operation, job: ConsolidateJob) -> ConsolidationReport:
+def run_consolidate(operation: Operation, job: ConsolidateSpec) -> ConsolidationReport:
     """Consolidate; all ranks call it within one operation, after they have met."""
     return run(operation, job, _Consolidation)
 
@@ -242,18 +242,18 @@ def run_consolidate(operation: Operation, job: ConsolidateJob) -> ConsolidationR
 class _Consolidation(ExportFolder[ConsolidationReport]):
     """One consolidation on one rank."""
 
-    setting: ConsolidateJob
+    spec: ConsolidateSpec
 
-    def find(self) -> Found:
-        slot, url = self.setting.slot, self.setting.source.url
+    def find(self) -> SourceVersion:
+        slot, url = self.spec.slot, self.spec.source.url
         if slot is None:
             return super().find()
         # It may be the head or not any more.
-        record = read_slot(self.site.source, slot)
+        record = read_slot(self.context.source, slot)
         if record is None or record.type != "commit":
             told, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
             raise CheckpointNotFoundError(told, path=url, phase="plan", next_step=step)
-        found = Found(record=record)
+        found = SourceVersion(record=record)
         self.open(found)
         return found
 
@@ -261,19 +261,19 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Files:
-        files, self.skipped = lay_out_model(self.source, self.setting.options)
+        files, self.skipped = lay_out_model(self.source, self.spec.options)
         self.ties = {one.fqn: one.target for one in self.skipped if one.target is not None}
         return files
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         check_ties(self.source, self.ties)
         entries = [one.fqn for one in self.skipped if one.reason == "file"]
-        given = self.setting.options.extra_files
-        self.extra_files = read_extra_files(self.site, self.source, entries, given)
+        given = self.spec.options.extra_files
+        self.extra_files = read_extra_files(self.context, self.source, entries, given)
         return super().take()
 
-    def report(self, made: Made, seconds: float) -> ConsolidationReport:
-        setting, plan = self.setting, self.plan
+    def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
+        spec, plan = self.spec, self.plan
         writers: dict[int, list[int]] = {}
         for rank, one in enumerate(made.results):
             for at in one.spans:
@@ -288,8 +288,8 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             for at, file in sorted(made.files.items())
         ]
         return ConsolidationReport(
-            source_url=setting.source.url,
-            output_url=setting.target.url,
+            source_url=spec.source.url,
+            output_url=spec.target.url,
             source_format=self.source.format,
             save_id=self.save_id,
             index_path=INDEX_NAME,

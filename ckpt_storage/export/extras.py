@@ -15,14 +15,14 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.transfer.ranges import RangeReader
 
 from .options import ExtraFiles, split_file
-from .output import Site
+from .output import ExportContext
 from .plan import OutFile, elements_of
 from .reads import SegmentReader
 from .select import FILES_PREFIX
 
 
 def read_extra_files(
-    site: Site, source: Source, fqns: Collection[str], given: ExtraFiles | None
+    context: ExportContext, source: Source, fqns: Collection[str], given: ExtraFiles | None
 ) -> dict[str, bytes]:
     """Return the content of all files by name; what a caller gives comes before entries.
 
@@ -36,10 +36,10 @@ def read_extra_files(
             what = f"{fqn} is no file of an export: {flaw}."
             step = f"Leave it out with exclude=[{fqn!r}]."
             raise UnsafeContentError(what, path=name, next_step=step)
-        files[name] = _entry(site, source, fqn)
+        files[name] = _entry(context, source, fqn)
     for name, content in named_files(given).items():
         is_bytes = isinstance(content, bytes)
-        files[name] = content if is_bytes else _read(site, content)
+        files[name] = content if is_bytes else _read(context, content)
     return files
 
 
@@ -67,9 +67,9 @@ def name_flaw(name: str) -> str | None:
     return None
 
 
-def _entry(site: Site, source: Source, fqn: str) -> bytes:
+def _entry(context: ExportContext, source: Source, fqn: str) -> bytes:
     file = OutFile(name=fqn, segments=[elements_of(fqn, source.tensors[fqn])])
-    size, limit_bytes = file.size_bytes, site.options.memory_limit_bytes
+    size, limit_bytes = file.size_bytes, context.options.memory_limit_bytes
     if size > limit_bytes:
         raise InvalidInputError(
             f"{fqn} has {size} bytes; memory_limit_bytes is {limit_bytes}.",
@@ -77,15 +77,15 @@ def _entry(site: Site, source: Source, fqn: str) -> bytes:
         )
     window = memoryview(bytearray(size))
     if size:
-        reader = SegmentReader([file], source, RangeReader(site.source, site.options))
+        reader = SegmentReader([file], source, RangeReader(context.source, context.options))
         reader.prepare(0, 0, size)
         reader.fill(0, 0, size, window)
     return window.tobytes()
 
 
-def _read(site: Site, path: str | os.PathLike[str]) -> bytes:
+def _read(context: ExportContext, path: str | os.PathLike[str]) -> bytes:
     folder, name = split_file(Location.of(path))
-    opened = partial(open_store, timeouts=site.setting.timeouts, retry=site.setting.retry)
+    opened = partial(open_store, timeouts=context.spec.timeouts, retry=context.spec.retry)
     with closing(opened(folder)) as store:
-        limit_bytes = site.options.memory_limit_bytes
-        return store.bounded(site.deadline).get(name, max_bytes=limit_bytes).data
+        limit_bytes = context.options.memory_limit_bytes
+        return store.bounded(context.deadline).get(name, max_bytes=limit_bytes).data

@@ -35,8 +35,7 @@ from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
-from .output import Found, R, Site, Taken, Task
-from .write import Made
+from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,7 +48,7 @@ _SUFFIX_DIGITS = 8
 _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 
 
-class Folder(Task[R]):
+class Folder(Export[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
     _run_id = ""
@@ -58,14 +57,14 @@ class Folder(Task[R]):
         """Write the record of file `number`."""
         identity = self.plan.identity
         record = replace(sealed, fingerprint=identity).encode()
-        self.site.target.replace(exports.weight_file_path(identity, number), record)
+        self.context.target.replace(exports.weight_file_path(identity, number), record)
 
-    def hold(self, earlier: exports.Holder | None) -> Taken:
+    def hold(self, earlier: exports.Holder | None) -> ResumeState:
         """Become the holder; end what uploads an earlier one left open, but of what it sealed.
 
         Returns what is sealed: of records, those with their file or an upload still open.
         """
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
         store.make_folders([DOCUMENTS, exports.records_folder(identity)])
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
@@ -79,7 +78,7 @@ class Folder(Task[R]):
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.site.there({at: one.file for at, one in recorded.items()})
+        done = self.context.there({at: one.file for at, one in recorded.items()})
         is_open = {at for at, one in recorded.items() if (one.file.path, one.token) in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
         self._run_id = names.new_write_id()
@@ -88,7 +87,7 @@ class Folder(Task[R]):
         if earlier is not None:
             kept = {one.file.path for one in sealed.values()}
             abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
-        return Taken(done=done, sealed=sealed)
+        return ResumeState(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
         """Return whether an open upload to a path can only be one that an earlier run left."""
@@ -96,7 +95,7 @@ class Folder(Task[R]):
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        holder = _holder_of(self.site.target)
+        holder = _holder_of(self.context.target)
         if holder is None:
             raise self.overtaken("it was removed")
         if holder.run_id != self._run_id:
@@ -105,19 +104,19 @@ class Folder(Task[R]):
 
     def overtaken(self, how: str) -> errors.ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
-        url = self.setting.target.url
+        url = self.spec.target.url
         return errors.ConsolidationError(
             f"Another consolidation worked in {url} at the same time: {how}. This one published "
             "nothing.",
             path=url,
-            phase=self.site.deadline.phase,
+            phase=self.context.deadline.phase,
             next_step="Let one at a time write to a folder; run this one again if its output is "
             "the one that should count.",
         )
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
 
         def decode(data: bytes, path: str) -> Sealed:
             found = Sealed.decode(data, path)
@@ -127,7 +126,7 @@ class Folder(Task[R]):
         paths = (one.path for one in listed(store, exports.records_folder(identity)))
         records = filter(exports.is_file_record, paths)
         reads = [partial(_trusted, store, path, decode) for path in records]
-        found = self.site.at_once("read records", reads)
+        found = self.context.at_once("read records", reads)
         return [one for one in found if one is not None and one.fingerprint == identity]
 
 
@@ -138,8 +137,8 @@ class PlainFolder(Folder[R]):
     guard lies in it (`GUARD`). At the end nothing of ours stays.
     """
 
-    def __init__(self, site: Site, found: Found | None = None) -> None:
-        super().__init__(site, found)
+    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
+        super().__init__(context, found)
         self.is_together = self.last != STOCK_METADATA
         self._left: set[str] = set()
 
@@ -161,13 +160,13 @@ class PlainFolder(Folder[R]):
     def _names(self) -> set[str]:
         return {*(file.name for file in self.plan.files), self.last} - {""}
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
 
         What another run left that died may always be replaced; a complete checkpoint, or a file of
         one of the names, only if that is to be overwritten.
         """
-        store, is_indexed = self.site.target, self._is_guarded
+        store, is_indexed = self.context.target, self._is_guarded
         if read_log(store).last is not None:
             raise errors.InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -191,7 +190,7 @@ class PlainFolder(Folder[R]):
         )
         is_remains = not is_whole and is_there(store, HOLDER_PATH)
         blocking = sorted(in_the_way | here & {STOCK_METADATA})
-        if blocking and not (is_resumed or is_remains or self.setting.overwrite):
+        if blocking and not (is_resumed or is_remains or self.spec.overwrite):
             what = f"{store.url} holds {blocking[0]}."
             step = "Give another folder, or pass overwrite=True to replace what is there."
             raise errors.CheckpointExistsError(what, path=store.url, phase="plan", next_step=step)
@@ -219,19 +218,19 @@ class PlainFolder(Folder[R]):
         is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._left
         return is_own or super().may_end(path)
 
-    def publish(self, made: Made) -> None:
+    def publish(self, made: WriteSummary) -> None:
         """Put the file that shows all others, and remove the guard."""
         del made
         self.check_held()
         if self.last:
-            self.site.target.replace(self.last, self.document())
+            self.context.target.replace(self.last, self.document())
         if self._is_guarded:
-            self.site.target.delete([GUARD_NAME])
+            self.context.target.delete([GUARD_NAME])
         # Whatever lies here now is a checkpoint like any other.
-        self.site.target.delete_folder(exports.records_folder(self.plan.identity))
-        self.site.target.delete([HOLDER_PATH])
-        if not listed(self.site.target, DOCUMENTS):
-            self.site.target.delete_folder(DOCUMENTS)
+        self.context.target.delete_folder(exports.records_folder(self.plan.identity))
+        self.context.target.delete([HOLDER_PATH])
+        if not listed(self.context.target, DOCUMENTS):
+            self.context.target.delete_folder(DOCUMENTS)
 
 
 class ExportFolder(Folder[R]):
@@ -268,9 +267,9 @@ class ExportFolder(Folder[R]):
         mixes = self._before != self._own if len(self._own) > 1 else self._before - self._own
         return self._index is None or bool(mixes)
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
         self._index = read_if_there(store, INDEX_NAME)
         here = {entry.path for entry in listed(store, "")}
         if not is_there(store, NAMES_PATH):
@@ -298,7 +297,7 @@ class ExportFolder(Folder[R]):
 
     def _claim_names(self, here: Collection[str]) -> None:
         """Give names without a suffix to this content, unless another one is faster."""
-        store = self.site.target
+        store = self.context.target
         foreign = sorted(name for name in here if _is_weight(name) or name == INDEX_NAME)
         if foreign:
             raise errors.CheckpointExistsError(
@@ -319,7 +318,7 @@ class ExportFolder(Folder[R]):
 
     def _check_may_delete(self) -> None:
         """Raise `StorageError` if the storage refuses to delete a probe; nothing is changed."""
-        store, path = self.site.target, names.probe_path()
+        store, path = self.context.target, names.probe_path()
         store.make_folders([])
         store.put(path, b"May this be deleted?")
         try:
@@ -339,13 +338,13 @@ class ExportFolder(Folder[R]):
         """Return also the files of a complete export of this content."""
         identity = self.plan.identity
         path = exports.export_path(identity)
-        record = _trusted(self.site.target, path, exports.ExportRecord.decode)
+        record = _trusted(self.context.target, path, exports.ExportRecord.decode)
         files = record.files if record and record.fingerprint == identity else ()
         return [*(Sealed(file=file) for file in files), *super().recorded()]
 
     def prepare_names(self) -> None:
         """Put the guard; of several files, delete the file that some readers would prefer."""
-        store = self.site.target
+        store = self.context.target
         if not self._needs_guard:
             return
         store.replace(GUARD_NAME, GUARD)
@@ -359,16 +358,16 @@ class ExportFolder(Folder[R]):
                         store.delete([GUARD_NAME])
                 raise
 
-    def publish(self, made: Made) -> None:
+    def publish(self, made: WriteSummary) -> None:
         """Record the export and put the index; then delete what that superseded."""
-        plan, store = self.plan, self.site.target
+        plan, store = self.plan, self.context.target
         self.check_held()
         index = index_document(plan.files, save_id=self.save_id, fingerprint=plan.identity)
         record = exports.ExportRecord(
             fingerprint=plan.identity,
             save_id=self.save_id,
             source_format=self.source.format,
-            source=self.setting.source.url,
+            source=self.spec.source.url,
             files=[made.files[at] for at in range(len(plan.files))],
             index=FileRef.of(INDEX_NAME, index),
             ties=self.ties,
@@ -385,10 +384,10 @@ class ExportFolder(Folder[R]):
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         try:
-            self.site.target.replace_seen(INDEX_NAME, index, self._index)
+            self.context.target.replace_seen(INDEX_NAME, index, self._index)
         except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(self.site.target, INDEX_NAME)
+            now = read_if_there(self.context.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
@@ -400,7 +399,7 @@ class ExportFolder(Folder[R]):
 
         But nothing once another one has taken the folder: what is old to this one may count by now.
         """
-        store = self.site.target
+        store = self.context.target
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
@@ -421,7 +420,7 @@ class ExportFolder(Folder[R]):
                 f"The export to {store.url} is complete, but weight files of an earlier one could "
                 f"not be deleted: {error}",
                 path=store.url,
-                phase=self.site.deadline.phase,
+                phase=self.context.deadline.phase,
                 next_step="Call it again. Until then readers that load every *.safetensors of the "
                 "folder refuse it.",
             ) from error
@@ -434,7 +433,7 @@ class ExportFolder(Folder[R]):
 
     def _delete_documents(self, here: Sequence[str], documents: Sequence[str]) -> None:
         """Delete records that nobody needs any more, and probes of runs that died."""
-        store, own = self.site.target, exports.records_folder(self.plan.identity)
+        store, own = self.context.target, exports.records_folder(self.plan.identity)
         store.delete([name for name in here if name.startswith(names.PROBE_PREFIX)])
         for folder in filter(_RECORDS.fullmatch, documents):
             if folder != f"{own}/":

@@ -29,9 +29,10 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Source
 
 from .options import ConsolidateOptions
+from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
 from .select import Selected, Skipped, choose_model
-from .write import Made, Span, joined
+from .write import joined
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -228,7 +229,7 @@ def lay_out_shards(
 
 
 def rank_manifest(
-    files: Files, shards: Shards, made: Made, save_id: str, ties: Mapping[str, str]
+    files: Files, shards: Shards, made: WriteSummary, save_id: str, ties: Mapping[str, str]
 ) -> RankManifest:
     """Return what describes files of ours that were made, as of one rank."""
     described = []

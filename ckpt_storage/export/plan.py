@@ -236,7 +236,9 @@ def divide(
     if not able.tokens_travel:
         return _whole_files(files, world_size, able, part_bytes)
     total_bytes = sum(files.values())
-    wanted = min(part_bytes, total_bytes // (_PARTS_PER_RANK * world_size))
+    # One rank alone needs no balance.
+    share_bytes = total_bytes // (_PARTS_PER_RANK * world_size) if world_size > 1 else part_bytes
+    wanted = min(part_bytes, share_bytes)
     regions: list[Region] = []
     rank, before_bytes = 0, 0
     for at, size in files.items():

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
@@ -31,55 +31,17 @@ from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
+from .output import Export, Result, ResumeState, Span, WriteSummary
 from .plan import OutFile, Region, Stored
 from .reads import SegmentReader, file_place
 
-if TYPE_CHECKING:
-    from .output import Taken, Task
-
 log = logging.getLogger("ckpt_storage")
-
-Span = tuple[int, int, int]
-"""Where bytes of a file begin, how many there are, and their CRC-32C."""
 
 _COPY_REFUSALS = frozenset({"permission", "unsupported"})
 """Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
 """How long a rank whose shared upload was discarded waits to hear the reason."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What one rank did. All mappings but `moved` are by position of the file.
-
-    Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
-    are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
-    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
-    """
-
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-    moved: Counter[str] = field(default_factory=Counter)
-    receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
-    sealed: dict[int, Sealed] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What came of a plan, by position and by rank; only the coordinator has all of it.
-
-    `kept` are the files that an earlier run had completed, and that were sound.
-    """
-
-    files: Mapping[int, FileRef]
-    results: Sequence[Result]
-    kept: frozenset[int]
-
-    @property
-    def moved(self) -> dict[str, Any]:
-        """What all ranks moved, as reports name it."""
-        names = "read_bytes", "sent_bytes", "copied_bytes"
-        return {name: sum(one.moved[name] for one in self.results) for name in names}
 
 
 def joined(spans: Iterable[Span]) -> Span:
@@ -91,7 +53,7 @@ def joined(spans: Iterable[Span]) -> Span:
 
 
 @dataclass
-class _Job:
+class _RegionState:
     """One region on its way; `spans` are what was written of it."""
 
     region: Region
@@ -101,19 +63,19 @@ class _Job:
     spans: list[Span] = field(default_factory=list)
 
 
-class Work:
-    """One rank at work on the files of `task.plan`, of which `taken` are done or sealed.
+class FileWriter:
+    """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
 
     Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, and the task is unchanged. After a
+    others, the coordinator completes when all have reported, and the export is unchanged. After a
     failure a thread that hangs may still fill a buffer.
     """
 
-    def __init__(self, operation: Operation, task: Task[Any], taken: Taken) -> None:
-        site, able = task.site, task.site.target.capabilities
-        self._operation, self._task, self._taken = operation, task, taken
-        self._site, self._plan, self._able = site, task.plan, able
-        self._is_together = task.is_together and able.tokens_travel and able.lists_uploads
+    def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
+        context, able = export.context, export.context.target.capabilities
+        self._operation, self._export, self._taken = operation, export, taken
+        self._context, self._plan, self._able = context, export.plan, able
+        self._is_together = export.is_together and able.tokens_travel and able.lists_uploads
         self._copies = False
         # Those under way, by file; and the tokens of those that several ranks share.
         self._uploads: dict[int, Upload] = {}
@@ -123,11 +85,11 @@ class Work:
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
         # Parallelism is ours: each thread reads for its own part.
-        alone = replace(site.options, thread_count=1)
-        ranges = RangeReader(site.source, alone, pacer=site.source_pace)
-        self._reader = SegmentReader(task.plan.files, task.source, ranges)
+        alone = replace(context.options, thread_count=1)
+        ranges = RangeReader(context.source, alone, pacer=context.source_pace)
+        self._reader = SegmentReader(export.plan.files, export.source, ranges)
 
-    def make(self) -> Made:
+    def make(self) -> WriteSummary:
         """Make all files; after an error no upload stays open but those of sealed files."""
         files: Mapping[int, FileRef] = {}
         try:
@@ -140,12 +102,12 @@ class Work:
             raise
         written = {at for one in results for at in one.spans}
         kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
-        return Made(files=files, results=results, kept=kept)
+        return WriteSummary(files=files, results=results, kept=kept)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
-            self._site.deadline.watch.failed(error)
+            self._context.deadline.watch.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -154,34 +116,36 @@ class Work:
 
     def _fill(self) -> None:
         """Check and write what is this rank's."""
-        plan, site, taken = self._plan, self._site, self._taken
+        plan, context, taken = self._plan, self._context, self._taken
         is_first = self._operation.is_coordinator
         counts = Counter(region.file for region in plan.regions)
         if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
             tokens: list[str] = []
             if is_first:
-                self._uploads = {at: site.target.upload(n, copies=True) for at, n in names.items()}
+                self._uploads = {
+                    at: context.target.upload(n, copies=True) for at, n in names.items()
+                }
                 begin = [upload.token for upload in self._uploads.values()]
-                tokens = site.at_once("begin uploads", begin)
+                tokens = context.at_once("begin uploads", begin)
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
         own = plan.regions_of(self._operation.rank)
         regions = [r for r in own if not r.is_done]
         checks = [partial(self._check, r, taken.done[r.file], regions) for r in own if r.is_done]
-        site.at_once("check files", checks)
+        context.at_once("check files", checks)
         if is_first:
             for at, file in enumerate(plan.files):
                 if not file.size_bytes and at not in taken.done:
-                    site.target.put(file.name, b"")
+                    context.target.put(file.name, b"")
                     self._seal(at, Sealed(file=self._reference(at, 0)))
             for sealed in taken.sealed.values():
-                self._task.on_bytes(sealed.file.size_bytes)
+                self._export.on_bytes(sealed.file.size_bytes)
         try:
             if regions:
                 self._write(regions)
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
                 # The coordinator discarded the upload: it is about to say why.
-                site.deadline.sleep(_WORD_S)
+                context.deadline.sleep(_WORD_S)
             raise
 
     def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
@@ -191,23 +155,23 @@ class Work:
             damaged.append(whole)
             return
         self._result.sealed[whole.file] = Sealed(file=file)
-        self._task.on_bytes(file.size_bytes)
+        self._export.on_bytes(file.size_bytes)
 
     def _is_sound(self, file: FileRef) -> bool:
-        site = self._site
-        ranges = RangeReader(site.target, site.options, pacer=site.target_pace)
+        context = self._context
+        ranges = RangeReader(context.target, context.options, pacer=context.target_pace)
         return has_checksum(ranges, file)
 
     def _write(self, regions: Iterable[Region]) -> None:
         """Write all parts side by side; in order where the storage wants that of a file."""
-        site = self._site
-        self._copies = site.can_copy and self._able.tokens_travel
+        context = self._context
+        self._copies = context.can_copy and self._able.tokens_travel
         with Workers(
-            site.options.thread_count,
+            context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
-            deadline=site.deadline,
+            deadline=context.deadline,
             # Neither is ever more than there are threads.
-            limit=lambda: min(site.source_pace.limit(), site.target_pace.limit()),
+            limit=lambda: min(context.source_pace.limit(), context.target_pace.limit()),
         ) as workers:
             try:
                 for region in regions:
@@ -220,7 +184,7 @@ class Work:
 
     def _submit(self, workers: Workers, region: Region) -> None:
         """Hand the parts of a region over, as fast as there are threads and memory."""
-        site, limit_bytes = self._site, self._site.options.memory_limit_bytes
+        context, limit_bytes = self._context, self._context.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
         file = self._plan.files[region.file]
         part_bytes = min(region.part_bytes, region.size_bytes)
@@ -232,15 +196,18 @@ class Work:
                 f"memory_limit_bytes is {limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        job, parts = _Job(region, file, self._begin(region.file), region.size_bytes), region.parts
+        job, parts = (
+            _RegionState(region, file, self._begin(region.file), region.size_bytes),
+            region.parts,
+        )
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
             workers.wait_for_place()
-            BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=site.deadline)
+            BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=context.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
 
-    def _do(self, job: _Job, parts: Iterable[tuple[int, int]]) -> None:
+    def _do(self, job: _RegionState, parts: Iterable[tuple[int, int]]) -> None:
         for start, stop in parts:
             if self._has_failed:
                 return
@@ -251,14 +218,14 @@ class Work:
                 self._has_failed = True
                 raise
 
-    def _do_part(self, job: _Job, start: int, stop: int) -> None:
+    def _do_part(self, job: _RegionState, start: int, stop: int) -> None:
         """Do bytes [start, stop) of a file, and what follows the last part of its region."""
-        region, deadline = job.region, self._site.deadline
+        region, deadline = job.region, self._context.deadline
         deadline.check(f"Writing {job.file.name}")
         if not (self._copies and self._copied(job, start, stop)):
             self._streamed(job, start, stop)
         deadline.watch.advanced(stop - start)
-        self._task.on_bytes(stop - start)
+        self._export.on_bytes(stop - start)
         with self._lock:
             job.left_bytes -= stop - start
             if job.left_bytes:
@@ -268,7 +235,7 @@ class Work:
             self._result.spans.setdefault(region.file, []).extend(spans)
         self._end(job, whole[2])
 
-    def _streamed(self, job: _Job, start: int, stop: int) -> None:
+    def _streamed(self, job: _RegionState, start: int, stop: int) -> None:
         """Read and write a part."""
         region, edges, size_bytes = job.region, job.file.edges, stop - start
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
@@ -286,20 +253,20 @@ class Work:
         ]
         number, is_last = start // region.part_bytes, stop == region.file_bytes
         job.upload.write_part(number, start, [window], last=is_last)
-        self._site.target_pace.succeeded()
+        self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
             job.spans += spans
             self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
-    def _copied(self, job: _Job, start: int, stop: int) -> bool:
+    def _copied(self, job: _RegionState, start: int, stop: int) -> bool:
         """Have the storage copy a part of a whole stored file; return whether it did."""
-        site, (stored, *others), length = self._site, job.file.segments, stop - start
+        context, (stored, *others), length = self._context, job.file.segments, stop - start
         if others or not isinstance(stored, Stored) or not stored.path:
             return False
         able, is_last = self._able, stop == job.region.file_bytes
         is_short = length < (able.copy_min_bytes or 0) and not is_last
-        source = site.source.copy_source(stored.path)
+        source = context.source.copy_source(stored.path)
         if source is None or is_short or length > (able.copy_max_bytes or length):
             return False
         copy = PartCopy(
@@ -317,8 +284,8 @@ class Work:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 self._copies = False
                 return False
-            raise explained(error, [place], self._task.source) from error
-        site.target_pace.succeeded()
+            raise explained(error, [place], self._export.source) from error
+        context.target_pace.succeeded()
         if crc32c is None:
             crc32c, read_bytes = self._reader.checksum(place, start, stop)
         with self._lock:
@@ -328,7 +295,11 @@ class Work:
 
     def _begin(self, at: int) -> Upload:
         if at not in self._uploads:
-            target, path, token = self._site.target, self._plan.files[at].name, self._tokens.get(at)
+            target, path, token = (
+                self._context.target,
+                self._plan.files[at].name,
+                self._tokens.get(at),
+            )
             upload = target.join(path, token) if token else target.upload(path, copies=True)
             self._uploads[at] = upload
             if self._is_together and not token:
@@ -336,7 +307,7 @@ class Work:
                 upload.token()
         return self._uploads[at]
 
-    def _end(self, job: _Job, crc32c: int) -> None:
+    def _end(self, job: _RegionState, crc32c: int) -> None:
         """Take over a region that was written; seal its file if nobody else writes it."""
         at, upload = job.region.file, job.upload
         if at not in self._tokens:
@@ -363,13 +334,13 @@ class Work:
             parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
             crc32c = joined(span for one in results for span in one.spans.get(at, ()))[2]
             sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
-        self._task.check_unchanged()
-        self._task.check_held()
-        self._task.prepare_names()
+        self._export.check_unchanged()
+        self._export.check_held()
+        self._export.prepare_names()
 
         def name(at: int, one: Sealed) -> None:
             file, own = one.file, self._uploads.get(at)
-            upload = own or self._site.target.join(file.path, one.token, write_id=one.write_id)
+            upload = own or self._context.target.join(file.path, one.token, write_id=one.write_id)
             upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, one.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
@@ -380,7 +351,7 @@ class Work:
 
         nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
         jobs = [partial(name, *one) for one in nameless.items()]
-        self._site.at_once("complete files", jobs)
+        self._context.at_once("complete files", jobs)
         return {at: one.file for at, one in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
@@ -398,6 +369,6 @@ class Work:
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
     def _seal(self, at: int, sealed: Sealed) -> None:
-        self._task.seal(at + 1, sealed)
+        self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._site.deadline.watch.advanced(file_count=1)
+        self._context.deadline.watch.advanced(file_count=1)

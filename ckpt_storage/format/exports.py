@@ -74,7 +74,7 @@ def _is_fingerprint(text: str) -> bool:
     return _FINGERPRINT.fullmatch(text) is not None
 
 
-def _are_parts(parts: list[Any]) -> bool:
+def _are_parts(parts: Sequence[Any]) -> bool:
     return all(isinstance(part, list) for part in parts)
 
 

@@ -24,7 +24,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     PhaseTimeoutError,
 )
-from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
+from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.local import LocalBackend
@@ -212,7 +212,7 @@ def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
     first = ckpt_storage.save(model(1), tmp_path / "run")
     ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
     source = Location.of(tmp_path / "run")
-    job = ConsolidateJob(source=source, target=source.child("hf"), slot=first.slot)
+    job = ConsolidateSpec(source=source, target=source.child("hf"), slot=first.slot)
     with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
         operation.meet(job.terms())
         assert run_consolidate(operation, job).save_id == first.save_id

@@ -54,7 +54,7 @@ def test_what_cannot_be_converted_leaves_the_target_alone(
         ("commit.attempt.take_slot", errors.CommitUnknownError("", save_id="s", slot=1), True),
         ("commit.attempt.take_slot", KeyboardInterrupt(), True),
         ("commit.publishing.publish_head", KeyboardInterrupt(), True),
-        ("export.convert.ConvertReport", KeyboardInterrupt(), True),
+        ("export.conversion.ConvertReport", KeyboardInterrupt(), True),
     ],
 )
 def test_files_stay_if_and_only_if_a_commit_may_name_them(

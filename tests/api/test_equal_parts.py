@@ -53,6 +53,7 @@ def test_parts_have_one_length_and_no_gap(
     equal_parts: EqualPartsServer, monkeypatch: pytest.MonkeyPatch, call: str, *, copies: bool
 ) -> None:
     """Exports, copies and conversions are sound, whether the storage copies by itself or not."""
+    monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
     options = {"storage_options": equal_parts.storage_options}
     ckpt_storage.save(STATE, "s3://bkt/run", **options)
     equal_parts.part_counts.clear()
@@ -61,7 +62,7 @@ def test_parts_have_one_length_and_no_gap(
         opener = Opener(lambda _, backend: FaultBackend(backend, [rule]))
         monkeypatch.setattr("ckpt_storage.export.output.open_store", opener)
     CALLS[call]("s3://bkt/run", "s3://bkt/out", **options)
-    assert max(equal_parts.part_counts) > 2
+    assert max(equal_parts.part_counts) > 1
     assert ckpt_storage.verify("s3://bkt/out", **options).ok
     with ckpt_storage.open_checkpoint("s3://bkt/out", **options) as found:
         for name, tensor in STATE.items():

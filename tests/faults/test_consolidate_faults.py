@@ -23,7 +23,7 @@ import ckpt_storage
 from ckpt_storage import ConsolidateOptions, Timeouts, errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.export import output as run_module
-from ckpt_storage.export.consolidate import ConsolidateJob, ConsolidationReport, run_consolidate
+from ckpt_storage.export.consolidate import ConsolidateSpec, ConsolidationReport, run_consolidate
 from ckpt_storage.format.exports import is_file_record
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Content, Settings
@@ -97,7 +97,7 @@ class Folder:
         file_count: int = 2,
     ) -> list[Ended]:
         self._wrap = wrap
-        job = ConsolidateJob(
+        job = ConsolidateSpec(
             source=Location.of(self.root / f"v{version}"),
             target=Location.of(self.root / output),
             timeouts=Timeouts.of(30),
