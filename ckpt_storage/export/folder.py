@@ -53,6 +53,11 @@ class Folder(Export[R]):
 
     _run_id = ""
 
+    @property
+    def resumes_uploads(self) -> bool:
+        """Whether uploads of an earlier run are completed, and checked only then."""
+        return True
+
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
@@ -70,7 +75,7 @@ class Folder(Export[R]):
         keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
-        if any(one.token for one in recorded.values()):
+        if self.resumes_uploads and any(one.token for one in recorded.values()):
             try:
                 open_uploads = store.open_uploads("")
             except errors.StorageError as error:
@@ -257,6 +262,11 @@ class ExportFolder(Folder[R]):
     _index: Content | None = None
     _before: frozenset[str] = frozenset()
 
+    @property
+    def resumes_uploads(self) -> bool:
+        """Not one that replaces a file that readers know by its name."""
+        return len(self._own) > 1
+
     @cached_property
     def _own(self) -> frozenset[str]:
         return frozenset(file.name for file in self.plan.files)
@@ -272,7 +282,8 @@ class ExportFolder(Folder[R]):
         store, identity = self.context.target, self.plan.identity
         self._index = read_if_there(store, INDEX_NAME)
         here = {entry.path for entry in listed(store, "")}
-        if not is_there(store, NAMES_PATH):
+        is_first = not is_there(store, NAMES_PATH)
+        if is_first:
             self._claim_names(here)
         # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
         owner = _trusted(store, NAMES_PATH, exports.Names.decode)
@@ -282,7 +293,7 @@ class ExportFolder(Folder[R]):
         self._before = frozenset(
             path for path in here if path == GUARD_NAME or exports.is_weight_file(path)
         )
-        if self._needs_guard:
+        if self._needs_guard and not is_first:
             self._check_may_delete()
         taken = self.hold(_holder_of(store))
         able = store.capabilities
@@ -306,6 +317,7 @@ class ExportFolder(Folder[R]):
                 phase="plan",
                 next_step="Give an output folder of its own, or move those files away.",
             )
+        self._check_may_delete()
         store.make_folders([DOCUMENTS])
         data = exports.Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
         try:

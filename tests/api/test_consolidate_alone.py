@@ -23,6 +23,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
     PhaseTimeoutError,
+    StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
@@ -300,3 +301,24 @@ def test_an_export_that_stands_still_ends_with_a_documented_error(
         for backend in hanging:
             backend.script.release()
     assert (type(caught.value), caught.value.phase) == (PhaseTimeoutError, "consolidate")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_without_the_right_to_delete_nothing_is_changed(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
+) -> None:
+    """What could not be replaced whole is refused before, with the right that is missing."""
+    output = tmp_path / "out"
+    if not is_first:
+        consolidate(url, output)
+    before = files_in(output)
+    rule = Rule(action="error", operation="delete", kind="permission", hit_count=None)
+    opener = Opener(
+        lambda place, inner: FaultBackend(inner, [rule] if place.path.endswith("out") else [])
+    )
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
+    with pytest.raises(StorageError, match="right to delete") as caught:
+        consolidate(url, output, max_file_bytes=8_000)
+    assert caught.value.kind == "permission"
+    after = {name: data for name, data in files_in(output).items() if "probe" not in name}
+    assert after == before
