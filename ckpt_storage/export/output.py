@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
@@ -103,9 +103,6 @@ class ExportContext:
         # client. All ranks plan alike, on nodes with more of them and with fewer.
         share_bytes = (limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES) // (3 * threads)
         share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
-        self.can_copy = spec.copies == "auto" and self._plain_target.can_copy_from(
-            self._plain_source
-        )
         self.options = TransferOptions(
             thread_count=threads,
             part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
@@ -129,6 +126,12 @@ class ExportContext:
         looks = [partial(stat_if_there, self.target, one.path) for one in files.values()]
         found = zip(files.items(), self.at_once("look for files", looks), strict=True)
         return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
+
+    @cached_property
+    def can_copy(self) -> bool:
+        """Whether the target's storage copies parts of the source's files by itself."""
+        is_able = self.spec.copies == "auto" and self.target.capabilities.tokens_travel
+        return is_able and self.target.can_copy_from(self.source)
 
     def close(self) -> None:
         """Close all stores."""
@@ -206,6 +209,9 @@ class Export(abc.ABC, Generic[R]):
     """
 
     is_together: bool = False
+    copies_files: bool = False
+    """Whether whole stored files become files of the output."""
+
     source: Source
     plan: Plan
     on_bytes: Callable[[int], None]

@@ -165,7 +165,7 @@ class FileWriter:
     def _write(self, regions: Iterable[Region]) -> None:
         """Write all parts side by side; in order where the storage wants that of a file."""
         context = self._context
-        self._copies = context.can_copy and self._able.tokens_travel
+        self._copies = self._export.copies_files and context.can_copy
         with Workers(
             context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
