@@ -68,8 +68,8 @@ class ConsolidationReport:
     source_url, output_url: without credentials; `index_path` is below `output_url`.
     source_format, save_id: what was consolidated; None where the format has no save ids.
     files: in order of their number. `total_bytes` is of all of them, headers included.
-    read_bytes: came to the ranks. sent_bytes: went from them. Both of this run, all ranks together.
-    rank_bytes: what each rank sent.
+    read_bytes: came to the ranks. sent_bytes: went from them. copied_bytes: the storage copied by
+        itself. All three of this run, all ranks together. rank_bytes: what each rank wrote of it.
     dropped_prefixes: what was taken off names by default: keys of containers, marks of wrappers.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
     extra_files: names of files that were written beside the weights.
@@ -88,6 +88,7 @@ class ConsolidationReport:
     total_bytes: int
     read_bytes: int
     sent_bytes: int
+    copied_bytes: int
     rank_bytes: Sequence[int]
     dropped_prefixes: Sequence[str]
     skipped: Sequence[Skipped]
@@ -297,9 +298,8 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             files=tuple(files),
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
-            read_bytes=made.moved["read_bytes"],
-            sent_bytes=made.moved["sent_bytes"],
-            rank_bytes=tuple(result.moved["sent_bytes"] for result in made.results),
+            **made.moved,
+            rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
             dropped_prefixes=dropped_prefixes(
                 (one.fqn, one.name) for file in plan.files for one in file.elements
             ),

@@ -292,7 +292,6 @@ def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile
 class _Copy(Export[CopyReport]):
     """One copy on one rank."""
 
-    copies_files = True
     found: _ToCopy
 
     @property

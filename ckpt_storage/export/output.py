@@ -209,9 +209,6 @@ class Export(abc.ABC, Generic[R]):
     """
 
     is_together: bool = False
-    copies_files: bool = False
-    """Whether whole stored files become files of the output."""
-
     source: Source
     plan: Plan
     on_bytes: Callable[[int], None]

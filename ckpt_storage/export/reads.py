@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, box_selection, interval_boxes
-from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
+from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
@@ -55,12 +55,6 @@ class Piece(NamedTuple):
         return self.segment.fqn, self.chunk.offsets if isinstance(self.segment, Elements) else None
 
 
-def file_place(stored: Stored) -> ChunkPlace:
-    """Return the place that is a whole file."""
-    size = stored.size_bytes
-    return ChunkPlace(path=stored.path, fqn="", start=0, size_bytes=size, file_bytes=size)
-
-
 class SegmentReader:
     """Reads what output files are made of, in reads of `part_bytes` or a block; in any thread."""
 
@@ -90,6 +84,31 @@ class SegmentReader:
                         yield Piece(segment, chunk, box, part, at)
                 at += box.volume * size
 
+    def stored_range(self, file: int, start: int, stop: int) -> tuple[ChunkPlace, int] | None:
+        """Return the place that holds an interval in a row, as it is, and from which byte on."""
+        first: Piece | None = None
+        begin, source_at, dest_at = 0, 0, start
+        for piece in self.pieces(file, start, stop):
+            segment = piece.segment
+            size = DTYPES[segment.dtype].item_bytes
+            source, dest = (
+                run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
+                for whole in (piece.chunk, piece.box)
+            )
+            if source is None or dest is None or piece.start + dest.start != dest_at:
+                return None
+            if first is None:
+                first, begin, source_at = piece, source.start, source.start
+            is_next = piece.key == first.key and source.start == source_at
+            if not is_next or segment.dtype != segment.source_dtype:
+                return None
+            source_at, dest_at = source.stop, dest_at + len(source)
+        if first is None or dest_at != stop:
+            return None
+        place, size = self.place_of(first), DTYPES[first.segment.dtype].item_bytes
+        is_raw = place.kind == "raw" and place.size_bytes == first.chunk.volume * size
+        return (place, begin) if is_raw else None
+
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where an interval comes from; return the length of the longest read."""
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
@@ -106,7 +125,8 @@ class SegmentReader:
         """Return where the chunk of a piece lies."""
         segment = piece.segment
         if isinstance(segment, Stored) and segment.path:
-            return file_place(segment)
+            size = segment.size_bytes
+            return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
         return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
@@ -144,6 +164,21 @@ class SegmentReader:
             read_bytes += self._read([bytes_read(place, window, at)])
             crc = crc32c_of(window, crc)
         return crc, read_bytes
+
+    def known_checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the CRC-32C of bytes [start, stop) of a payload, and the bytes read for it.
+
+        Only ends that are no whole blocks are read. None where the checkpoint has no checksums.
+        """
+        block = place.block_bytes
+        first, last = -(-start // block) * block, stop // block * block
+        last = stop if stop == place.size_bytes else last
+        if place.crcs is None or last <= first:
+            return None
+        whole = combine_blocks(place.crcs[first // block : -(-last // block)], block, last - first)
+        head, tail = self.checksum(place, start, first), self.checksum(place, last, stop)
+        lengths = (first - start, last - first, stop - last)
+        return combine_many((head[0], whole, tail[0]), lengths), head[1] + tail[1]
 
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)

@@ -1,8 +1,8 @@
 """Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends. Whole stored files a storage
-copies by itself, where it can; the checksums that it reports are held against that of the file. One
-that reports none has its source read.
+A thread does one part at a time: it reads, checks, places and sends. A part that lies in one run of
+stored bytes a storage copies by itself, where it can; the checksum that it reports is held against
+those of the checkpoint. If it reports none, the source is read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from ckpt_storage.source.model import explained
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.upload import Upload
+from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary
-from .plan import OutFile, Region, Stored
-from .reads import SegmentReader, file_place
+from .plan import OutFile, Region
+from .reads import SegmentReader
 
 log = logging.getLogger("ckpt_storage")
 
@@ -165,7 +166,7 @@ class FileWriter:
     def _write(self, regions: Iterable[Region]) -> None:
         """Write all parts side by side; in order where the storage wants that of a file."""
         context = self._context
-        self._copies = self._export.copies_files and context.can_copy
+        self._copies = context.can_copy
         with Workers(
             context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
@@ -260,24 +261,24 @@ class FileWriter:
             self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
     def _copied(self, job: _RegionState, start: int, stop: int) -> bool:
-        """Have the storage copy a part of a whole stored file; return whether it did."""
-        context, (stored, *others), length = self._context, job.file.segments, stop - start
-        if others or not isinstance(stored, Stored) or not stored.path:
+        """Have the storage copy a part that lies in one run of stored bytes; return whether."""
+        context, reader, able, length = self._context, self._reader, self._able, stop - start
+        is_short = length < (able.copy_min_bytes or 0) and stop != job.region.file_bytes
+        if job.file.edges or is_short or length > (able.copy_max_bytes or length):
             return False
-        able, is_last = self._able, stop == job.region.file_bytes
-        is_short = length < (able.copy_min_bytes or 0) and not is_last
-        source = context.source.copy_source(stored.path)
-        if source is None or is_short or length > (able.copy_max_bytes or length):
+        stored = reader.stored_range(job.region.file, start, stop)
+        source = context.source.copy_source(stored[0].path) if stored else None
+        if stored is None or source is None:
             return False
+        place, first = stored
         copy = PartCopy(
             number=start // job.region.part_bytes,
             offset=start,
             source=source,
-            start=start,
+            start=place.start + first,
             length=length,
-            source_bytes=stored.size_bytes,
+            source_bytes=place.file_bytes,
         )
-        place, read_bytes = file_place(stored), 0
         try:
             crc32c = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
@@ -287,7 +288,13 @@ class FileWriter:
             raise explained(error, [place], self._export.source) from error
         context.target_pace.succeeded()
         if crc32c is None:
-            crc32c, read_bytes = self._reader.checksum(place, start, stop)
+            crc32c, read_bytes = reader.checksum(place, first, first + length)
+        else:
+            known, read_bytes = reader.known_checksum(place, first, first + length) or (crc32c, 0)
+            if known != crc32c:
+                # Raises if it is the source that is damaged.
+                reader.checksum(place, first, first + length)
+                raise _wrong_copy(f"{context.source.url}/{place.path}", copy, place)
         with self._lock:
             job.spans.append((start, length, crc32c))
             self._result.moved.update(read_bytes=read_bytes, copied_bytes=length)
@@ -372,3 +379,14 @@ class FileWriter:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
         self._context.deadline.watch.advanced(file_count=1)
+
+
+def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
+    return StorageError(
+        f"The storage copied bytes [{copy.start}, {copy.start + copy.length}) of {shown}, which "
+        f"belong to {place.fqn}, wrongly: the source is sound, and the copy has another checksum.",
+        path=place.path,
+        rank=place.rank,
+        retryable=True,
+        next_step="Try again; if it happens again, report it to who runs the storage.",
+    )

@@ -12,6 +12,7 @@ from equal_parts import EqualPartsServer
 from fault_tools import Opener
 
 import ckpt_storage
+from ckpt_storage.errors import IntegrityError
 from ckpt_storage.options import MIB
 from ckpt_storage.testing.faults import FaultBackend, Rule
 
@@ -67,3 +68,20 @@ def test_parts_have_one_length_and_no_gap(
     with ckpt_storage.open_checkpoint("s3://bkt/out", **options) as found:
         for name, tensor in STATE.items():
             assert torch.equal(found[name].torch(), tensor), name
+
+
+def test_what_lies_in_one_tensor_is_copied_and_checked(equal_parts: EqualPartsServer) -> None:
+    """Most of a large tensor needs no reading; a flipped bit in what is copied names the tensor."""
+    options = {"storage_options": equal_parts.storage_options}
+    ckpt_storage.save({"w": seeded(1, 7001, 1003), "v": seeded(2, 9)}, "s3://bkt/run", **options)
+    report = ckpt_storage.consolidate("s3://bkt/run", max_file_bytes="5GB", **options)
+    assert report.copied_bytes > 0.3 * report.total_bytes
+    assert report.read_bytes < report.sent_bytes + 2 * MIB
+    assert ckpt_storage.verify("s3://bkt/run", **options).ok
+    (shard,) = (key for key in equal_parts.dump("bkt") if key.endswith(".distcp"))
+    data = bytearray(equal_parts.dump("bkt")[shard])
+    data[len(data) // 2] ^= 1
+    equal_parts.put("bkt", shard, bytes(data))
+    with pytest.raises(IntegrityError) as caught:
+        ckpt_storage.consolidate("s3://bkt/run", "s3://bkt/other", **options)
+    assert caught.value.fqn == "w"
