@@ -55,7 +55,7 @@ def test_parts_have_one_length_and_no_gap(
 ) -> None:
     """Exports, copies and conversions are sound, whether the storage copies by itself or not."""
     monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
-    options = {"storage_options": equal_parts.storage_options}
+    options: dict[str, Any] = {"storage_options": equal_parts.storage_options}
     ckpt_storage.save(STATE, "s3://bkt/run", **options)
     equal_parts.part_counts.clear()
     if not copies:
@@ -72,7 +72,7 @@ def test_parts_have_one_length_and_no_gap(
 
 def test_what_lies_in_one_tensor_is_copied_and_checked(equal_parts: EqualPartsServer) -> None:
     """Most of a large tensor needs no reading; a flipped bit in what is copied names the tensor."""
-    options = {"storage_options": equal_parts.storage_options}
+    options: dict[str, Any] = {"storage_options": equal_parts.storage_options}
     ckpt_storage.save({"w": seeded(1, 7001, 1003), "v": seeded(2, 9)}, "s3://bkt/run", **options)
     report = ckpt_storage.consolidate("s3://bkt/run", max_file_bytes="5GB", **options)
     assert report.copied_bytes > 0.3 * report.total_bytes
