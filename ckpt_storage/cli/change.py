@@ -14,7 +14,7 @@ import click
 
 from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError
 from ckpt_storage.export.consolidate import consolidate as consolidation
-from ckpt_storage.export.convert import FORMATS
+from ckpt_storage.export.conversion import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.export.folder import find_exports

@@ -38,8 +38,7 @@ def read_extra_files(
             raise UnsafeContentError(what, path=name, next_step=step)
         files[name] = _entry(context, source, fqn)
     for name, content in named_files(given).items():
-        is_bytes = isinstance(content, bytes)
-        files[name] = content if is_bytes else _read(context, content)
+        files[name] = content if isinstance(content, bytes) else _read(context, content)
     return files
 
 
@@ -47,14 +46,17 @@ def named_files(given: ExtraFiles | None) -> dict[str, bytes | str | os.PathLike
     """Return what a caller gives by the name in the export. Raises `InvalidInputError`."""
     if given is None:
         return {}
-    if not isinstance(given, Mapping):
+    files: dict[str, bytes | str | os.PathLike[str]]
+    if isinstance(given, Mapping):
+        files = dict(given)
+    else:
         paths = [given] if isinstance(given, str | os.PathLike) else list(given)
-        given = {os.fspath(path).rstrip("/").rpartition("/")[2]: path for path in paths}
-    for name in given:
+        files = {os.fspath(path).rstrip("/").rpartition("/")[2]: path for path in paths}
+    for name in files:
         if flaw := name_flaw(name):
             step = "Give names of files beside the weights, such as config.json."
             raise InvalidInputError(f"extra_files names {name!r:.80}: {flaw}.", next_step=step)
-    return dict(given)
+    return files
 
 
 def name_flaw(name: str) -> str | None:

@@ -24,11 +24,10 @@ from ckpt_storage.transfer.writing import ObjectWriter
 
 from .conversion import Conversion
 from .layout import Files
-from .output import ExportContext, ResumeState
+from .output import ExportContext, ResumeState, WriteSummary
 from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
 from .reads import SegmentReader
 from .select import Selected
-from .write import WriteSummary
 
 _ALIGN_BYTES = 64
 

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils import serialization
 
 from ckpt_storage import errors, verify
-from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
+from ckpt_storage.export.conversion import FORMATS, TargetFormat
+from ckpt_storage.export.convert import convert
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store

@@ -24,12 +24,12 @@ class View:
         self.base, self.offset, self.size, self.claimed = base, offset, size, claimed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        data: Any = self.base.untyped_storage()
-        typed: Any = torch.storage.TypedStorage(
-            wrap_storage=data, dtype=self.base.dtype, _internal=True
-        )
-        parts = (typed, self.offset, (self.size,), (1,), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, parts  # type: ignore[attr-defined]  # noqa: SLF001
+        untyped: Any = torch
+        data, dtype = self.base.untyped_storage(), self.base.dtype
+        typed = untyped.storage.TypedStorage(wrap_storage=data, dtype=dtype, _internal=True)
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        parts = (typed, self.offset, (self.size,), (1,), False, hooks)
+        return untyped._utils._rebuild_tensor_v2, parts  # noqa: SLF001  # what a pickle names
 
 
 def saved(path: Path, view: View) -> Path:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 import ckpt_storage.export.output
 from ckpt_storage import errors, open_checkpoint
-from ckpt_storage.export.convert import ConvertReport, TargetFormat, convert
+from ckpt_storage.export.conversion import ConvertReport, TargetFormat
+from ckpt_storage.export.convert import convert
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 

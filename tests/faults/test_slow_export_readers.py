@@ -24,7 +24,7 @@ from ckpt_storage.store.backend import Backend
 from ckpt_storage.testing.faults import FaultBackend
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SIZES = {"one": "5GB", "many": 1000}
+SIZES: dict[str, int | str] = {"one": "5GB", "many": 1000}
 NAMES = [f"w{number}" for number in range(3)]
 
 Files = Mapping[str, bytes]
@@ -62,7 +62,8 @@ def later(steps: Sequence[Files], start: int, names: Sequence[str]) -> Iterator[
 def by_glob(steps: Sequence[Files]) -> Iterator[list[bytes | None]]:
     for start, files in enumerate(steps):
         names = [name for name in files if name != INDEX]
-        yield from later(steps, start, names) if names else [[None]]
+        nothing: list[bytes | None] = [None]
+        yield from later(steps, start, names) if names else [nothing]
 
 
 def by_index(steps: Sequence[Files], first: int = 0) -> Iterator[list[bytes | None]]:
@@ -95,7 +96,7 @@ def outcome(contents: Sequence[bytes | None]) -> str:
         except Exception:  # noqa: BLE001  # whatever the library raises is loud
             return "error"
         for name, one in weights.items():
-            found.setdefault(name, []).extend(one.unique().tolist())
+            found.setdefault(name, []).extend({*one.tolist()})
     lacking = "" if sorted(found) == NAMES else "a part of "
     return lacking + "+".join(sorted({f"{value:g}" for some in found.values() for value in some}))
 
