@@ -280,7 +280,10 @@ def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, 
     record = exports.ExportRecord.decode(data, path)
     slotlog.check_document(index, record.index)
     there = slotlog.read_if_there(context.target, names.INDEX_NAME)
-    return {one.path: one.crc32c for one in record.files}, bool(there and there.data == index)
+    was_there = there is not None and there.data == index
+    # With a guard beside it, a copy was cut just before its end.
+    is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
+    return {one.path: one.crc32c for one in record.files}, is_whole
 
 
 def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile:

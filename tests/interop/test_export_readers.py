@@ -76,10 +76,10 @@ def fresh_model() -> Any:
 def by_transformers(folder: Path) -> Weights:
     from transformers import LlamaForCausalLM  # noqa: PLC0415  # as above
 
-    model, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    return {
-        name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]
-    }
+    library: Any = LlamaForCausalLM
+    model, info = library.from_pretrained(folder, output_loading_info=True)
+    missing = info["missing_keys"]
+    return {name: one for name, one in model.state_dict().items() if name not in missing}
 
 
 def by_glob(folder: Path) -> Weights:
@@ -110,7 +110,7 @@ def by_torch(folder: Path) -> Weights:
 def by_hub(folder: Path) -> Weights:
     model = fresh_model()
     huggingface_hub.load_torch_model(model, folder, strict=True)
-    return model.state_dict()
+    return dict(model.state_dict())
 
 
 READERS: dict[str, Reader] = {
@@ -166,7 +166,7 @@ class Folder:
             return "error"
         lacking = "" if weights.keys() == self.names else "a part of "
         return lacking + "+".join(
-            sorted({str(int(v)) for one in weights.values() for v in one.unique()})
+            sorted({str(int(v)) for one in weights.values() for v in {*one.flatten().tolist()}})
         )
 
     def is_published(self) -> bool:
