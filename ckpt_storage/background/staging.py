@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
@@ -38,7 +38,9 @@ from ckpt_storage.saves.planning import (
     LocalPlan,
     checked,
     find_cached_plan,
+    flat_state,
 )
+from ckpt_storage.saves.replicas import ReplicaSample, checksum_of_bytes, values_of
 from ckpt_storage.saves.shardfile import Item
 
 from .events import ReentrantEvent
@@ -226,11 +228,12 @@ class StagedPlan:
     """A rank's local plan and the place of each item in an arena; pickles.
 
     `rows` has start, size in bytes, dtype (None: a blob), and the name of a type that only pickle
-    can hold, for which `load` refuses the item.
+    can hold, for which `load` refuses the item. `values` are checksums of what is no tensor.
     """
 
     kept: CachedPlan
     ties: Mapping[str, str]
+    values: Mapping[str, int]
     rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
 
     def part(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
@@ -241,7 +244,18 @@ class StagedPlan:
             items=partial(self._items, memoryview(memory)),  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
             ties=self.ties,
             structure=self.kept.structure,
+            sample=partial(self._sample, memoryview(memory)),  # type: ignore[arg-type]  # as above
         )
+
+    def _sample(self, memory: memoryview) -> ReplicaSample:
+        """Return the sample of the replicated values in `memory`."""
+        rows = [(name, -1, checksum) for name, checksum in self.values.items()]
+        for item in self.kept.plan.items:
+            if item.type is WriteItemType.TENSOR:
+                start, size_bytes, *_ = self.rows[item.index]
+                checksum = checksum_of_bytes(memory[start : start + size_bytes])
+                rows.append((item.index.fqn, size_bytes, checksum))
+        return ReplicaSample.of(rows)
 
     def _items(self, memory: memoryview, plan: SavePlan) -> Iterator[Item]:
         for item in plan.items:
@@ -299,7 +313,8 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            self.staged = StagedPlan(kept=_planned_by(live), ties=live.ties)
+            values = values_of(flat_state(live.planner)) if world_size > 1 else {}
+            self.staged = StagedPlan(kept=_planned_by(live), ties=live.ties, values=values)
             self._sources: list[torch.Tensor] = []
             self._starts: list[int] = []
             try:

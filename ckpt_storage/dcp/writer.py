@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -32,7 +33,8 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.saves.items import LiveItems, ties_of
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import checked, find_mismatch
+from ckpt_storage.saves.planning import checked, find_mismatch, flat_state
+from ckpt_storage.saves.replicas import ReplicaSample, find_differences, sample_of
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -51,6 +53,14 @@ class _OfThread(threading.local):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OfThread, ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankResult:
+    """What a rank returns to the coordinator: its report, a sample of its replicated values."""
+
+    report: RankReport
+    sample: ReplicaSample | None
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -78,6 +88,8 @@ class CheckpointStorageWriter(StorageWriter):
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
         unsafe_values: what is done about values that only pickle can hold, and that `load`
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
+        replicas: as for `ckpt_storage.save`; but the writer sees values only as it writes them. So
+            an error comes before the commit, and the planner chooses whose values are stored.
         process_group: if given, the save is refused unless it runs over exactly this many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -102,6 +114,7 @@ class CheckpointStorageWriter(StorageWriter):
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
+        replicas: Replicas = "warn",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -270,13 +283,14 @@ class CheckpointStorageWriter(StorageWriter):
         if not isinstance(leave, Grant):
             raise leave
         report = session.write(leave, plan, LiveItems(planner).items, ties_of(planner))
+        sample = sample_of(flat_state(planner)) if leave.world_size > 1 else None
         of.save_id = leave.save_id
         if not session.is_coordinator:
             of.session = None  # its `finish` is on the coordinator
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
             size_in_bytes=sum(file.size_bytes for file in report.files),
-            storage_data=report,
+            storage_data=_RankResult(report=report, sample=sample),
         )
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result([result])
@@ -286,11 +300,20 @@ class CheckpointStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `results[i]` is rank i's list. Raises `IntegrityError`, `RankFailedError` (not
-        committed), `CommitConflictError` (not committed), `CommitUnknownError`,
-        `NotPublishedError` (committed).
+        `results[i]` is rank i's list. Raises `RankMismatchError`, `IntegrityError`,
+        `RankFailedError` (not committed), `CommitConflictError` (not committed),
+        `CommitUnknownError`, `NotPublishedError` (committed).
         """
-        told = [[result.storage_data for result in of_rank] for of_rank in results]
-        reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
-        self._session().finish(metadata, reports)
+        session = self._session()
+        by_rank = [_rank_result(of_rank) for of_rank in results]
+        samples = [result.sample for result in by_rank if result and result.sample]
+        if len(samples) == len(by_rank) and len({sample.digest for sample in samples}) > 1:
+            session.settle_written(find_differences(samples))
+        session.finish(metadata, [None if each is None else each.report for each in by_rank])
         self._threads.session = None
+
+
+def _rank_result(results: list[WriteResult]) -> _RankResult | None:
+    """Return what our `write_data` returned on one rank, None if another writer did."""
+    found = (result.storage_data for result in results)
+    return next((data for data in found if isinstance(data, _RankResult)), None)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ckpt_storage.loads.resolving import PLAIN, Placements, dtype_name, parts_of
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
+from .replicas import ReplicaSample, sample_of
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -81,6 +84,8 @@ class CachedPlan:
 
     `metadata` is there on the coordinator only. Of more than `STOCK_ENTRY_LIMIT` items it has no
     chunks, which only `.metadata` needs: they are an object for every item of every rank.
+    `from_lowest` are the names that the lowest rank stores, because ranks held different values;
+    on the coordinator only.
     """
 
     plan_id: str
@@ -88,6 +93,7 @@ class CachedPlan:
     structure: Structure | None
     item_count: int = 0
     metadata: Metadata | None = None
+    from_lowest: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -98,6 +104,7 @@ class CachedPlan:
         *,
         item_count: int,
         metadata: Metadata | None,
+        from_lowest: frozenset[str],
     ) -> CachedPlan:
         """Return a plan to keep, without the chunks of metadata with many items."""
         if metadata is not None and item_count > STOCK_ENTRY_LIMIT:
@@ -108,6 +115,7 @@ class CachedPlan:
             structure=structure,
             item_count=item_count,
             metadata=metadata,
+            from_lowest=from_lowest,
         )
 
 
@@ -133,7 +141,8 @@ class LocalPlan:
     """What a rank plans with: its planner, set up with the state.
 
     `plan` makes the local plan, `planner` the global and the final ones. `items` yields the items
-    of a final plan, `ties` maps aliases. `structure` is None where plans are not cached.
+    of a final plan, `ties` maps aliases. `structure` is None where plans are not cached. `sample`
+    reads a sample of the replicated values.
     """
 
     plan: Callable[[], SavePlan]
@@ -141,6 +150,7 @@ class LocalPlan:
     items: Items
     ties: Mapping[str, str]
     structure: Structure | None
+    sample: Callable[[], ReplicaSample]
 
     @classmethod
     def of(
@@ -172,8 +182,33 @@ class LocalPlan:
             with naming_refused(state):
                 return checked(chosen.create_local_plan())
 
-        items = LiveItems(chosen).items
-        return cls(plan=plan, planner=chosen, items=items, ties=ties, structure=structure)
+        return cls(
+            plan=plan,
+            planner=chosen,
+            items=LiveItems(chosen).items,
+            ties=ties,
+            structure=structure,
+            sample=partial(sample_of, flat_state(chosen)),
+        )
+
+
+def flat_state(planner: SavePlanner) -> Mapping[str, Any]:
+    """Return the flat state of a planner that is set up; {} if it keeps none as DCP's do."""
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def take_from_lowest(plans: Sequence[SavePlan], names: AbstractSet[str]) -> list[SavePlan]:
+    """Return plans in which only the first that has one of `names` keeps it."""
+    if not names:
+        return list(plans)
+    seen: set[str] = set()
+    reduced = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in seen]
+        seen.update(item.index.fqn for item in items if item.index.fqn in names)
+        reduced.append(replace(plan, items=items))
+    return reduced
 
 
 def checked(plan: SavePlan) -> SavePlan:

@@ -1,0 +1,304 @@
+"""Replicated values: samples of what ranks hold under one name, and what is done where they differ.
+
+A sample is bounded, so a difference of few elements of a large tensor may stay unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ckpt_storage.coordination.failures import spell_ranks
+from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.loads.resolving import PLAIN, parts_of
+from ckpt_storage.options import MIB, Replicas
+
+from .devices import byte_view
+from .items import fault_of, is_as_stored
+
+log = logging.getLogger("ckpt_storage")
+
+BLOCK_BYTES = 4096
+SAMPLE_BYTES = 8 * BLOCK_BYTES
+"""A tensor of up to so many bytes is read whole; of a larger one, blocks at equal distances."""
+
+LARGE_BYTES = MIB
+"""From here on tensors that differ fail a save: statistics of a model are smaller, weights larger.
+"""
+
+_MAX_LEAVES = 10_000
+"""How many values inside a container are compared."""
+
+_NO_TENSOR = -1
+
+_warned_keys: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSample:
+    """What a rank holds under names that are not sharded: bytes and a checksum of each, in columns.
+
+    Values that are no tensors have size -1. Equal samples have equal digests.
+    """
+
+    names: tuple[str, ...]
+    sizes: array[int]
+    checksums: array[int]
+    digest: bytes
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, int, int]]) -> Self:
+        """Return the sample of rows of a name, a size in bytes and a checksum."""
+        names, sizes, checksums = zip(*rows, strict=True) if rows else ((), (), ())
+        columns = array("q", sizes), array("I", checksums)
+        hasher = hashlib.blake2b("\0".join(names).encode(errors="surrogatepass"), digest_size=16)
+        for column in columns:
+            hasher.update(column)
+        return cls(names=names, sizes=columns[0], checksums=columns[1], digest=hasher.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A name under which ranks hold different values, and the ranks of each checksum."""
+
+    name: str
+    size_bytes: int
+    ranks_of: dict[int, list[int]]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the values are tensors."""
+        return self.size_bytes != _NO_TENSOR
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the values are tensors of `LARGE_BYTES` or more."""
+        return self.size_bytes >= LARGE_BYTES
+
+    def __str__(self) -> str:
+        kind = f"tensors of {self.size_bytes} bytes" if self.is_tensor else "values"
+        return f"{self.name} ({kind}; ranks {' | '.join(map(spell_ranks, self.ranks_of.values()))})"
+
+
+def blocks_of(size_bytes: int) -> list[tuple[int, int]]:
+    """Return where the blocks of a sample begin and end: the first, the last and some between."""
+    if size_bytes <= SAMPLE_BYTES:
+        return [(0, size_bytes)]
+    count = SAMPLE_BYTES // BLOCK_BYTES
+    # At multiples of any element's size, as long as that is a power of two.
+    stride = (size_bytes - BLOCK_BYTES) // (count - 1) // 64 * 64
+    starts = [*range(0, (count - 1) * stride, stride), size_bytes - BLOCK_BYTES]
+    return [(start, start + BLOCK_BYTES) for start in starts]
+
+
+def sample_of(state: Mapping[str, Any]) -> ReplicaSample:
+    """Return the sample of a flat state; sharded tensors and subclasses are left out."""
+    rows = list[tuple[str, int, int]]()
+    on_devices: dict[torch.device, list[tuple[int, list[torch.Tensor]]]] = {}
+    for name, value in state.items():
+        if type(value) in PLAIN:
+            if fault_of(value) is not None or parts_of(value) is not None:
+                continue
+            size_bytes, checksum = value.nbytes, 0
+            if is_as_stored(value):
+                checksum = _checksum_at(value.data_ptr(), size_bytes)
+            elif value.is_cpu:
+                checksum = _checksum_of(_pieces_of(value))
+            else:
+                pieces = list(_pieces_of(value))
+                on_devices.setdefault(value.device, []).append((len(rows), pieces))
+            rows.append((name, size_bytes, checksum))
+    rows += [(name, _NO_TENSOR, checksum) for name, checksum in values_of(state).items()]
+    for tensors in on_devices.values():
+        # One copy for all: each costs a round trip to the device.
+        joined = torch.cat([piece for _, pieces in tensors for piece in pieces]).cpu()
+        lengths = [sum(piece.numel() for piece in pieces) for _, pieces in tensors]
+        pieces_by_row = torch.split(joined, lengths)
+        for (row, _), piece in zip(tensors, pieces_by_row, strict=True):
+            rows[row] = (*rows[row][:2], crc32c_of(byte_view(piece)))
+    return ReplicaSample.of(rows)
+
+
+def values_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the checksums of what is no tensor in a flat state."""
+    return {
+        name: checksum_of_value(value)
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__")
+    }
+
+
+def checksum_of_bytes(memory: memoryview) -> int:
+    """Return the checksum of a tensor whose elements lie in `memory` in C order."""
+    checksum = 0
+    for start, stop in blocks_of(len(memory)):
+        checksum = crc32c_of(memory[start:stop], checksum)
+    return checksum
+
+
+def _checksum_at(address: int, size_bytes: int) -> int:
+    if size_bytes <= SAMPLE_BYTES:
+        return crc32c_of(ctypes.string_at(address, size_bytes)) if size_bytes else 0
+    checksum = 0
+    for start, stop in blocks_of(size_bytes):
+        checksum = crc32c_of(ctypes.string_at(address + start, stop - start), checksum)
+    return checksum
+
+
+def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the sampled elements of any dense tensor in C order, as bytes on its device."""
+    tensor, item_bytes = tensor.detach(), tensor.element_size()
+    is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    for start, stop in blocks_of(tensor.nbytes):
+        first, last = start // item_bytes, stop // item_bytes
+        if is_flat:
+            elements = tensor.view(-1)[first:last]
+        else:
+            at = torch.arange(first, last, device=tensor.device)
+            elements = tensor[torch.unravel_index(at, tensor.shape)] if tensor.ndim else tensor
+            elements = elements.resolve_conj().resolve_neg().reshape(-1)
+        if elements.numel():
+            yield elements.view(torch.uint8)
+
+
+def _checksum_of(pieces: Iterator[torch.Tensor]) -> int:
+    checksum = 0
+    for piece in pieces:
+        checksum = crc32c_of(byte_view(piece), checksum)
+    return checksum
+
+
+def checksum_of_value(value: object) -> int:
+    """Return a checksum that is equal for equal plain values; of other objects it has the type.
+
+    Not of their pickles: those of equal values may differ.
+    """
+    return crc32c_of("\0".join(_spelt(value)).encode(errors="surrogatepass"))
+
+
+_SPELT = (bool, int, float, complex, str, bytes, bytearray, type(None), np.generic, torch.dtype)
+
+
+def _spelt(value: object) -> Iterator[str]:
+    """Yield what tells a value from others, for at most `_MAX_LEAVES` values inside."""
+    stack = [value]
+    for _ in range(_MAX_LEAVES):
+        if not stack:
+            return
+        item = stack.pop()
+        yield type(item).__qualname__
+        if isinstance(item, _SPELT):
+            yield repr(item)
+        elif isinstance(item, Mapping):
+            pairs = sorted(item.items(), key=lambda pair: repr(pair[0]))
+            stack += [part for pair in pairs for part in pair]
+        elif isinstance(item, list | tuple):
+            # A huge list is not copied.
+            stack += item[:_MAX_LEAVES]
+        elif isinstance(item, set | frozenset):
+            stack += sorted(map(repr, item))[:_MAX_LEAVES]
+        elif isinstance(item, np.ndarray) and item.dtype != object:
+            yield repr((item.dtype, item.shape))
+            yield item.ravel()[:BLOCK_BYTES].tobytes().hex()
+        elif type(item) in PLAIN and fault_of(item) is None:  # type: ignore[arg-type]  # a tensor
+            yield str(_checksum_of(_pieces_of(item.cpu())))  # type: ignore[attr-defined]  # as above
+
+
+def find_differences(
+    samples: Sequence[ReplicaSample], global_ranks: Sequence[int] | None = None
+) -> list[Difference]:
+    """Return the names that several ranks have, with values that differ."""
+    base = samples[0]
+    known = dict(zip(base.names, base.checksums, strict=True))
+    names: dict[str, None] = {}
+    base_checksums = np.frombuffer(base.checksums, dtype=np.uint32)
+    for sample in samples[1:]:
+        if sample.names == base.names:
+            checksums = np.frombuffer(sample.checksums, dtype=np.uint32)
+            unlike = np.flatnonzero(checksums != base_checksums)
+            names.update((sample.names[row], None) for row in unlike)
+            continue
+        for name, checksum in zip(sample.names, sample.checksums, strict=True):
+            if known.setdefault(name, checksum) != checksum:
+                names[name] = None
+    sizes = dict.fromkeys(names, _NO_TENSOR)
+    ranks_of: dict[str, dict[int, list[int]]] = {name: {} for name in names}
+    ranks = range(len(samples)) if global_ranks is None else global_ranks
+    for rank, sample in zip(ranks, samples, strict=True):
+        rows = zip(sample.names, sample.sizes, sample.checksums, strict=True)
+        for name, size_bytes, checksum in rows:
+            if name in ranks_of:
+                sizes[name] = size_bytes
+                ranks_of[name].setdefault(checksum, []).append(rank)
+    return [
+        Difference(name=name, size_bytes=sizes[name], ranks_of=ranks_of[name]) for name in names
+    ]
+
+
+def settle_differences(
+    differences: Sequence[Difference],
+    policy: Replicas,
+    *,
+    url: str,
+    is_preemption: bool,
+    stored: str = "those of the lowest rank are stored",
+    effect: str = "Nothing was written.",
+) -> None:
+    """Log what is stored all the same. Raises `RankMismatchError` for what fails the save.
+
+    `stored` says which values are stored, `effect` what was done before an error.
+    """
+    if policy == "first":
+        return
+    refused = [
+        difference
+        for difference in differences
+        if difference.is_large or (policy == "raise" and difference.is_tensor)
+    ]
+    if refused and not is_preemption:
+        first = refused[0]
+        more = f" (and {len(refused) - 1} more names)" if len(refused) > 1 else ""
+        raise RankMismatchError(
+            f"Ranks hold different tensors of {first.size_bytes} bytes by the name {first.name}"
+            f"{more}: {'; '.join(_groups(first))}. {effect}",
+            values=dict(zip(_labels(first), first.ranks_of.values(), strict=True)),
+            phase="plan",
+            next_step="Give each rank's value a name of its own, wrap it in PerRank to keep all, "
+            "or pass replicas='first' to keep that of the lowest rank.",
+        )
+    if refused:
+        listing = ", ".join(map(str, refused))
+        log.error("The preemption save to %s: ranks differ in %s; %s.", url, listing, stored)
+    names = {difference.name for difference in refused}
+    fresh = [
+        difference
+        for difference in differences
+        if difference.name not in names and difference.name not in _warned_keys
+    ]
+    _warned_keys.update(difference.name for difference in fresh)
+    if fresh:
+        log.warning(
+            "The save to %s: ranks differ in %s; %s, here and in later saves. Wrap a value in "
+            "PerRank to keep that of every rank.",
+            url,
+            ", ".join(map(str, fresh)),
+            stored,
+        )
+
+
+def _labels(difference: Difference) -> list[str]:
+    return [f"checksum {checksum:08x}" for checksum in difference.ranks_of]
+
+
+def _groups(difference: Difference) -> list[str]:
+    groups = zip(_labels(difference), difference.ranks_of.values(), strict=True)
+    return [f"{label}: ranks {spell_ranks(ranks)}" for label, ranks in groups]
