@@ -47,6 +47,7 @@ from .inspect.numbers import ValueDiff as ValueDiff
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load
+from .loads.per_rank import PerRank as PerRank
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.policies import Candidate as Candidate
 from .manager.policies import KeepBest as KeepBest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
+from .per_rank import prepared_targets
 from .resolving import is_stateful, plain_state
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
@@ -105,8 +106,8 @@ def load(  # the public surface, all keyword-only
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items())))
-                with closing(Peers(operation)) as peers:
-                    _run(operation, session, planner, plain, peers)
+                with closing(Peers(operation)) as peers, ExitStack() as prepared:
+                    _run(operation, session, planner, plain, peers, prepared)
                     operation.barrier(is_last=True)
                 has_read = True
                 for key, value in plain.items():
@@ -130,8 +131,12 @@ def _run(
     custom: LoadPlanner | None,
     state: dict[str, Any],
     peers: Peers,
+    prepared: ExitStack,
 ) -> None:
-    """Plan and read; plans travel where the user passed a planner, or reads may be shared."""
+    """Plan and read; plans travel where the user passed a planner, or reads may be shared.
+
+    What `prepared` holds ends once all is read.
+    """
     terms = session.terms()
     kind = kind_of(operation.what)
     operation.meet(
@@ -140,7 +145,9 @@ def _run(
     )
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
-    planner.set_up_planner(state, session.metadata(lazy=custom is None), operation.is_coordinator)
+    metadata = session.metadata(lazy=custom is None)
+    prepared.enter_context(prepared_targets(state, metadata))
+    planner.set_up_planner(state, metadata, operation.is_coordinator)
     session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     proposed = plan

@@ -23,7 +23,7 @@ from ckpt_storage.loads.resolving import PLAIN, parts_of
 from ckpt_storage.options import MIB, Replicas
 
 from .devices import byte_view
-from .items import fault_of, is_as_stored
+from .items import fault_of, is_readable
 
 log = logging.getLogger("ckpt_storage")
 
@@ -105,18 +105,19 @@ def sample_of(state: Mapping[str, Any]) -> ReplicaSample:
     rows = list[tuple[str, int, int]]()
     on_devices: dict[torch.device, list[tuple[int, list[torch.Tensor]]]] = {}
     for name, value in state.items():
-        if type(value) in PLAIN:
-            if fault_of(value) is not None or parts_of(value) is not None:
-                continue
-            size_bytes, checksum = value.nbytes, 0
-            if is_as_stored(value):
-                checksum = _checksum_at(value.data_ptr(), size_bytes)
-            elif value.is_cpu:
-                checksum = _checksum_of(_pieces_of(value))
-            else:
-                pieces = list(_pieces_of(value))
-                on_devices.setdefault(value.device, []).append((len(rows), pieces))
-            rows.append((name, size_bytes, checksum))
+        if type(value) not in PLAIN or parts_of(value) is not None:
+            continue
+        size_bytes = value.nbytes
+        if is_readable(value):
+            checksum = _checksum_at(value.data_ptr(), size_bytes)
+        elif fault_of(value) is not None:
+            continue
+        elif value.is_cpu:
+            checksum = _checksum_of(_pieces_of(value))
+        else:
+            checksum, pieces = 0, list(_pieces_of(value))
+            on_devices.setdefault(value.device, []).append((len(rows), pieces))
+        rows.append((name, size_bytes, checksum))
     rows += [(name, _NO_TENSOR, checksum) for name, checksum in values_of(state).items()]
     for tensors in on_devices.values():
         # One copy for all: each costs a round trip to the device.
