@@ -24,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
@@ -41,6 +40,7 @@ from ckpt_storage.saves.planning import (
     flat_state,
 )
 from ckpt_storage.saves.replicas import ReplicaSample, checksum_of_bytes, values_of
+from ckpt_storage.saves.saveplanner import BoxSavePlanner
 from ckpt_storage.saves.shardfile import Item
 
 from .events import ReentrantEvent
@@ -240,7 +240,7 @@ class StagedPlan:
         """Return the local plan of a save whose bytes are in `memory`; default planner: torch's."""
         return LocalPlan(
             plan=lambda: self.kept.plan,
-            planner=planner or DefaultSavePlanner(),
+            planner=planner or BoxSavePlanner(),
             items=partial(self._items, memoryview(memory)),  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
             ties=self.ties,
             structure=self.kept.structure,

@@ -23,6 +23,8 @@ from ckpt_storage.inspect.torchload import read_opaque, scan_blob
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
+from .layouts import check_layout
+from .loadplanner import OwnChunksLoadPlanner
 from .resolving import dtype_name, is_freed
 from .sharing import Key, ShareOrder
 
@@ -207,6 +209,13 @@ class LoadItems:
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
+        if not isinstance(self._planner, OwnChunksLoadPlanner):
+            check_layout(
+                item.dest_index.fqn,
+                getattr(self._planner, "state_dict", None),
+                act="loaded",
+                way_out="Load with ckpt_storage.load, without a planner.",
+            )
         target = self._planner.resolve_tensor(item)
         if target.requires_grad:
             target = target.detach()

@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
+from ckpt_storage.loads.layouts import check_layout
 from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
 
 from .devices import DeviceReader, byte_view
+from .saveplanner import BoxSavePlanner
 from .shardfile import Item
 
 MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
@@ -61,6 +63,13 @@ class LiveItems:
         try:
             # With gradients torch makes a differentiable view of each sharded tensor.
             with torch.no_grad():
+                if not isinstance(self._planner, BoxSavePlanner):
+                    check_layout(
+                        item.index.fqn,
+                        getattr(self._planner, "state_dict", None),
+                        act="saved",
+                        way_out="Save with ckpt_storage.save or an AsyncSaver, without a planner.",
+                    )
                 return self._planner.resolve_data(item)
         except CheckpointError:
             raise

@@ -28,6 +28,7 @@ from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
 from .replicas import ReplicaSample, sample_of
+from .saveplanner import BoxSavePlanner
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -163,7 +164,7 @@ class LocalPlan:
         world_size: int,
     ) -> LocalPlan:
         """Set up a planner with a state that stays while it is written. Raises what it raises."""
-        chosen: Any = planner or DefaultSavePlanner()
+        chosen: Any = planner or BoxSavePlanner()
         structure = None
         with naming_refused(state):
             # DCP added it later; a planner may be older.

@@ -158,7 +158,7 @@ def test_exports_have_no_value_of_a_rank(ranks: RankPool, tmp_path: Path) -> Non
     with ckpt_storage.open_checkpoint(path) as opened:
         assert set(opened) == {"model.w", *names}
         assert [float(opened[name][0]) for name in names] == [0.0, 1.0]
-    shown = cli_tools.call("show", str(path))
+    shown = cli_tools.call("tree", str(path), "--depth", "4")
     assert shown.exit_code == 0
     assert "per-rank-" in shown.stdout
     ckpt_storage.convert(path, tmp_path / "all.pt", to="torch_save")

@@ -23,9 +23,10 @@ CommitUnknownError ConsolidateOptions ConsolidationError ConsolidationReport Con
 CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest KeepEvery
 KeepLatest KeepNewerThan LazyTensor NotPublishedError PerRank PhaseTimeoutError ProgressEvent
 PruneReport RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy
-SaveCancelledError SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts UnsafeContentError
-UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete diagnose diff
-list_checkpoints load open_checkpoint prune publish register_backend save save_async verify
+SaveCancelledError SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts
+UnsafeContentError UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete
+diagnose diff list_checkpoints load open_checkpoint prune publish register_backend save save_async
+verify
 """
 PUBLIC = NAMES.split()
 
