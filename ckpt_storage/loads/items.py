@@ -25,6 +25,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, byt
 
 from .layouts import check_layout
 from .loadplanner import OwnChunksLoadPlanner
+from .placing import ValuePlacer
 from .resolving import dtype_name, is_freed
 from .sharing import Key, ShareOrder
 
@@ -300,8 +301,9 @@ class LoadItems:
         tensors = (item for item in self._items if item.type is not LoadItemType.BYTE_IO)
         for item, target in zip(tensors, self._targets, strict=True):
             self._planner.commit_tensor(item, target)
+        placer = ValuePlacer(self._planner)
         for item, buffer, _ in self._blobs:
-            self._planner.load_bytes(item, io.BytesIO(buffer))
+            placer.place(item, io.BytesIO(buffer))
 
 
 def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]]:

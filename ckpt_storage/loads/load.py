@@ -105,7 +105,7 @@ def load(  # the public surface, all keyword-only
                 settings = LoadSettings.of(arguments, base=Location.of(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
-                plain = plain_state(dict(sorted(state.items())))
+                plain = plain_state(dict(sorted(state.items(), key=lambda item: str(item[0]))))
                 with closing(Peers(operation)) as peers, ExitStack() as prepared:
                     _run(operation, session, planner, plain, peers, prepared)
                     operation.barrier(is_last=True)

@@ -20,6 +20,7 @@ from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.layouts import check_layout
 from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
 
+from .blobs import pickled, pickles_plainly
 from .devices import DeviceReader, byte_view
 from .saveplanner import BoxSavePlanner
 from .shardfile import Item
@@ -44,6 +45,7 @@ class LiveItems:
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
         self._plain = plain_names(planner)
+        self._pickles_plainly = pickles_plainly(planner)
         self._devices = DeviceReader()
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
@@ -70,6 +72,9 @@ class LiveItems:
                         act="saved",
                         way_out="Save with ckpt_storage.save or an AsyncSaver, without a planner.",
                     )
+                if item.type is WriteItemType.BYTE_IO and self._pickles_plainly:
+                    planner: Any = self._planner
+                    return pickled(planner.lookup_object(item.index))
                 return self._planner.resolve_data(item)
         except CheckpointError:
             raise

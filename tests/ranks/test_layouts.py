@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import dcp_cases
 import pytest
@@ -139,9 +139,9 @@ class Scaled(torch.Tensor):
     codes: torch.Tensor
     scale: torch.Tensor
 
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  # as torchao
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+        del scale
+        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  # as torchao
             cls, codes.shape, dtype=torch.float32, device=codes.device
         )
         return made

@@ -1,0 +1,69 @@
+"""Where loaded values go in a nested state: under the target's own keys."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+
+class ValuePlacer:
+    """Hands objects to a planner; where it is torch's default, under keys that are no texts too.
+
+    Torch's planners know paths as texts, and set the value of key 5 under "5", beside it.
+    """
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner: Any = planner
+        self._is_stock = (
+            getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+            and "load_bytes" not in vars(planner)
+            and self._planner.flatten_state_dict
+        )
+        # By identity; the containers live as long as the state.
+        self._keys: dict[int, dict[str, Any]] = {}
+
+    def place(self, item: ReadItem, data: io.BytesIO) -> None:
+        """Hand over one object."""
+        planner = self._planner
+        if not self._is_stock:
+            planner.load_bytes(item, data)
+            return
+        value = torch.load(data, weights_only=False)
+        self._set(planner.original_state_dict, planner.mappings[item.dest_index.fqn], value)
+
+    def _set(self, root: Any, path: Sequence[str | int], value: object) -> None:  # noqa: ANN401  # a container
+        container = root
+        for part, following in pairwise(path):
+            default: Any = {} if isinstance(following, str) else []
+            key = self._key_in(container, part)
+            if isinstance(container, Mapping):
+                container = container.setdefault(key, default)  # type: ignore[attr-defined]  # it can be changed
+                continue
+            _extend(container, key)
+            if container[key] is None:
+                container[key] = default
+            container = container[key]
+        key = self._key_in(container, path[-1])
+        if not isinstance(container, Mapping):
+            _extend(container, key)
+        container[key] = value
+
+    def _key_in(self, container: Any, part: str | int) -> Any:  # noqa: ANN401  # of any kind
+        """Return the key that flattening spells as `part`."""
+        if not isinstance(container, Mapping) or part in container:
+            return part
+        keys = self._keys.get(id(container))
+        if keys is None:
+            keys = self._keys[id(container)] = {str(key): key for key in container}
+        return keys.get(str(part), part)
+
+
+def _extend(values: list[Any], index: int) -> None:
+    while len(values) <= index:
+        values.append(None)
