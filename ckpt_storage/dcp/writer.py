@@ -150,6 +150,11 @@ class CheckpointStorageWriter(StorageWriter):
         of = self._threads
         return self._base.join(of.pending).url if of.session is None else of.session.url
 
+    @property
+    def save_id(self) -> str | None:
+        """The id of the calling thread's last save, once it has written; as torch's writer has."""
+        return self._threads.save_id
+
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners may know of the target; DCP asks once before each save.
 

@@ -238,6 +238,8 @@ def _check_bytes(fqn: str, data: TensorWriteData) -> None:
     dtype = dtype_name(data.properties.dtype)
     if any(isinstance(length, torch.SymInt) for length in data.size):
         raise _refusal(fqn, "it is a nested tensor")
+    if data.properties.layout is not torch.strided:
+        raise _refusal(fqn, f"its layout is {data.properties.layout}")
     if dtype.startswith(("qint", "quint")):
         raise _refusal(fqn, "it is quantised")
     if dtype not in DTYPES:
