@@ -39,7 +39,7 @@ from ckpt_storage.saves.planning import (
     find_cached_plan,
     flat_state,
 )
-from ckpt_storage.saves.replicas import ReplicaSample, checksum_of_bytes, values_of
+from ckpt_storage.saves.replicas import LocalSample, staged_sample, values_of
 from ckpt_storage.saves.saveplanner import BoxSavePlanner
 from ckpt_storage.saves.shardfile import Item
 
@@ -247,15 +247,15 @@ class StagedPlan:
             sample=partial(self._sample, memoryview(memory)),  # type: ignore[arg-type]  # as above
         )
 
-    def _sample(self, memory: memoryview) -> ReplicaSample:
+    def _sample(self, memory: memoryview) -> LocalSample:
         """Return the sample of the replicated values in `memory`."""
-        rows = [(name, -1, checksum) for name, checksum in self.values.items()]
-        for item in self.kept.plan.items:
-            if item.type is WriteItemType.TENSOR:
-                start, size_bytes, *_ = self.rows[item.index]
-                checksum = checksum_of_bytes(memory[start : start + size_bytes])
-                rows.append((item.index.fqn, size_bytes, checksum))
-        return ReplicaSample.of(rows)
+        rows = (
+            (item.index.fqn, self.rows[item.index])
+            for item in self.kept.plan.items
+            if item.type is WriteItemType.TENSOR
+        )
+        tensors = ((fqn, memory[start : start + size]) for fqn, (start, size, *_) in rows)
+        return staged_sample(tensors, self.values)
 
     def _items(self, memory: memoryview, plan: SavePlan) -> Iterator[Item]:
         for item in plan.items:

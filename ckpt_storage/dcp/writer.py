@@ -61,6 +61,7 @@ class _RankResult:
 
     report: RankReport
     sample: ReplicaSample | None
+    digest: bytes
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -295,7 +296,11 @@ class CheckpointStorageWriter(StorageWriter):
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
             size_in_bytes=sum(file.size_bytes for file in report.files),
-            storage_data=_RankResult(report=report, sample=sample),
+            storage_data=_RankResult(
+                report=report,
+                sample=sample.details() if sample else None,
+                digest=sample.digest if sample else b"",
+            ),
         )
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result([result])
@@ -312,7 +317,8 @@ class CheckpointStorageWriter(StorageWriter):
         session = self._session()
         by_rank = [_rank_result(of_rank) for of_rank in results]
         samples = [result.sample for result in by_rank if result and result.sample]
-        if len(samples) == len(by_rank) and len({sample.digest for sample in samples}) > 1:
+        digests = {result.digest for result in by_rank if result}
+        if len(samples) == len(by_rank) and len(digests) > 1:
             session.settle_written(find_differences(samples))
         session.finish(metadata, [None if each is None else each.report for each in by_rank])
         self._threads.session = None

@@ -6,7 +6,7 @@ subclass with `__tensor_flatten__` holds other tensors, and has no elements of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -60,10 +60,12 @@ def boxes_of(tensor: object) -> list[LocalBox] | None:
             local_offsets=tuple(local for _, _, local in box),
         )
         for box in product(*runs)
+        # An empty one may begin where another rank's begins, and would take its place.
+        if all(length for _, length, _ in box) or not tensor.numel()
     ]
 
 
-def _runs_of(tensor: DTensor, dim: int, coordinate: list[int]) -> list[tuple[int, int, int]]:
+def _runs_of(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the runs of neighbours in one dimension: start, length, start in the local tensor."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
     for mesh_dim, placement in enumerate(tensor.placements):

@@ -21,9 +21,10 @@ class ValuePlacer:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner: Any = planner
         self._is_stock = (
-            getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+            isinstance(planner, DefaultLoadPlanner)
+            and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
             and "load_bytes" not in vars(planner)
-            and self._planner.flatten_state_dict
+            and planner.flatten_state_dict
         )
         # By identity; the containers live as long as the state.
         self._keys: dict[int, dict[str, Any]] = {}
@@ -56,12 +57,21 @@ class ValuePlacer:
 
     def _key_in(self, container: Any, part: str | int) -> Any:  # noqa: ANN401  # of any kind
         """Return the key that flattening spells as `part`."""
-        if not isinstance(container, Mapping) or part in container:
+        if not isinstance(container, Mapping):
+            return part
+        if part in container and not _is_hollow(container[part]):
             return part
         keys = self._keys.get(id(container))
         if keys is None:
-            keys = self._keys[id(container)] = {str(key): key for key in container}
+            # Of two keys of one spelling only one has a value with a name.
+            named = {str(key): key for key, value in container.items() if not _is_hollow(value)}
+            keys = self._keys[id(container)] = {str(key): key for key in container} | named
         return keys.get(str(part), part)
+
+
+def _is_hollow(value: object) -> bool:
+    """Return whether a value is a mapping that holds nothing, at any depth."""
+    return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
 
 
 def _extend(values: list[Any], index: int) -> None:

@@ -59,7 +59,7 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  # equal for views of one storage, as torch.save
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # one storage has one, as torch.save
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ class LiveItems:
         chunk = item.tensor_data.chunk
         # A planner may put lists there.
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        if data.shape != sizes:
+        if data.shape != sizes and (data.numel() or 0 not in sizes):
             raise InvalidInputError(
                 f"{fqn} has shape {list(data.shape)}; the plan says {list(sizes)}.",
                 phase="write",
@@ -227,7 +227,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
         tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+        and not (tensor.is_conj() or tensor.is_neg())
         and tensor.untyped_storage().nbytes() > 0
     )
 

@@ -6,7 +6,7 @@ A cached plan is used only if every rank proposes the same id and the coordinato
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
@@ -27,7 +28,7 @@ from ckpt_storage.loads.resolving import PLAIN, Placements, dtype_name, parts_of
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
-from .replicas import ReplicaSample, sample_of
+from .replicas import LocalSample, sample_of
 from .saveplanner import BoxSavePlanner
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
@@ -151,7 +152,7 @@ class LocalPlan:
     items: Items
     ties: Mapping[str, str]
     structure: Structure | None
-    sample: Callable[[], ReplicaSample]
+    sample: Callable[[], LocalSample]
 
     @classmethod
     def of(
@@ -265,11 +266,25 @@ def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
             told = f"{circle} cannot be saved: it is a container that holds itself."
         raise InvalidInputError(told, phase="plan", next_step="Break the circle.") from error
     except Exception as error:
+        double = _double_name_in(state)
+        if double is not None:
+            raise InvalidInputError(
+                f"{double} cannot be saved: two values of the state have this name.",
+                phase="plan",
+                next_step="Names are joined by dots, and keys are spelt as text: rename one key.",
+            ) from error
         for fqn, tensor in named_tensors(state, ""):
             reason = fault_of(tensor) or _failure_alone(fqn, tensor)
             if reason is not None:
                 raise _refusal(f"{fqn} ({type(tensor).__qualname__})", reason) from error
         raise
+
+
+def _double_name_in(state: Mapping[str, Any]) -> str | None:
+    """Return a name that flattening gives to two values, None if there is none."""
+    seen = Counter[str]()
+    traverse_state_dict(dict(state), lambda path, _: seen.update([".".join(map(str, path))]))
+    return next((name for name, count in seen.items() if count > 1), None)
 
 
 def _circle_in(value: Any, opened: frozenset[int]) -> str | None:  # noqa: ANN401  # a container

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.tensor import DTensor
 
 from ckpt_storage.loads.layouts import LocalBox, boxes_of, unwrap
 
@@ -30,8 +31,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         unwrap(self.state_dict, self.mappings)
         self._boxes: dict[str, list[LocalBox]] = {}
         for fqn, value in self.state_dict.items():
-            boxes = boxes_of(value)
-            if boxes is not None:
+            if type(value) is DTensor and (boxes := boxes_of(value)) is not None:
                 self._boxes[fqn] = boxes
 
     def create_local_plan(self) -> SavePlan:

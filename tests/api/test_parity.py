@@ -74,7 +74,9 @@ def test_a_link_that_leads_to_itself_stops_nothing(tmp_path: Path) -> None:
         restored = manager.restore(target := {"step": 0})
         assert restored is not None
         assert target == {"step": 2}
-        assert manager.prune().deleted
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted
     assert [info.step for info in ckpt_storage.list_checkpoints(tmp_path)] == [2]
     assert ckpt_storage.verify(tmp_path / "step-00000002").ok
 

@@ -92,7 +92,8 @@ def _save(rank: int, path: Path) -> None:
 
 
 def _load_all(rank: int, path: Path) -> None:
-    for target in (_target(), {"rng": PerRank(), "trainer": {"data": PerRank()}}):
+    empty: dict[str, Any] = {"rng": PerRank(), "trainer": {"data": PerRank()}}
+    for target in (_target(), empty):
         ckpt_storage.load(target, path)
         rng, data = target["rng"], target["trainer"]["data"]
         assert rng.value is None, rank
