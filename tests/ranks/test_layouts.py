@@ -108,7 +108,7 @@ def test_strided_shards_of_two_dimensions_are_stored_as_ever(rank: int, tmp_path
     order = {0: [0, 1], 1: [4, 5], 2: [2, 3], 3: [6, 7]}
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
     options: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    make = partial(DTensor.from_local, device_mesh=mesh, placements=placements, **options)
+    make: Any = partial(DTensor.from_local, device_mesh=mesh, placements=placements, **options)
     for save, load in (
         (ckpt_storage.save, ckpt_storage.load),
         (dcp_cases.save, dcp_cases.load),
