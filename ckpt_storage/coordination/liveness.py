@@ -269,7 +269,7 @@ class FailureDetector:
         self._worker_values: dict[int, bytes] = {}
         self._has_heard: set[int] = set()
         self._is_met = False
-        self._has_ended = False
+        self._ended = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -290,7 +290,7 @@ class FailureDetector:
 
     def stop(self) -> None:
         """End the thread; wait a moment for it."""
-        self._has_ended = True
+        self._ended.set()
         self.nudge()
         # An interpreter that ends must not find it in a call of torch's.
         self._thread.join(_STOP_S)
@@ -299,7 +299,7 @@ class FailureDetector:
         try:
             self._watch()
         except LostStoreError as error:
-            if self._has_ended:
+            if self._ended.is_set():
                 return
             # The coordinator may host the store, and its end is what matters.
             if COORDINATOR in self._processes.take_ended():
@@ -322,7 +322,7 @@ class FailureDetector:
 
     def _watch(self) -> None:
         next_beat_s = 0.0
-        while not self._has_ended:
+        while not self._ended.is_set():
             now_s = time.monotonic()
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self._beat_s
@@ -332,9 +332,9 @@ class FailureDetector:
             ready = wait([self._wake_read, *self._processes.descriptors], timeout_s)
             if self._wake_read in ready:
                 # Phases of a small save follow one another fast: one heartbeat for all of them.
-                time.sleep(_NUDGE_S)
+                has_ended = self._ended.wait(_NUDGE_S)
                 os.read(self._wake_read, 4096)
-                if not self._has_ended:
+                if not has_ended:
                     self._send()
             for rank in self._processes.take_ended():
                 self._hear(rank)

@@ -49,7 +49,7 @@ from launch_jobs import (  # noqa: E402  # found where this script lies
     Job,
     Logs,
     Settings,
-    is_child_alive,
+    is_alive,
     parent_of,
 )
 
@@ -291,7 +291,7 @@ class Round:
             ) + stalled_s(stalls, call["pid"], call["t"], now)
             # A hold of the interpreter's lock is known only afterwards.
             is_over = now - call["t"] > allowed + 2 * SLACK_S + 6
-            if is_over and key not in self._strandeds and is_child_alive(call["pid"]):
+            if is_over and key not in self._strandeds and is_alive(call["pid"], call["t"]):
                 self._strandeds.add(key)
                 self.findings.waits.append(
                     f"{call['name']} of step {call['step']}, rank {call['rank']}, life "
@@ -317,7 +317,7 @@ class Round:
             if one["event"] == "ready"
             and one["life"] == max(lives)
             and one["pid"] not in gone
-            and is_child_alive(one["pid"])
+            and is_alive(one["pid"], one["t"])
         ]
 
     def _last_start(self) -> float:
@@ -429,13 +429,13 @@ class Round:
     def _leave_none_behind(self, run: int) -> None:
         """Note processes of a job that outlive it."""
         end_s = time.monotonic() + 15
-        pids = {
-            one[key]
+        seen_s = {
+            event[key]: event["t"]
             for key in ("pid", "worker")
-            for one in self.logs.events
-            if one["life"] // 100 == run and one.get(key)
+            for event in self.logs.events
+            if event["life"] // 100 == run and event.get(key)
         }
-        while alive := {pid for pid in pids if is_child_alive(pid)}:
+        while alive := {pid for pid, at_s in seen_s.items() if is_alive(pid, at_s)}:
             if time.monotonic() > end_s:
                 self.findings.unfinished.append(f"processes {alive} outlive job {run}")
                 for pid in alive:

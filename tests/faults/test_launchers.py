@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from launch_history import SLACK_S, Bounds, History, contents, stalls_of
-from launch_jobs import QUICK_TIMEOUTS, Event, Job, Logs, Settings, is_child_alive
+from launch_jobs import QUICK_TIMEOUTS, Event, Job, Logs, Settings, is_alive
 
 SLOW_S = 1.0
 """A save in which a rank plans so long is in flight when the fault comes."""
@@ -303,10 +303,10 @@ def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     settings = Settings(**PROCESS, folder=tmp_path)
     with Job(settings) as job:
         job.logs.wait_for(2, "ended")
-        pids = [event["worker"] for event in job.logs.all("worker")]
+        workers = job.logs.all("worker")
         for event in job.logs.all("start"):
             os.kill(event["pid"], signal.SIGKILL)
         end_s = time.monotonic() + SLACK_S
-        while any(is_child_alive(pid) for pid in pids):
+        while any(is_alive(event["worker"], event["t"]) for event in workers):
             assert time.monotonic() < end_s
             time.sleep(0.05)

@@ -201,7 +201,8 @@ class Job:
         self.process.wait()
         self.logs.read()
         for event in self.logs.events:
-            if event["event"] == "start" and event["life"] // 100 == self.settings.run:
+            is_own = event["event"] == "start" and event["life"] // 100 == self.settings.run
+            if is_own and not is_reused(event["pid"], event["t"]):
                 # A rank leads a group of its own, with its worker in it.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(event["pid"], signal.SIGKILL)
@@ -217,7 +218,7 @@ class Job:
     def dump_stacks(self) -> None:
         """Let live ranks write the stacks of their threads."""
         for event in self.logs.all("start"):
-            if is_child_alive(event["pid"]):
+            if is_alive(event["pid"], event["t"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(event["pid"], STACKS_SIGNAL)
         time.sleep(0.5)
@@ -230,13 +231,28 @@ class Job:
 
 def parent_of(pid: int) -> int | None:
     """Return the parent of a live process; None if it has ended."""
+    stat = _stat_of(pid)
+    return None if stat is None or stat[0] == "Z" else int(stat[1])
+
+
+def is_alive(pid: int, seen_s: float) -> bool:
+    """Return whether the process that had this id at `seen_s` (monotonic) exists, and no zombie.
+
+    Ids are given to new processes again.
+    """
+    return parent_of(pid) is not None and not is_reused(pid, seen_s)
+
+
+def is_reused(pid: int, seen_s: float) -> bool:
+    """Return whether an id belongs to another process than at `seen_s`."""
+    stat = _stat_of(pid)
+    # Field 22 of proc(5): when the process started, in ticks since the machine did.
+    return stat is not None and int(stat[19]) / os.sysconf("SC_CLK_TCK") > seen_s + 0.1
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """Return what proc(5) has of a process, from the state on; None if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else int(fields[1])
-
-
-def is_child_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
-    return parent_of(pid) is not None

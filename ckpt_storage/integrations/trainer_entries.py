@@ -1,0 +1,125 @@
+"""Entries of a Trainer's checkpoint: its small files, and the weights by their stored names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from ckpt_storage.errors import UnsafeContentError
+from ckpt_storage.format.names import path_flaw
+
+__all__ = [
+    "RESUME_FILES",
+    "StoredNames",
+    "is_resume_file",
+    "rank",
+    "read_files",
+    "stores_file",
+    "write_files",
+]
+
+RESUME_FILES = "trainer_files"
+"""The key of the files that a Trainer resumes from. What an export needs is in `files`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """Under which name each entry of a model's state dict is stored; None: all as they are.
+
+    Entries of a PEFT model are stored as PEFT spells them, so that an export is an adapter.
+    """
+
+    stored_by_own: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, model: Any, *, is_whole: bool) -> StoredNames:
+        """Return the names of a model."""
+        adapters = list(getattr(model, "peft_config", None) or {})
+        if not adapters or is_whole or not hasattr(model, "get_base_model"):
+            return cls()
+        entries = get_model_state_dict(model)
+        frozen = {
+            _plain_name(name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+        names = {name: name for name in entries if _plain_name(name) not in frozen}
+        from peft import get_peft_model_state_dict  # noqa: PLC0415  # the model is PEFT's
+
+        own_by_id = {id(value): name for name, value in entries.items()}
+        for adapter in adapters:
+            spelt = get_peft_model_state_dict(model, entries, adapter_name=adapter)
+            if not all(id(value) in own_by_id for value in spelt.values()):
+                continue  # computed values have no entry of their own; the trained ones are kept
+            for name, value in spelt.items():
+                own = own_by_id[id(value)]
+                # Several adapters share PEFT's names.
+                names[own] = name if len(adapters) == 1 else own
+        return cls(names)
+
+    def stored(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries to store, under the names that they are stored by."""
+        if self.stored_by_own is None:
+            return dict(entries)
+        return {stored: entries[own] for own, stored in self.stored_by_own.items()}
+
+    def own(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was loaded under the model's own names."""
+        if self.stored_by_own is None:
+            return dict(entries)
+        return {own: entries[stored] for own, stored in self.stored_by_own.items()}
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name as `get_model_state_dict` spells it."""
+    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 if it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _random_state_file() -> str:
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return "rng_state.pth" if is_alone else f"rng_state_{rank()}.pth"
+
+
+def stores_file(name: str) -> bool:
+    """Return whether this rank stores a file: its random states, and rank 0 all others."""
+    return name == _random_state_file() if name.startswith("rng_state") else rank() == 0
+
+
+def is_resume_file(name: str) -> bool:
+    """Return whether this rank needs an entry to resume: all small files, its own random states."""
+    entry = name.removeprefix(f"{RESUME_FILES}.")
+    return entry != name and (not entry.startswith("rng_state") or entry == _random_state_file())
+
+
+def read_files(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Return the bytes of the files below a folder, by their relative names; no empty ones."""
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    return {
+        name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        for name, path in sorted(paths.items())
+        if path.is_file() and path.stat().st_size and is_wanted(name)
+    }
+
+
+def write_files(folder: Path, files: Mapping[str, torch.Tensor]) -> None:
+    """Write files below a folder. Raises `UnsafeContentError` for a name that leads out of it."""
+    for name, value in files.items():
+        if (flaw := path_flaw(name)) is not None:
+            raise UnsafeContentError(
+                f"The checkpoint holds a file whose name {name!r} {flaw}.",
+                next_step="Resume from a checkpoint that you trust.",
+            )
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(value.numpy().tobytes())
