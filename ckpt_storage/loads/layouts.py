@@ -119,6 +119,8 @@ def has_parts(value: object) -> bool:
         and not isinstance(value, DTensor | ShardedTensor)
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "__create_write_items__")
+        # A nested tensor is no tensor that its parts could be put back into.
+        and value.layout is torch.strided
     )
 
 
