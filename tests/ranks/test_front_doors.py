@@ -310,7 +310,8 @@ def test_values_that_plan_for_themselves_are_not_kept() -> None:
 def test_placements_are_told_apart_even_where_torch_says_they_are_equal() -> None:
     """A strided shard of another factor, or one that is not strided, holds other rows.
 
-    All are cut as by torch, or as their boxes, whether it compares placements well or as some releases do.
+    All are cut as by torch, or as their boxes, whether torch compares placements well or as some
+    releases do.
     """
     mesh, cuts = init_device_mesh("cpu", (2,)), _Cuts()
 
