@@ -42,6 +42,8 @@ _MAX_LEAVES = 10_000
 
 _NO_TENSOR = -1
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _warned_keys: set[str] = set()
@@ -214,7 +216,10 @@ def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             elements = tensor.as_strided((tensor.numel(),), (1,))[first:last]
         else:
             at = torch.arange(first, last, device=tensor.device)
-            elements = tensor[torch.unravel_index(at, tensor.shape)] if tensor.ndim else tensor
+            # Torch indexes not every kind of number, but integers of the same size.
+            is_lazy = tensor.is_conj() or tensor.is_neg()
+            words = tensor if is_lazy else tensor.view(_WORDS.get(item_bytes, tensor.dtype))
+            elements = words[torch.unravel_index(at, words.shape)] if words.ndim else words
             elements = elements.resolve_conj().resolve_neg().reshape(-1)
         if elements.numel():
             yield elements.view(torch.uint8)

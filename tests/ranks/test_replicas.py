@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt_storage
 from ckpt_storage import AsyncSaver, CheckpointManager, RankMismatchError
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.format.names import DTYPES
 from ckpt_storage.saves import replicas
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import PLAN_CACHE
@@ -302,6 +303,15 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(tensor: torch.Tensor) -> No
     other = plain.clone()
     other[-1] = 7
     assert replicas.sample_of({"t": other}).digest != replicas.sample_of({"t": plain}).digest
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("name", [name for name in DTYPES if not name.startswith("bits")])
+def test_every_kind_of_number_is_sampled(name: str) -> None:
+    """Contiguous or not: torch itself indexes not every kind."""
+    tensor = seeded(1, 40, 30, dtype=getattr(torch, name))
+    for each in (tensor, tensor.t()):
+        assert replicas.sample_of({"t": each}).details().names == ("t",)
 
 
 def test_a_sample_is_bounded() -> None:
