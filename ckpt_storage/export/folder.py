@@ -26,6 +26,7 @@ from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
 from .output import Found, R, Site, Taken, Task
+from .owners import check_owned
 from .write import Made
 
 log = logging.getLogger("ckpt_storage")
@@ -238,6 +239,7 @@ class ExportFolder(Folder[R]):
         # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
         owner = _trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
+        check_owned(store, listed(store, ""), identity)
         suffix = "" if is_mine else identity[:_SUFFIX_DIGITS]
         self.rename(suffix)
         taken = self.hold(_holder_of(store))
