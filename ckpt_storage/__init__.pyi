@@ -30,7 +30,7 @@ from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
 from .export.consolidate import ConsolidationReport as ConsolidationReport
 from .export.consolidate import consolidate as consolidate
-from .export.convert import ConvertReport as ConvertReport
+from .export.conversion import ConvertReport as ConvertReport
 from .export.convert import convert as convert
 from .export.copy import CopyReport as CopyReport
 from .export.copy import copy as copy
@@ -47,6 +47,7 @@ from .inspect.numbers import ValueDiff as ValueDiff
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load
+from .loads.per_rank import PerRank as PerRank
 from .manager.delete import delete as delete
 from .manager.listing import list_checkpoints as list_checkpoints
 from .manager.manager import CheckpointManager as CheckpointManager

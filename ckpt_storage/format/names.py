@@ -17,14 +17,6 @@ from ckpt_storage.errors import UnsafeContentError
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
 """What Hugging Face calls the map from tensors to weight files."""
-BLOCKER = (
-    b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
-    b'"still-being-written.safetensors"}}\n'
-)
-"""The index of a folder that is being filled: it names a tensor and a file that nobody writes.
-
-Readers that follow an index refuse it. A file that is there already would be loaded by some.
-"""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
@@ -33,6 +25,20 @@ _UNSAFE_PARTS = frozenset({"", ".", ".."})
 _UNSAFE_CHARACTER = re.compile("[\\\\\\x00-\\x1f\\x7f\ud800-\udfff]")
 _DRIVE_OR_URL = re.compile("[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*:/")
 _SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+_PER_RANK_KEY = re.compile(r"per-rank-([0-9]{1,9})-of-([0-9]{1,9})")
+
+
+def per_rank_key(rank: int, world_size: int) -> str:
+    """Return the key under which a rank's own value lies in a nested state."""
+    return f"per-rank-{rank}-of-{world_size}"
+
+
+def parse_per_rank_key(key: str) -> tuple[int, int] | None:
+    """Return rank and world size of such a key, None for any other key."""
+    match = _PER_RANK_KEY.fullmatch(key)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def new_save_id() -> str:

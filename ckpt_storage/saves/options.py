@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidate import ConsolidateJob
+from ckpt_storage.export.consolidate import ConsolidateSpec
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -47,7 +48,7 @@ class SaveOptions:
 
     `step` and `restores` tell the saves of a run apart: its training step, and how often the run
     has gone back to an earlier one. `user` goes into the commit record; `replaces` are the ids of
-    saves known to be damaged.
+    saves known to be damaged; no difference between ranks fails a save with `is_preemption`.
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -61,6 +62,7 @@ class SaveOptions:
     sync_files: bool = True
     stock_metadata: StockMetadata = "auto"
     unsafe_values: UnsafeValues = "warn"
+    replicas: Replicas = "warn"
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
@@ -68,6 +70,7 @@ class SaveOptions:
     restores: int | None = None
     user: Mapping[str, Any] = field(default_factory=dict)
     replaces: frozenset[str] = frozenset()
+    is_preemption: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
@@ -115,9 +118,10 @@ class SaveOptions:
         self.transfer(None)
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
+        check_choice("replicas", self.replicas, Replicas)
         return Location.of(url, self.storage_options)
 
-    def consolidation(self, source: Location) -> ConsolidateJob | None:
+    def consolidation(self, source: Location) -> ConsolidateSpec | None:
         """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
         chained = self.consolidate
         if chained is None or chained is False:
@@ -131,7 +135,7 @@ class SaveOptions:
                 next_step="Pass True, the URL of the output, or ConsolidateOptions.",
             )
         options = replace(options, page_cache=options.page_cache or self.page_cache)
-        job = ConsolidateJob.of(source, options)
+        job = ConsolidateSpec.of(source, options)
         return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:

@@ -147,7 +147,9 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Wait for the save to end, or load an earlier checkpoint.",
         )
-    folders = [name for name in names if name.endswith("/") and name not in _OWN_FOLDERS]
+    # A save that was refused leaves its folders empty.
+    names = [name for name in names if name not in _OWN_FOLDERS]
+    folders = [name for name in names if name.endswith("/")]
     what = "is empty or does not exist"
     step = "Check the path; ckpt_storage.list_checkpoints(root) shows what is there."
     if names:
