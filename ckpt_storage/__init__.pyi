@@ -47,6 +47,8 @@ from .inspect.numbers import ValueDiff as ValueDiff
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load
+from .manager.delete import delete as delete
+from .manager.listing import list_checkpoints as list_checkpoints
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.policies import Candidate as Candidate
 from .manager.policies import KeepBest as KeepBest
@@ -55,11 +57,9 @@ from .manager.policies import KeepEvery as KeepEvery
 from .manager.policies import KeepLatest as KeepLatest
 from .manager.policies import KeepNewerThan as KeepNewerThan
 from .manager.policies import RetentionPolicy as RetentionPolicy
-from .manager.prune import delete as delete
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored
 from .manager.retention import PruneReport as PruneReport
-from .manager.root import list_checkpoints as list_checkpoints
 from .options import ProgressEvent as ProgressEvent
 from .options import RetryPolicy as RetryPolicy
 from .options import Timeouts as Timeouts

@@ -12,19 +12,21 @@ Step = Literal["propose", "decide", "accept", "write", "commit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Begins a save; the descriptor of its arena follows.
-
-    While the save lasts, the worker sends heartbeats of its rank under `heartbeat_key` of the store
-    at `store`; None: the store cannot be reached from the worker.
-    """
+    """Begins a save; the descriptor of its arena follows."""
 
     url: str
     options: bytes
     staged: bytes
     arena_bytes: int
     global_ranks: tuple[int, ...]
-    store: StoreAddress | None
-    heartbeat_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatRequest:
+    """Has the worker send heartbeats of its rank until the save ends; it sends no response."""
+
+    store: StoreAddress
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,11 @@ class FinishCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a call returned, or its error; `is_unexpected` if that is of no kind of ours."""
+    """What a call returned, or its error.
+
+    `is_unexpected`: the error is of a kind that the worker does not expect, so that little is known
+    of what it left behind.
+    """
 
     value: Any = None
     is_unexpected: bool = False

@@ -8,7 +8,6 @@ import os
 import platform
 import struct
 import sys
-from pathlib import Path
 from typing import Literal, get_args
 
 from ckpt_storage.errors import InvalidInputError
@@ -36,11 +35,11 @@ _IO_PRIORITY = {"best-effort": 2 << _CLASS_SHIFT | 7, "idle": 3 << _CLASS_SHIFT}
 
 
 def check_priorities(nice: int | None, io_class: IoClass | None, *, has_worker: bool) -> None:
-    """Raise `InvalidInputError` for values that no worker can have, or where there is none."""
+    """Raise `InvalidInputError` for values out of range, or for a saver without a worker."""
     if (nice is not None or io_class is not None) and not has_worker:
         raise InvalidInputError(
             "worker_nice and worker_ionice are of a worker process, and mode='thread' has none.",
-            next_step="Leave them out, or use mode='process'.",
+            next_step="Omit them, or use mode='process'.",
         )
     if nice is not None and (type(nice) is not int or not -20 <= nice <= 19):  # noqa: PLR2004  # setpriority(2)
         raise InvalidInputError(
@@ -53,40 +52,29 @@ def check_priorities(nice: int | None, io_class: IoClass | None, *, has_worker: 
 
 
 def apply_priorities(nice: int | None, io_class: IoClass | None) -> None:
-    """Set them for all threads of this process, and those that it starts; None leaves one as it is.
+    """Set them for this thread, and all threads that it starts; None changes nothing.
 
-    What the system refuses is logged, because a save is better slow to others than lost.
+    An error of the system is logged, because a save is better slow to others than lost.
     """
-    for thread_id in _thread_ids() if nice is not None or io_class is not None else ():
-        try:
-            if nice is not None:
-                os.setpriority(os.PRIO_PROCESS, thread_id, nice)
-            if io_class is not None:
-                _set_io_class(thread_id, io_class)
-        except ProcessLookupError:
-            continue  # it has ended
-        except OSError as error:
-            log.warning(
-                "Worker process %d keeps its priority: nice %s, I/O class %s cannot be set: %s.",
-                *(os.getpid(), nice, io_class, error),
-            )
-            return
+    try:
+        if nice is not None:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        if io_class is not None:
+            _set_io_class(io_class)
+    except OSError as error:
+        log.warning(
+            "Worker process %d keeps its priority: nice %s, I/O class %s cannot be set: %s.",
+            *(os.getpid(), nice, io_class, error),
+        )
 
 
-def _thread_ids() -> list[int]:
-    """Return the threads of this process: on Linux each has priorities of its own; 0: all."""
-    if sys.platform != "linux":
-        return [0]
-    return [int(folder.name) for folder in Path("/proc/self/task").iterdir()]
-
-
-def _set_io_class(thread_id: int, io_class: IoClass) -> None:
+def _set_io_class(io_class: IoClass) -> None:
     # A 32-bit process on a 64-bit kernel has another table.
     is_64_bit = struct.calcsize("P") == 8  # noqa: PLR2004  # bytes
     number = _IOPRIO_SET.get(platform.machine()) if sys.platform == "linux" and is_64_bit else None
     if number is None:
-        raise OSError(f"not known how on {sys.platform} {platform.machine()}")
+        raise OSError(f"the system call of {sys.platform} {platform.machine()} is not known")
     call = ctypes.CDLL(None, use_errno=True).syscall
-    if call(number, _WHO_PROCESS, thread_id, _IO_PRIORITY[io_class]):
+    if call(number, _WHO_PROCESS, 0, _IO_PRIORITY[io_class]):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,16 +21,19 @@ from ckpt_storage.saves.save import SaveSteps, run_save
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.threads import abandoned_thread_count
 
+from .arenas import Arenas
 from .handle import SaveStatus
-from .link import WorkerLink, WorkerSave
-from .staging import Arenas, StagingJob
+from .messages import SaveRequest
+from .staging import StagingJob
+from .worker_process import WorkerProcess
+from .worker_save import WorkerSave
 
 log = logging.getLogger("ckpt_storage")
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingSave:
-    """One save of the queue; with `refusal` nothing is saved, and the other ranks learn why.
+    """One save of the queue; with `refusal` nothing is saved, and the other ranks get that error.
 
     `packed_options` are the options as a worker gets them.
     """
@@ -55,15 +59,15 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Carries out saves in order, each an operation of `ranks`, in a thread that ends with them.
+    """Runs saves in order, each an operation of `ranks`, in a thread that ends when none is left.
 
     It owns ranks, arenas and, with `start_worker`, a worker process, which is started again after
     it died.
     """
 
-    def __init__(self, ranks: RankGroup, start_worker: Callable[[], WorkerLink] | None) -> None:
+    def __init__(self, ranks: RankGroup, start_worker: Callable[[], WorkerProcess] | None) -> None:
         self.ranks = ranks
-        self.worker: WorkerLink | None = None
+        self.worker: WorkerProcess | None = None
         self._start_worker = start_worker
         if start_worker is not None:
             try:
@@ -86,7 +90,7 @@ class SaveQueue:
         return self._start_worker is not None
 
     def put(self, save: PendingSave) -> None:
-        """Accept a save: its status ends. Raises `CheckpointError` where no thread is to be had."""
+        """Accept a save: its status will end. Raises `CheckpointError` without a thread."""
         with self._lock:
             self._pending.append(save)
             if self._has_thread:
@@ -109,7 +113,7 @@ class SaveQueue:
             raise failure from error
 
     def close(self) -> None:
-        """Let go of all once it is idle, as the saver puts no more; idempotent, never waits."""
+        """Free everything once the queue is idle; the saver puts no more saves. Never waits."""
         if os.getpid() != self.process_id:
             return  # a child of fork owns nothing of this
         with self._lock:
@@ -140,7 +144,7 @@ class SaveQueue:
         except CheckpointError as error:
             what = f"save {status.save_id or '(without id)'} to {status.url}"
             log.warning("%s failed on rank %d: %s", what, status.rank, error)
-            # A thread that was left behind may still read the state.
+            # An abandoned thread may still read the state.
             self._free(save, is_read=abandoned_thread_count() > 0)
             status.fail(error)
         else:
@@ -149,7 +153,7 @@ class SaveQueue:
             status.succeed(info)
 
     def _begin(self, save: PendingSave, operation: Operation, session: SaveSession) -> SaveSteps:
-        """Return the steps of this rank, once its state is staged. Raises why it is refused."""
+        """Return the steps of this rank once its state is staged. Raises the refusal."""
         staging = save.staging
         if save.refusal is not None:
             raise save.refusal
@@ -157,22 +161,29 @@ class SaveQueue:
         try:
             staging.wait(save.options.timeouts.stage)
         finally:
-            # A rank that failed waits for the others, too, to report it.
+            # Also a failed rank waits for the others, to report its error.
             operation.phase("plan")
         save.status.mark_staged()
         save.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
         if self._start_worker is None:
             memory, planner = staging.arena.memory, save.options.planner
-            return RankSave(session, partial(staging.staged.part, memory, planner))
-        if self.worker is None or not self.worker.is_ready():
+            return RankSave(session, partial(staging.staged.local_plan, memory, planner))
+        if self.worker is None or not self.worker.is_usable():
             self.worker = self._start_worker()
-        return WorkerSave(self.worker, operation, session, save.options.progress, staging).begun(
-            os.fspath(save.url), save.packed_options
+        request = SaveRequest(
+            url=os.fspath(save.url),
+            options=save.packed_options,
+            # Pickled here: an error, and with it this request, may live longer than the copy.
+            staged=pickle.dumps(staging.staged),
+            arena_bytes=staging.arena.size_bytes,
+            global_ranks=tuple(self.ranks.lane.names),
         )
+        progress = save.options.progress
+        return WorkerSave(self.worker, operation, session, request, staging.arena.file, progress)
 
     def _free(self, save: PendingSave, *, is_read: bool) -> None:
-        """Give the memory back for the next save, unless somebody still reads or writes there."""
-        # Before anybody who waits for the save goes on, perhaps to `close`.
+        """Reuse the memory for the next save, unless a thread may still read or write there."""
+        # Before a caller that waits for the save returns, and perhaps calls `close`.
         self._is_busy = False
         staging, save.staging = save.staging, None
         if staging is None:

@@ -31,11 +31,13 @@ from ckpt_storage.options import (
 from ckpt_storage.saves.options import Chained, SaveOptions
 from ckpt_storage.store import anchored
 
-from .handle import SaveHandle, SaveStatus, check_process, flush, flush_at_exit
-from .link import WorkerLink, pack
+from .handle import SaveHandle, SaveStatus, check_process
+from .interpreter_exit import flush, flush_at_exit
 from .priorities import IoClass, check_priorities
 from .save_queue import PendingSave, SaveQueue
-from .staging import StagingJob, warm_up
+from .staging import StagingJob
+from .worker_process import START_S, WorkerProcess
+from .worker_save import pack_options
 
 Mode = Literal["process", "thread"]
 OnError = Literal["raise", "warn"]
@@ -48,7 +50,7 @@ EXIT_TIMEOUT_S = 600.0
 
 
 class AsyncSaver:
-    """Saves in the background, in order; a context manager. Every rank of the group makes one.
+    """Saves in the background, in order; a context manager that every rank of the group makes.
 
     `save` copies the state into reused host memory and returns; the rest happens in a thread, or
     in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
@@ -117,7 +119,7 @@ class AsyncSaver:
         start_worker = None
         if mode == "process":
             start_worker = partial(
-                WorkerLink,
+                WorkerProcess,
                 ranks.global_rank,
                 ranks.rank,
                 silence_s,
@@ -210,9 +212,10 @@ class AsyncSaver:
         """
         self._check_process()
         self._check_open()
-        # The deadlines of all phases of this save and of those before it.
+        # The deadlines of all phases, and the start of a worker, of this save and earlier ones.
         t, rank = options.timeouts, self._queue.ranks.global_rank
         save_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        save_s += START_S if self._queue.has_worker else 0.0
         limit_s = (len(self._saves) + 1) * save_s + _SLACK_S
         if not self._turn.acquire(timeout=limit_s):
             raise PhaseTimeoutError(
@@ -268,7 +271,7 @@ class AsyncSaver:
             planner = _shallow_copy(planner)
         if queue.has_worker:
             # The planner that will be set up holds the state, and is not sent to the worker.
-            job.packed_options = pack(job.options)
+            job.packed_options = pack_options(job.options)
         else:
             job.options = replace(job.options, planner=planner)
         job.staging = self._plan(state, planner, job.status.url, is_checked=self._checks_staging)
@@ -313,7 +316,7 @@ class AsyncSaver:
             return
         with as_checkpoint_errors("the warm-up", self._queue.ranks.rank):
             job = self._plan(state, None if planner is None else _shallow_copy(planner))
-            warm_up(job, self._queue.arenas, count)
+            job.warm_up(self._queue.arenas, count)
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:

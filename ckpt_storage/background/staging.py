@@ -1,4 +1,4 @@
-"""Staging: a rank's state, planned in the caller and copied to an arena of host memory."""
+"""Staging: a rank's state is planned in the caller and copied to an arena."""
 
 from __future__ import annotations
 
@@ -6,55 +6,29 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import math
-import mmap
 import os
-import sys
-import tempfile
 import threading
 import time
 import traceback
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.resolving import plain_state
-from ckpt_storage.saves.devices import DeviceReader, clear_last_error, fork_stream, warn_unlocked
+from ckpt_storage.saves.devices import DeviceReader, fork_stream
 from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
-from ckpt_storage.saves.planning import (
-    PLAN_CACHE,
-    CachedPlan,
-    LocalPlan,
-    checked,
-    find_cached_plan,
-)
+from ckpt_storage.saves.planning import LocalPlan
 from ckpt_storage.saves.shardfile import Item
 
+from .arenas import ROUNDING_BYTES, Arenas
 from .events import ReentrantEvent
+from .staged_plan import ItemPlace, StagedPlan
 
 log = logging.getLogger("ckpt_storage")
-
-Kind = Literal["private", "shared"]
-
-ROUNDING_BYTES = 2 * 1024 * 1024
-"""Arenas are multiples of this, the size of a huge page on the common machines."""
-
-# mman.h: MADV_WIPEONFORK, which Python's mmap does not name.
-_WIPE_ON_FORK = 18
-
-# cuda.h: memory that every CUDA context sees as page-locked.
-_REGISTER_PORTABLE = 1
 
 _SYNCHRONIZE_S = 5.0
 """How long the streams of a failed copy may go on before their arena is retired."""
@@ -67,207 +41,6 @@ _SMALL_BYTES = 64 * 1024
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Torch copies elements of some kinds only as integers."""
-
-_planned: deque[CachedPlan] = deque(maxlen=PLAN_CACHE.maxlen)
-"""Cached local plans of the last few structures: planning takes torch some 50 us an item."""
-
-
-_written_by_devices: list[NDArray[np.uint8]] = []
-"""Memory of retired arenas."""
-
-
-class Arena:
-    """One mapping of host memory; the kernel frees it when the last view of `memory` is deleted."""
-
-    def __init__(self, kind: Kind, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.file: int | None = None
-        self.is_retired = False
-        self._was_pinned = False
-        try:
-            if kind == "shared":
-                self.file = _anonymous_file()
-            self._close_file = weakref.finalize(self, _close, self.file)
-            if self.file is None:
-                mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            else:
-                os.ftruncate(self.file, size_bytes)
-                mapping = mmap.mmap(self.file, size_bytes)
-        except (OSError, MemoryError, OverflowError) as error:
-            raise CheckpointError(
-                f"{size_bytes} bytes of host memory for staging cannot be allocated: {error}.",
-                phase="stage",
-                next_step="Free host memory, lower max_pending, or save without staging.",
-            ) from error
-        if self.file is None and sys.platform == "linux":
-            # Not MADV_DONTFORK: a child would unmap whatever it has mapped at that address since.
-            with contextlib.suppress(OSError):
-                mapping.madvise(_WIPE_ON_FORK)
-        self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
-
-    def pin(self, device: torch.device) -> None:
-        """Lock the pages for copies from a CUDA device, if that is possible; idempotent."""
-        if self._was_pinned:
-            return
-        self._was_pinned = True
-        address = self.memory.ctypes.data
-        with torch.cuda.device(device):
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
-        if code:
-            clear_last_error(runtime, device)
-            warn_unlocked(self.size_bytes, f"CUDA error {code}")
-            return
-        # On the array, not on the mapping: CPython unmaps before it runs a mapping's finalizers.
-        unlock = weakref.finalize(self.memory, _unlock, runtime, address, device)
-        # At exit CUDA may be gone already, and the kernel unlocks.
-        unlock.atexit = False
-
-    def touch(self) -> None:
-        """Have the kernel allocate every page; the bytes are of no use afterwards."""
-        self.memory[:: mmap.PAGESIZE] = 0
-
-    def retire(self) -> None:
-        """Keep the memory mapped for good, and from every later save: a device may write there."""
-        self.is_retired = True
-        _written_by_devices.append(self.memory)
-        log.error(
-            "%d bytes of staging memory stay mapped and unused: a copy from a GPU that failed may "
-            "still write there.",
-            self.size_bytes,
-        )
-
-    def close(self) -> None:
-        """Close the descriptor, so that no further process can map the memory; idempotent."""
-        self.file = None
-        self._close_file()
-
-
-class Arenas:
-    """The free arenas of a saver, reused from save to save.
-
-    Thread-safe without a lock: a finalizer or a signal handler may call a method in the middle of
-    another call of the same thread.
-    """
-
-    def __init__(self, kind: Kind = "private") -> None:
-        self._kind: Kind = kind
-        self._free: deque[Arena] = deque()
-        self._is_closed = False
-
-    def take(self, need_bytes: int) -> Arena:
-        """Return an arena of at least `need_bytes`, if possible the one that was used last."""
-        arena = self._pop()
-        if arena is not None:
-            if arena.size_bytes >= need_bytes:
-                return arena
-            # Before the larger one is allocated, so that the process never holds both.
-            arena.close()
-            del arena
-        rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
-        return Arena(self._kind, rounded)
-
-    def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next `take`. No copy or reader uses it, unless it is retired."""
-        if arena.is_retired:
-            arena.close()
-            return
-        self._free.append(arena)
-        # Also if `close` was called between the two lines.
-        if self._is_closed:
-            self.release()
-
-    def release(self) -> None:
-        """Free the arenas that no save uses."""
-        while (arena := self._pop()) is not None:
-            arena.close()
-
-    def close(self) -> None:
-        """Free all arenas, those in use when they are given back; idempotent."""
-        self._is_closed = True
-        self.release()
-
-    def _pop(self) -> Arena | None:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
-
-
-def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:
-    """Return the bytes of another process' shared arena, and close the descriptor."""
-    try:
-        return np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
-    finally:
-        os.close(file)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("ckpt_storage")
-    with tempfile.TemporaryFile() as temporary:
-        return os.dup(temporary.fileno())
-
-
-def _close(file: int | None) -> None:
-    if file is not None:
-        os.close(file)
-
-
-def _unlock(runtime: Any, address: int, device: torch.device) -> None:  # noqa: ANN401  # torch types it as a module
-    with torch.cuda.device(device):
-        code = int(runtime.cudaHostUnregister(address))
-    if code:
-        clear_last_error(runtime, device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedPlan:
-    """A rank's local plan and the place of each item in an arena; pickles.
-
-    `rows` has start, size in bytes, dtype (None: a blob), and the name of a type that only pickle
-    can hold, for which `load` refuses the item.
-    """
-
-    kept: CachedPlan
-    ties: Mapping[str, str]
-    rows: dict[MetadataIndex, tuple[int, int, str | None, str | None]] = field(default_factory=dict)
-
-    def part(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
-        """Return the local plan of a save whose bytes are in `memory`; default planner: torch's."""
-        return LocalPlan(
-            plan=lambda: self.kept.plan,
-            planner=planner or DefaultSavePlanner(),
-            items=partial(self._items, memoryview(memory)),  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
-            ties=self.ties,
-            structure=self.kept.structure,
-        )
-
-    def _items(self, memory: memoryview, plan: SavePlan) -> Iterator[Item]:
-        for item in plan.items:
-            row = self.rows.get(item.index)
-            if row is None:
-                raise InvalidInputError(
-                    f"{item.index.fqn} is not in the local plan, so it was not copied.",
-                    phase="write",
-                    next_step="Save with a planner whose finish_plan adds no items.",
-                )
-            start, size_bytes, dtype, unsafe = row
-            chunk = None if item.tensor_data is None else item.tensor_data.chunk
-            yield Item(
-                fqn=item.index.fqn,
-                dtype=dtype,
-                offsets=() if chunk is None else tuple(chunk.offsets),
-                sizes=() if chunk is None else tuple(chunk.sizes),
-                payload_bytes=size_bytes,
-                views=partial(_windows, memory[start : start + size_bytes]),
-                unsafe=unsafe,
-            )
-
-
-def _windows(view: memoryview, window_bytes: int) -> Iterator[memoryview]:
-    for at in range(0, len(view), window_bytes):
-        yield view[at : at + window_bytes]
 
 
 class StagingJob:
@@ -284,9 +57,10 @@ class StagingJob:
         world_size: int = 1,
         is_checked: bool = False,
     ) -> None:
-        """Plan this rank's part and copy all that is no tensor; if `is_checked`, hash the tensors.
+        """Plan this rank's shard of the state, and copy all but tensors.
 
-        The copy of a tensor that has another hash was made while something wrote to the tensor.
+        If `is_checked`, hash the tensors: a copy with another hash was made while something wrote
+        to the tensor.
         """
         if not isinstance(state, Mapping):
             raise InvalidInputError(
@@ -299,7 +73,7 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            self.staged = StagedPlan(kept=_planned_by(live), ties=live.ties)
+            self.staged = StagedPlan.of(live)
             self._sources: list[torch.Tensor] = []
             self._starts: list[int] = []
             try:
@@ -321,7 +95,7 @@ class StagingJob:
         """Place each item and list the tensors to copy; return the blobs, and the bytes of all."""
         blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
-        plan = self.staged.kept.plan
+        plan = self.staged.cached.plan
         items = LiveItems(live.planner).with_tensors(plan)
         for planned, (item, tensor) in zip(plan.items, items, strict=True):
             size_bytes, start = item.payload_bytes, end
@@ -335,22 +109,38 @@ class StagingJob:
                 else:
                     self._sources.append(tensor)
                     self._starts.append(start)
-            self.staged.rows[planned.index] = start, size_bytes, item.dtype, item.unsafe
+            place = ItemPlace(start, size_bytes, item.dtype, item.unsafe)
+            self.staged.places[planned.index] = place
             if start == end:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return blobs, end
 
     @property
-    def cuda_devices(self) -> list[torch.device]:
-        """The CUDA devices that tensors are copied from."""
+    def _cuda_devices(self) -> list[torch.device]:
         return list(self._streams)
+
+    def warm_up(self, arenas: Arenas, count: int) -> None:
+        """Allocate, touch and page-lock the memory of `count` saves like this, which is not run.
+
+        Raises `CheckpointError` if the memory cannot be allocated.
+        """
+        taken = [self.arena]
+        try:
+            taken.extend(arenas.take(self.arena.size_bytes) for _ in range(count - 1))
+            for arena in taken:
+                arena.touch()
+                for device in self._cuda_devices[:1]:
+                    arena.pin(device)
+        finally:
+            for arena in taken:
+                arenas.give_back(arena)
 
     def start(self) -> None:
         """Copy in a thread; the tensors must not change before `done`."""
-        threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
+        threading.Thread(target=self._run, name="ckpt-storage stage", daemon=True).start()
 
     def run(self) -> None:
-        """Copy the tensors' bytes. Raises `CheckpointError`, or the interrupt that came."""
+        """Copy the tensors' bytes. Raises `CheckpointError`, or an interrupt."""
         interrupt = self._run()
         if interrupt is not None:
             raise interrupt
@@ -418,7 +208,7 @@ class StagingJob:
         memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for device in self.cuda_devices[:1]:
+        for device in self._cuda_devices[:1]:
             self.arena.pin(device)
         for tensor, start in zip(self._sources, self._starts, strict=True):
             size_bytes = tensor.nbytes
@@ -445,9 +235,14 @@ class StagingJob:
             copied = hashlib.blake2b(self.arena.memory[start : start + tensor.nbytes].data)
             if copied.digest() != expected:
                 torn.add(start)
-        rows = self.staged.rows.items()
-        # The row of an empty tensor begins where the next one does.
-        names = sorted({index.fqn for index, (start, size, *_) in rows if size and start in torn})
+        names = sorted(
+            {
+                index.fqn
+                for index, place in self.staged.places.items()
+                # The place of an empty tensor begins where the next tensor does.
+                if place.size_bytes and place.start in torn
+            }
+        )
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             raise InvalidInputError(
@@ -465,37 +260,6 @@ class StagingJob:
             return
         with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
             yield
-
-
-def warm_up(job: StagingJob, arenas: Arenas, count: int) -> None:
-    """Allocate, touch and page-lock the memory of `count` saves like `job`, which is not run.
-
-    Raises `CheckpointError` if the memory cannot be allocated.
-    """
-    taken = [job.arena]
-    try:
-        taken.extend(arenas.take(job.arena.size_bytes) for _ in range(count - 1))
-        for arena in taken:
-            arena.touch()
-            for device in job.cuda_devices[:1]:
-                arena.pin(device)
-    finally:
-        for arena in taken:
-            arenas.give_back(arena)
-
-
-def _planned_by(live: LocalPlan) -> CachedPlan:
-    """Return the local plan of a planner that is set up, from the cache if nothing changed."""
-    kept = find_cached_plan(_planned, live.structure)
-    if kept is None:
-        plan = live.plan()
-        if not plan.usable:
-            # With torch's plan caching this says "as before"; the items are staged all the same.
-            plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
-        kept = CachedPlan(plan_id="", plan=plan, structure=live.structure)
-        if live.structure is not None:
-            _planned.append(kept)
-    return kept
 
 
 def _hash_of(tensor: torch.Tensor) -> bytes:

@@ -8,16 +8,12 @@ import logging
 import os
 import pickle
 import queue
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy, redacted_url
 from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
@@ -30,22 +26,18 @@ from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 
-from .messages import FinishCall, Response, SaveRequest, StepCall
-from .priorities import IoClass, apply_priorities
-from .staging import StagedPlan, map_shared
+from .arenas import map_shared
+from .messages import FinishCall, HeartbeatRequest, Response, SaveRequest, StepCall
+from .staged_plan import StagedPlan
+
+log = logging.getLogger("ckpt_storage")
 
 BEAT_S = 0.25
 """How often a worker that is at work reports its progress to its trainer."""
 
-LAUNCHER_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
-    *range(getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1) + 1),
-)
-"""What launchers send to all processes of a job; the trainer decides what it means."""
 
-
-class _Watch(Heartbeats):
-    """The `Watch` over a save in the worker: its phases, its progress, and why it is to end."""
+class _SaveMonitor(Heartbeats):
+    """The `Watch` of a save in the worker: phases and progress, and the error that cancels it."""
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
         super().__init__(rank)
@@ -69,15 +61,16 @@ class _Watch(Heartbeats):
             self._send(picklable_copy(error))
 
 
-class _Worker:
+class Worker:
     """The loop of one worker: one call at a time, each with a response."""
 
-    def __init__(self, rank: int, pipe: Connection) -> None:
+    def __init__(self, rank: int, pipe: Connection, *, log_level: int = logging.NOTSET) -> None:
+        log.setLevel(log_level)
         self._rank = rank
         self._pipe = pipe
         self._sending = threading.Lock()
         self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._watch = _Watch(rank, self._send)
+        self._monitor = _SaveMonitor(rank, self._send)
         self._what = ""
         self._save: RankSave | None = None
         self._beats: threading.Event | None = None
@@ -85,6 +78,9 @@ class _Worker:
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""
+        # Imported modules are no garbage: to search them takes longer than to read a plan.
+        gc.freeze()
+        self._send(Response())
         threading.Thread(target=self._listen, name="ckpt-storage listen", daemon=True).start()
         while True:
             # Held in no variable while waiting: the trainer may want the memory back.
@@ -93,18 +89,19 @@ class _Worker:
     def _respond(self, call: Callable[[], Any]) -> None:
         self._is_busy, is_unexpected = True, False
         try:
-            with as_checkpoint_errors(self._what, self._watch.rank, in_background=True):
+            with as_checkpoint_errors(self._what, self._monitor.rank, in_background=True):
                 value = call()
         except CheckpointError as error:
             value = picklable_copy(error)
             is_unexpected = type(error) is CheckpointError and error.__cause__ is not None
         with self._sending:
-            # The last beat of this call; after the response it would belong to the next one.
-            self._pipe.send(self._watch.own())
+            # The last progress of this call; after the response it would belong to the next.
+            self._pipe.send(self._monitor.own())
             self._is_busy = False
             self._pipe.send(Response(value=value, is_unexpected=is_unexpected))
 
-    def _begin(self, request: SaveRequest, memory: NDArray[np.uint8]) -> None:
+    def _begin(self, request: SaveRequest, file: int) -> None:
+        memory = map_shared(file, request.arena_bytes)
         staged: StagedPlan = pickle.loads(request.staged)  # noqa: S301  # our trainer's
         try:
             options: SaveOptions = pickle.loads(request.options)  # noqa: S301  # our trainer's
@@ -115,16 +112,16 @@ class _Worker:
                 phase="plan",
                 next_step="Define its class at the top of a module, or use mode='thread'.",
             ) from error
-        self._watch.timeouts = options.timeouts
+        self._monitor.timeouts = options.timeouts
         session = SaveSession(
             request.url,
             options,
             self._rank,
-            self._watch.phase,
+            self._monitor.phase,
             is_coordinator=self._rank == COORDINATOR,
             global_ranks=request.global_ranks,
         )
-        make_plan = partial(staged.part, memory, options.planner)
+        make_plan = partial(staged.local_plan, memory, options.planner)
         self._save = RankSave(session, make_plan, packs=True)
 
     def _step(self, call: StepCall) -> object:
@@ -133,10 +130,11 @@ class _Worker:
         return step() if call.argument is None else step(call.argument)
 
     def _finish(self) -> bool:
-        """Forget the save; return whether no thread is left that may still read the state."""
-        self._save = self._watch.error = None
+        """Forget the save; return False if an abandoned thread may still read the state."""
+        self._save = self._monitor.error = None
         if self._beats is not None:
             self._beats.set()
+            self._beats = None
         return abandoned_thread_count() == 0
 
     def _send(self, message: object) -> None:
@@ -145,74 +143,47 @@ class _Worker:
 
     def _listen(self) -> None:
         """Receive the trainer's messages; while none comes, report progress."""
-        parent_pid = os.getppid()
-        # Once the trainer is gone, its pipe may still be open in children that it forked.
         with contextlib.suppress(EOFError, OSError):
-            while os.getppid() == parent_pid:
+            while True:
                 if self._pipe.poll(BEAT_S):
                     self._receive(self._pipe.recv())
                     continue
                 with self._sending:
                     if self._is_busy:
-                        self._pipe.send(self._watch.own())
-        # Nobody is left to save for; threads that hang in a storage must not keep the process.
+                        self._pipe.send(self._monitor.own())
+        # The trainer is gone; threads that hang in a storage must not keep this process.
         os._exit(0)
 
-    def _receive(self, message: SaveRequest | StepCall | FinishCall | CheckpointError) -> None:
+    def _receive(
+        self, message: SaveRequest | HeartbeatRequest | StepCall | FinishCall | CheckpointError
+    ) -> None:
         if isinstance(message, SaveRequest):
             self._what = f"the save to {redacted_url(message.url)}"
-            self._watch = _Watch(message.global_ranks[self._rank], self._send)
+            self._monitor = _SaveMonitor(message.global_ranks[self._rank], self._send)
             file = reduction.recv_handle(self._pipe)
-            self._calls.put(partial(self._map_and_begin, message, file))
-            self._beats = threading.Event()
-            beat = partial(_send_heartbeats, message, self._beats)
-            threading.Thread(target=beat, name="ckpt-storage heartbeats", daemon=True).start()
+            self._calls.put(partial(self._begin, message, file))
+        elif isinstance(message, HeartbeatRequest):
+            if self._beats is None:
+                self._beats = threading.Event()
+                beat = partial(_send_heartbeats, message, self._beats)
+                threading.Thread(target=beat, name="ckpt-storage heartbeats", daemon=True).start()
         elif isinstance(message, StepCall):
             self._calls.put(partial(self._step, message))
         elif isinstance(message, FinishCall):
             self._calls.put(self._finish)
         else:
-            self._watch.error = self._watch.error or message
-
-    def _map_and_begin(self, request: SaveRequest, file: int) -> None:
-        try:
-            memory = map_shared(file, request.arena_bytes)
-        except (OSError, MemoryError) as error:
-            raise CheckpointError(
-                f"The worker process cannot map {request.arena_bytes} bytes of the staged state: "
-                f"{error}.",
-                phase="plan",
-                next_step="Raise the limits on address space and mappings (ulimit -v, "
-                "vm.max_map_count), or use mode='thread'.",
-            ) from error
-        self._begin(request, memory)
+            self._monitor.error = self._monitor.error or message
 
 
-def _send_heartbeats(request: SaveRequest, end: threading.Event) -> None:
+def _send_heartbeats(request: HeartbeatRequest, end: threading.Event) -> None:
     """Send heartbeats of this rank until `end`, while the trainer may be busy in C code."""
-    if request.store is None:
-        return
     keys = worker_keys(StoreClient(request.store.connect))
     try:
         count = 0
         while not end.wait(WORKER_BEAT_S):
             count += 1
-            keys.set(request.heartbeat_key, f"{os.getpid()} {count}".encode(), 2 * WORKER_BEAT_S)
-        keys.delete(request.heartbeat_key, WORKER_BEAT_S)
+            keys.set(request.key, f"{os.getpid()} {count}".encode(), 2 * WORKER_BEAT_S)
+        keys.delete(request.key, WORKER_BEAT_S)
     except LostStoreError as error:
-        # The trainer's own heartbeats say the rest.
-        logging.getLogger("ckpt_storage").debug("no heartbeats from the worker: %s", error)
-
-
-def worker_main(
-    rank: int, log_level: int, pipe: Connection, nice: int | None, io_class: IoClass | None
-) -> None:
-    """Run a worker; the target of a spawned process."""
-    # The parent blocked these already, while Python started.
-    for number in LAUNCHER_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("ckpt_storage").setLevel(log_level)
-    apply_priorities(nice, io_class)
-    # What was imported is no garbage: to look for some there takes longer than to read a plan.
-    gc.freeze()
-    _Worker(rank, pipe).serve()
+        # The trainer sends heartbeats, too.
+        log.debug("no heartbeats from the worker: %s", error)

@@ -18,6 +18,7 @@ from ckpt_storage.export.convert import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
 from ckpt_storage.manager.policies import (
     KeepBest,
@@ -27,7 +28,6 @@ from ckpt_storage.manager.policies import (
     KeepNewerThan,
     RetentionPolicy,
 )
-from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.prune import prune as run
 from ckpt_storage.manager.retention import Decision, PruneReport
 

@@ -14,7 +14,7 @@ from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Probe, diagnose
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.inspect.verify import VerifyReport
 from ckpt_storage.inspect.views import human_bytes
-from ckpt_storage.manager.root import list_checkpoints
+from ckpt_storage.manager.listing import list_checkpoints
 
 from . import output
 from .options import (

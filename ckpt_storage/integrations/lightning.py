@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.load import load
-from ckpt_storage.manager.prune import delete
+from ckpt_storage.manager.delete import delete
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import save, save_on

@@ -1,4 +1,4 @@
-"""A meeting of all ranks that any rank can call, though nobody waits for another one before it."""
+"""A meeting of all ranks that any rank can request, and for which no rank waits beforehand."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class EarlyRendezvous:
         self._meeting_id = meeting_id
         self._attempt = 0
         self._bound = self._agreed_turn = None
-        # All ranks came to the meeting, so nobody reads the keys before it any more.
+        # All ranks have met, so no rank reads the earlier keys any more.
         try:
             while self._keys_to_delete:
                 self._keys.delete(self._keys_to_delete[-1], self._timeout_s)
                 self._keys_to_delete.pop()
         except LostStoreError as error:
-            log.debug("keys of the last meeting are left in the store: %s", error)
+            log.debug("keys of the last meeting stay in the store: %s", error)
 
     def _commit(self, turn: int, *, wants_meeting: bool) -> bool:
         """Publish a bound if this rank or another one wants a meeting; return whether it did."""

@@ -1,4 +1,4 @@
-"""Work in a background thread that nobody waits for without a limit."""
+"""Work in a background thread; every wait for it has a limit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ckpt_storage.store.deadline import Deadline, Watch
 log = logging.getLogger("ckpt_storage")
 
 _STOP_S = 10.0
-"""How long a job that was stopped may take to end; a request that hangs is then left behind."""
+"""How long a stopped job may take to end; a request that hangs is then abandoned."""
 
 _Work = Callable[[Deadline], object]
 
 
 class BackgroundJob(Watch):
-    """Runs `work(deadline)` in a named daemon thread; requests that arrive meanwhile share one run.
+    """Runs `work(deadline)` in a named daemon thread; requests that arrive meanwhile share a run.
 
-    It is the `Watch` of the deadline: when it is stopped, the storage requests of a run end.
+    It is the `Watch` of the deadline: `close` cancels the storage requests of a run.
     """
 
     def __init__(self, work: _Work, *, name: str, timeout_s: float) -> None:
-        # Only a run refers to the owner of `work`: without one, the manager and its saver are freed
-        # with their last reference.
+        # Only a run refers to the owner of `work`, so that the manager and its saver are freed with
+        # their last reference.
         self._work: Callable[[], _Work | None] = (
             WeakMethod(work) if isinstance(work, MethodType) else lambda: work
         )
@@ -79,7 +79,7 @@ class BackgroundJob(Watch):
             self._stopped = CheckpointError(f"{self._name} was stopped; the next one continues.")
             thread.join(stop_s)
         if thread.is_alive():
-            log.warning("%s hangs and is left behind.", self._name)
+            log.warning("%s hangs and is abandoned.", self._name)
 
     def _run(self, work: _Work) -> None:
         is_over = False

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.load import load
@@ -33,16 +34,19 @@ from ckpt_storage.saves.options import Chained
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
+from .delete import delete_step
 from .job import BackgroundJob
+from .listing import find_newest, list_all
 from .mirror import Mirror
 from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import PreemptionNotices
 from .policies import Candidate, Keep, KeepBest, seconds_of
-from .prune import Pruner, delete_step
+from .prune import Pruner
 from .resume import Check, Restored, Resumer
 from .retention import PruneReport
-from .root import Root, all_of, newest_of
+from .root import Root
 from .schedule import Schedule
+from .selection import select_own, select_step, select_url
 from .step_save import StepSave
 
 __all__ = ["CheckpointManager", "Pruning"]
@@ -56,12 +60,13 @@ _CLOSE_S = 60.0
 
 
 class CheckpointManager:
-    """Keeps house below one root; a context manager. Every rank makes one with equal arguments.
+    """Manages the checkpoints below one root; a context manager.
 
-    Each checkpoint is a folder of the root, named after its step. Folders with other names, and
-    what other tools wrote, are left alone. After a save the coordinator deletes in the background
-    what no policy keeps: never the newest sound checkpoint, never one that this manager saves or
-    loads. One manager a root is meant to delete; more do no harm.
+    Every rank makes one with equal arguments. Each checkpoint is a folder of the root, named after
+    its step. Folders with other names, and files of other tools, are never changed. After a save
+    the coordinator deletes in the background what no policy keeps: never the newest sound
+    checkpoint, never one that this manager saves or loads. One manager a root suffices for that;
+    more do no harm.
 
     Args:
         root_url: folder or URL that holds the checkpoints; the same on every rank.
@@ -74,7 +79,7 @@ class CheckpointManager:
             own handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
             after the first.
         preemption: called a few times a second on each rank, on a thread of its own, so it must
-            not call collectives; `should_save` once it has returned something true on any rank.
+            not call collectives; `should_save` once it has returned a true value on any rank.
             No step waits for it, and it may hang.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
         mirror: a second, slower root. The coordinator copies each committed checkpoint there in
@@ -121,24 +126,24 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        places = [Location.of(root_url, storage_options)]
-        places += [] if mirror is None else [Location.of(mirror, mirror_storage_options)]
-        make = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
-        self._roots = [make(place) for place in places]
+        locations = [Location.of(root_url, storage_options)]
+        locations += [] if mirror is None else [Location.of(mirror, mirror_storage_options)]
+        make_root = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
+        self._roots = [make_root(location) for location in locations]
         self._root = self._roots[0]
         copies = None if mirror is None else Mirror(self._root, self._roots[1], mirror_keep)
         self._pruner: Pruner | None = None
         if keep is not None:
-            others = (lambda *_: {}) if copies is None else copies.waiting
-            self._pruner = Pruner(self._root, keep, others=others, sweeps=True)
+            protect = (lambda *_: {}) if copies is None else copies.pending
+            self._pruner = Pruner(self._root, keep, protect=protect, sweeps=True)
         self._terms = {
             "the root's URL": self.url,
             "the names of steps": names,
             "the mirror's URL": self._roots[-1].location.url,
         }
-        # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
-        what = f"{self.url}\n{names}".encode()
-        channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
+        # Not a count of managers: a manager that one rank makes alone must shift nothing.
+        identity = f"{self.url}\n{names}".encode()
+        channel = f"manager/{hashlib.sha256(identity).hexdigest()[:16]}"
         self._has_met = False
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -154,21 +159,19 @@ class CheckpointManager:
                 timeouts=self._timeouts,
             )
             undo.pop_all()
-        is_first = self._ranks.is_coordinator
-        self._mirror = copies if is_first else None
-        self._prunes = is_first and pruning == "background" and keep is not None
+        is_coordinator = self._ranks.is_coordinator
+        self._mirror = copies if is_coordinator else None
+        self._prunes = is_coordinator and pruning == "background" and keep is not None
         self._restore_count = 0
-        self._highest_saved = -1
-        self._has_warned = False
-        self._tidying, self._copying = (
+        self._prune_job, self._mirror_job = (
             BackgroundJob(
-                work, name=f"ckpt-storage {what} {self.url}", timeout_s=self._timeouts.commit
+                work, name=f"ckpt-storage {job} {self.url}", timeout_s=self._timeouts.commit
             )
-            for what, work in (("prune", self._tidy), ("mirror", self._copy))
+            for job, work in (("prune", self._prune), ("mirror", self._fill_mirror))
         )
         if self._mirror is not None:
-            # What an earlier process has left.
-            self._copying.wake()
+            # An earlier process may have ended before its copies did.
+            self._mirror_job.wake()
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,
@@ -200,17 +203,25 @@ class CheckpointManager:
         return self._root.location.url
 
     def url_of(self, step: int) -> str:
-        """Return the URL of the checkpoint of a step, there or not; without user and password.
+        """Return the URL of the checkpoint of a step, without user and password.
 
-        Raises `InvalidInputError` for what is no step.
+        The checkpoint need not exist. Raises `InvalidInputError` for a value that is no step.
         """
-        return self._place(step).url
+        return self._location_of(step).url
 
     def target_of(self, step: int) -> str:
-        """Return what to give to `ckpt_storage.load`: `url_of` with user and password."""
-        return self._place(step).target
+        """Return the argument for `ckpt_storage.load`: `url_of` with user and password."""
+        return self._location_of(step).target
 
-    def _place(self, step: int) -> Location:
+    def step_of(self, url: str | os.PathLike[str]) -> int | None:
+        """Return the step whose `url_of` this is, in the root or its mirror; None for other URLs.
+
+        The checkpoint need not exist. Raises `InvalidInputError` for a value that is no URL.
+        """
+        selection = select_own(self._roots, Location.of(url))
+        return None if selection is None else self._root.names.step_of(selection[1])
+
+    def _location_of(self, step: int) -> Location:
         return self._root.location.child(self._root.names.name_of(step))
 
     def should_save(self, step: int) -> bool:
@@ -227,7 +238,7 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> str | None:
-        """What notice `should_save` answered, and on which rank; the same on every rank."""
+        """The notice that `should_save` answered, and its rank; the same on every rank."""
         return self._schedule.preempted
 
     def save(
@@ -250,10 +261,10 @@ class CheckpointManager:
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
-        `metrics` maps names to numbers; those of the coordinator are kept with the commit, for
+        `metrics` maps names to numbers; those of the coordinator are stored with the commit, for
         `KeepBest` and for `all`. A committed checkpoint of that step is replaced with `overwrite`
-        only; or if it is the save that `restore` passed over as damaged, so that training which
-        comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
+        only, or if `restore` skipped it as damaged, so that training which reaches its step again
+        goes on. Other arguments, and errors, as for `ckpt_storage.save`.
         """
         return self._new_save(locals()).run(RankGroup.of(self._process_group), state)
 
@@ -288,39 +299,29 @@ class CheckpointManager:
 
     def _on_commit(self, name: str) -> None:
         """Start the prune and the copy that follow a commit; from any thread."""
-        self._highest_saved = max(self._root.names.step_of(name) or 0, self._highest_saved)
         if self._pruner is not None:
-            # Its step may be lower than those of a run that was given up.
-            self._pruner.last_saved = name
+            self._pruner.record_save(name)
         if self._prunes:
-            self._tidying.wake()
+            self._prune_job.wake()
         if self._mirror is not None:
-            self._copying.wake()
+            self._mirror_job.wake()
 
-    def _copy(self, deadline: Deadline) -> None:
-        may_go = True
+    def _fill_mirror(self, deadline: Deadline) -> None:
+        has_copied = True
         try:
-            may_go = self._mirror is not None and self._mirror.fill(deadline)
+            has_copied = self._mirror is not None and self._mirror.fill(deadline)
         finally:
-            if may_go and self._prunes:
-                # What waited for its copy, or is found to be damaged, may go now.
-                self._tidying.wake()
+            if has_copied and self._prunes:
+                # A checkpoint that was kept for its copy may be deleted now.
+                self._prune_job.wake()
 
-    def _tidy(self, deadline: Deadline) -> None:
-        newest = None if self._pruner is None else self._pruner.prune(deadline).newest
-        saved, step = self._highest_saved, -1 if newest is None else newest.step or 0
-        if newest is not None and 0 <= saved < step and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
-                "still choose step %d, and KeepLatest counts the higher ones. If those are given "
-                "up, delete them, or save to another root.",
-                *(saved, step, newest.url, step),
-            )
+    def _prune(self, deadline: Deadline) -> None:
+        if self._pruner is not None:
+            self._pruner.prune(deadline)
 
     @property
     def saver(self) -> AsyncSaver:
-        """The saver behind `save_async`, made when it is first asked for; see its `step_guard`."""
+        """The saver of `save_async`, made on first use; see its `step_guard`."""
         self._check_open()
         self._saver = self._saver or self._make_saver()
         return self._saver
@@ -333,33 +334,33 @@ class CheckpointManager:
     def all(self) -> list[CheckpointInfo]:
         """Return all committed checkpoints, oldest first; any rank, not collective.
 
-        Those of other names, or of other tools, come first; `step` is None for other names. Costs
-        a listing, and two reads for each. Raises `StorageError`, `PhaseTimeoutError`.
+        Folders with other names, whose `step` is None, come first. Costs a listing, and two reads
+        for each. Raises `StorageError`, `PhaseTimeoutError`.
         """
-        return all_of(self._roots, Deadline.of(self._timeouts, "load"))
+        return list_all(self._roots, Deadline.of(self._timeouts, "load"))
 
     def latest(self) -> CheckpointInfo | None:
         """Return the committed checkpoint of the highest step; any rank, not collective.
 
-        None if there is none. It is the one that `restore` would try first: those that are known to
-        be damaged do not count, and one that this release cannot read is an error. Mostly costs a
+        None if there is none. `restore` would try it first: checkpoints that are known to be
+        damaged do not count, and a format that this release cannot read is an error. Mostly costs a
         listing and two reads. Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
         """
-        return newest_of(self._roots, Deadline.of(self._timeouts, "load"))
+        return find_newest(self._roots, Deadline.of(self._timeouts, "load"))
 
     def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Return the committed checkpoint with the smallest or largest `metric`; as `all`.
 
-        Of equal ones the later step; None if none has the metric, as a finite number.
+        Of equal values the later step; None if no checkpoint has the metric as a finite number.
         """
         by_name = {info.name: info for info in self.all() if info.step is not None}
         candidates = [Candidate.of(info, info.step or 0) for info in by_name.values()]
         return next((by_name[name] for name in KeepBest(metric, mode).kept(candidates)), None)
 
     def resume_info(self) -> CheckpointInfo | None:
-        """Return what `restore` would try first; all ranks call, and get the same answer.
+        """Return the checkpoint that `restore` would try first; all ranks call, and get the same.
 
-        Rank 0 looks, as `latest` does, and tells the others. What it fails with, all ranks raise.
+        Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks.
         """
         self._check_open()
         self._meet()
@@ -370,6 +371,7 @@ class CheckpointManager:
         state: MutableMapping[str, Any],
         *,
         step: int | None = None,
+        url: str | os.PathLike[str] | None = None,
         check: Check = "read",
         planner: LoadPlanner | None = None,
         progress: Progress = None,
@@ -383,30 +385,40 @@ class CheckpointManager:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 
         All ranks load the same one. Returns None if nothing was ever committed. Loaded bytes are
-        verified; `check="deep"` first verifies the whole checkpoint, split over the ranks. One that
-        is damaged, or was deleted meanwhile, is skipped with a warning, and the next older one is
-        loaded. The step of a damaged one may be saved again. With `step`, that one is loaded and no
-        other. The rest as for `ckpt_storage.load`.
+        verified; `check="deep"` first verifies the whole checkpoint, split over the ranks. A
+        checkpoint that is damaged, or was deleted meanwhile, is skipped with a warning, and the
+        next older one is loaded. The step of a damaged checkpoint may be saved again.
+
+        With `step` that checkpoint is loaded and no other; with `url` the one at that URL, also
+        below another root, which `storage_options` must fit. Other arguments as for
+        `ckpt_storage.load`.
 
         Raises:
             CheckpointError: on every live rank. `IntegrityError` if there are checkpoints and none
-                can be loaded; `CheckpointNotFoundError` if `step` is not there; what
-                `ckpt_storage.load` raises that is no fault of a checkpoint.
+                can be loaded; `CheckpointNotFoundError` if there is none of `step` or at `url`; and
+                errors of `ckpt_storage.load` that no damage causes.
 
         """
-        given = locals().copy()
-        for own in ("self", "state", "step", "check"):
-            del given[own]
+        options = locals().copy()
+        for name in ("self", "state", "step", "url", "check"):
+            del options[name]
         self._check_open()
         # Counted before anything can fail, so that it is the same on every rank.
         self._restore_count += 1
         self._meet()
-        given |= {"process_group": self._process_group, "retry": self._retry}
-        one = partial(load, state, timeout=self._timeouts, **given)
-        return Resumer(self._ranks, self._roots, check=check, step=step).run(one)
+        options |= {"process_group": self._process_group, "retry": self._retry}
+        load_from = partial(load, state, timeout=self._timeouts, **options)
+        resumer = partial(Resumer, self._ranks, self._roots, check=check)
+        if url is not None:
+            select = partial(select_url, self._roots, url, step)
+            return resumer(selected=redacted_url(url), select=select).run(load_from)
+        if step is not None:
+            select = partial(select_step, self._roots, step)
+            return resumer(selected=f"step {step}", select=select).run(load_from)
+        return resumer().run(load_from)
 
     def _meet(self) -> None:
-        """Compare root and names on all ranks, once: managers of other roots would never meet."""
+        """Compare root and names on all ranks, once: else different roots wait in vain."""
         if self._has_met or self._ranks.world_size == 1:
             return
         what = f"the first use of the manager of {self.url}"
@@ -418,7 +430,7 @@ class CheckpointManager:
         self._has_met = True
 
     def delete(self, step: int) -> bool:
-        """Delete the checkpoint of a step, and its copy in the mirror; return whether it was there.
+        """Delete the checkpoint of a step, and its copy in the mirror; return if there was one.
 
         One rank calls it. Raises `CheckpointInProgressError` while this manager saves, loads or
         copies it, and what `ckpt_storage.delete` raises.
@@ -429,42 +441,44 @@ class CheckpointManager:
     def prune(self, *, dry_run: bool = False) -> PruneReport | None:
         """Delete what no policy keeps, now; on the coordinator; others return None at once.
 
-        `dry_run` only plans, and writes nothing, so its ages go by this machine's clock. The
-        report has a reason for every checkpoint. Not collective; the mirror is pruned by itself.
+        `dry_run` only plans, and writes nothing, so its ages are by this machine's clock. The
+        report has a reason for every checkpoint. Not collective; the mirror is pruned separately.
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()
         if self._pruner is None:
-            what = "This manager has no policy of retention."
-            raise InvalidInputError(what, next_step="Pass keep=, such as keep=KeepLatest(3).")
+            raise InvalidInputError(
+                "This manager has no policy of retention.",
+                next_step="Pass keep=, such as keep=KeepLatest(3).",
+            )
         if not self._ranks.is_coordinator:
             return None
         return self._pruner.prune(Deadline.of(self._timeouts, "commit"), dry_run=dry_run)
 
     @property
     def last_prune(self) -> PruneReport | None:
-        """What the last prune of this manager did; None before there was one."""
-        return None if self._pruner is None else self._pruner.last
+        """The report of this manager's last prune, None before the first."""
+        return None if self._pruner is None else self._pruner.last_report
 
     def wait_pruned(self, timeout: float | None = None) -> bool:
         """Wait until the prune after the last save has ended; return whether it has."""
-        return self._tidying.wait(self._timeouts.commit if timeout is None else timeout)
+        return self._prune_job.wait(self._timeouts.commit if timeout is None else timeout)
 
     def wait_mirrored(self, timeout: float | None = None) -> bool:
-        """Wait until the mirror has what was saved so far; on the coordinator.
+        """Wait until the mirror has all committed saves; on the coordinator.
 
-        Return whether it has: False after `timeout` seconds, or if the copy failed; it is tried
-        again after the next save. Others, and managers without a mirror, return True at once.
+        Return whether it has: False after `timeout` seconds, or if a copy failed, which is retried
+        after the next save. Other ranks, and managers without a mirror, return True at once.
         """
         limit_s = self._timeouts.commit if timeout is None else timeout
-        return self._copying.wait(limit_s) and self._copying.error is None
+        return self._mirror_job.wait(limit_s) and self._mirror_job.error is None
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for all saves as `wait`, then for mirror and pruning; put signal handlers back.
+        """Wait for all saves as `wait`, then for mirror and pruning; restore signal handlers.
 
         Waits `timeout` seconds at most for the mirror (default: `Timeouts.commit`) and for a prune
-        (default: a minute). What is stopped then is gone on with by the next manager. Idempotent.
-        Raises what `AsyncSaver.close` raises.
+        (default: a minute). The next manager continues what is stopped then. Idempotent. Raises as
+        `AsyncSaver.close`.
         """
         if self._closed:
             return
@@ -472,9 +486,9 @@ class CheckpointManager:
         with contextlib.ExitStack() as ending:
             ending.callback(self._ranks.close)
             ending.callback(self._notices.close)
-            ending.callback(self._tidying.close, _CLOSE_S if timeout is None else timeout)
+            ending.callback(self._prune_job.close, _CLOSE_S if timeout is None else timeout)
             limit_s = self._timeouts.commit if timeout is None else timeout
-            ending.callback(self._copying.close, limit_s)
+            ending.callback(self._mirror_job.close, limit_s)
             if self._saver is not None:
                 ending.callback(self._saver.close, timeout)
 

@@ -16,20 +16,20 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.copy import copy
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
+from .folders import FolderState
 from .policies import Keep, begun_s
 from .prune import Pruner
-from .retention import FolderState, plan_retention
+from .retention import plan_retention
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
 
 
 class Mirror:
-    """Copies what `root` has and `target` lacks; what `keep` would not keep there is left out.
+    """Copies the checkpoints of `root` that `target` lacks; none that `keep` would not keep there.
 
-    A copy is made by the export engine: it keeps the save id, and shows at the end or not at all.
-    What is missing is found by comparing the two roots, never by a note. So after a crash at any
-    point the next process goes on.
+    A copy is made by the export engine: it keeps the save id, and is visible when it is complete.
+    The two roots are compared each time, so that after a crash the next process goes on.
     """
 
     def __init__(self, root: Root, target: Root, keep: Keep | None) -> None:
@@ -40,30 +40,40 @@ class Mirror:
         # A copy has another save id where the mirror once deleted that of the original.
         self._copied: set[tuple[str, str | None]] = set()
 
-    def waiting(self, found: Collection[FolderState], deadline: Deadline) -> Mapping[str, str]:
-        """Return which checkpoints of the root are still to be copied, each with a reason."""
-        ours = {one.name: one for one in found if one.is_sound}
-        listed = self._target.steps(self._target.folders(deadline))
-        there = self._target.look([one for one in listed if one in ours], deadline, fresh=True)
-        missing = {name: one for name, one in ours.items() if self._lacks(there.get(name), one)}
+    def pending(self, states: Collection[FolderState], deadline: Deadline) -> Mapping[str, str]:
+        """Return which checkpoints of the root have no copy yet, each with a reason to keep it."""
+        sound = {state.name: state for state in states if state.is_sound}
+        listed = self._target.steps_of(self._target.list_folders(deadline))
+        common = [name for name in listed if name in sound]
+        copies = self._target.read_states(common, deadline, fresh=True)
+        missing = {
+            name: state for name, state in sound.items() if self._lacks(copies.get(name), state)
+        }
         if self._keep is not None and missing:
-            others = [name for name in listed if name not in there]
-            there |= self._target.look(others, deadline, fresh=False)
-            kept = plan_retention({**there, **missing}.values(), self._keep).kept
-            missing = {one.name: missing[one.name] for one in kept if one.name in missing}
+            others = [name for name in listed if name not in copies]
+            copies |= self._target.read_states(others, deadline, fresh=False)
+            kept = plan_retention({**copies, **missing}.values(), self._keep).kept
+            missing = {
+                decision.name: missing[decision.name]
+                for decision in kept
+                if decision.name in missing
+            }
         return dict.fromkeys(missing, "the mirror has no copy of it yet")
 
-    def _lacks(self, copied: FolderState | None, found: FolderState) -> bool:
-        """Return whether a checkpoint is to be copied: an older save, or none, is in the mirror."""
-        if (found.name, found.save_id) in self._copied:
+    def _lacks(self, copied: FolderState | None, state: FolderState) -> bool:
+        """Return whether the mirror has no copy of a checkpoint, or one of an older save."""
+        if (state.name, state.save_id) in self._copied:
             return False
         if copied is None or copied.info is None:
             return True
-        is_same = copied.status == "foreign" or copied.save_id == found.save_id
-        return not is_same and begun_s(copied.info) <= begun_s(found.info)
+        is_same = copied.status == "foreign" or copied.save_id == state.save_id
+        return not is_same and begun_s(copied.info) <= begun_s(state.info)
 
     def fill(self, job: Deadline) -> bool:
-        """Copy what the mirror lacks, newest first, then prune it; return whether it tried any."""
+        """Copy what the mirror lacks, newest first, then prune it.
+
+        Return whether there was anything to copy. Raises the first failure.
+        """
         tried: set[str] = set()
         failures: list[CheckpointError] = []
         while not job.has_failed() and (info := self._next(tried)) is not None:
@@ -86,19 +96,23 @@ class Mirror:
         return bool(tried)
 
     def _next(self, tried: Collection[str]) -> CheckpointInfo | None:
-        """Return the newest that is to be copied and was not tried."""
+        """Return the newest checkpoint that has no copy and was not tried."""
         deadline = Deadline.of(self._root.timeouts, "load")
-        steps, links = self._root.steps(self._root.folders(deadline)), self._root.links()
-        own = [name for name in steps if name not in links]
-        found = self._root.look(own, deadline, fresh=True)
-        waiting = self.waiting(found.values(), deadline)
-        left = [name for name in own if name in waiting and name not in tried]
-        return found[left[-1]].info if left else None
+        links = self._root.links()
+        steps = [
+            name
+            for name in self._root.steps_of(self._root.list_folders(deadline))
+            if name not in links
+        ]
+        states = self._root.read_states(steps, deadline, fresh=True)
+        pending = self.pending(states.values(), deadline)
+        untried = [name for name in steps if name in pending and name not in tried]
+        return states[untried[-1]].info if untried else None
 
     def _copy(self, info: CheckpointInfo) -> None:
-        """Copy one checkpoint, and keep our own pruner from it meanwhile."""
-        by = "it is being copied to the mirror"
-        release = self._root.uses.take(info.name, by, timeout_s=self._root.timeouts.plan)
+        """Copy one checkpoint, which is in use meanwhile: no pruner of this manager deletes it."""
+        reason = "it is being copied to the mirror"
+        release = self._root.in_use.acquire(info.name, reason, timeout_s=self._root.timeouts.plan)
         try:
             copy(
                 self._root.location.child(info.name).target,
@@ -110,13 +124,13 @@ class Mirror:
                 retry=self._root.retry,
             )
         except NotPublishedError as error:
-            # It is committed, and only torch's own readers do not see it.
+            # The copy is committed, and only torch's own readers do not see it.
             log.warning("%s", error)
         except IntegrityError:
-            # If it is damaged, and not its copy, it is waited for no more.
+            # A damaged original keeps no place in the root.
             deadline = stalling_deadline("load", self._root.timeouts.load, f"Checking {info.url}")
             with suppress(CheckpointError):
-                self._root.is_sound(info, deadline, deep=True)
+                self._root.check_sound(info, deadline, deep=True)
             raise
         finally:
             release()

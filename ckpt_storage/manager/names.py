@@ -18,13 +18,12 @@ _MAX_STEP = (1 << 63) - 1
 class StepNames:
     """A template with one field, `{step}` or `{step:08d}`; every step has exactly one name.
 
-    Raises `InvalidInputError` for a template by which steps cannot be told apart, or whose names
-    are not those of one folder.
+    Raises `InvalidInputError` for a template whose names are ambiguous, or no folder names.
     """
 
     def __init__(self, template: str = DEFAULT_TEMPLATE) -> None:
-        found = _TEMPLATE.fullmatch(template)
-        before, digits, after = found.groups() if found else (".", None, "")
+        match = _TEMPLATE.fullmatch(template)
+        before, digits, after = match.groups() if match else (".", None, "")
         if before[:1] == "." or before[-1:].isdigit() or after[:1].isdigit():
             raise InvalidInputError(
                 f"The template {template!r} gives no names of checkpoints.",
@@ -35,7 +34,7 @@ class StepNames:
         self._pattern = re.compile(rf"{re.escape(before)}([0-9]{{1,99}}){re.escape(after)}")
 
     def name_of(self, step: SupportsIndex) -> str:
-        """Return the name of a step. Raises `InvalidInputError` for what is no step."""
+        """Return the name of a step. Raises `InvalidInputError` for a value that is no step."""
         number = -1
         if not isinstance(step, bool):
             with contextlib.suppress(TypeError):
@@ -47,8 +46,8 @@ class StepNames:
         return f"{self._before}{number:0{self._digit_count}d}{self._after}"
 
     def step_of(self, name: str) -> int | None:
-        """Return the step whose name this is, None for the name of something else."""
-        found = self._pattern.fullmatch(name)
-        step = int(found[1]) if found else -1
-        # Not every spelling of a number is the one that we give.
+        """Return the step that has this name, None for other names."""
+        match = self._pattern.fullmatch(name)
+        step = int(match[1]) if match else -1
+        # A number has other spellings, with other zeros.
         return step if 0 <= step <= _MAX_STEP and self.name_of(step) == name else None

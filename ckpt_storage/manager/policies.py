@@ -47,9 +47,9 @@ class RetentionPolicy(ABC):
         """
 
     def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
-        """Return the names that are read again before a prune: without them others are kept.
+        """Return the names that are read again before a prune: without them others would be kept.
 
-        By default all that are kept. A rule that judges each candidate alone rests on none.
+        By default all that are kept. A rule that judges each candidate alone rests on no other.
         """
         return self.kept(candidates)
 
@@ -58,7 +58,8 @@ class RetentionPolicy(ABC):
 
     def __str__(self) -> str:
         policy: object = self  # a user's own need not be a dataclass
-        values = [getattr(self, one.name) for one in fields(policy)] if is_dataclass(policy) else ()
+        names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
+        values = [getattr(self, name) for name in names]
         return f"{type(self).__name__}({', '.join(map(repr, values))})"
 
 
@@ -73,12 +74,12 @@ class KeepLatest(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return names with the reason."""
-        return {one.name: f"{self}" for one in candidates[-self.n :]}
+        return {candidate.name: f"{self}" for candidate in candidates[-self.n :]}
 
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(RetentionPolicy):
-    """Keep those whose step is a multiple of `n`, for good."""
+    """Keep the checkpoints whose step is a multiple of `n`, for good."""
 
     n: int
 
@@ -87,7 +88,8 @@ class KeepEvery(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names of multiples."""
-        return {one.name: f"{self}" for one in candidates if one.step % self.n == 0}
+        multiples = [candidate for candidate in candidates if candidate.step % self.n == 0]
+        return {candidate.name: f"{self}" for candidate in multiples}
 
     def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
         """Return nothing: each step is judged alone."""
@@ -99,9 +101,9 @@ class KeepClosest(RetentionPolicy):
     """Keep, for each multiple of `every_steps` or of `every_s` seconds, the closest checkpoint.
 
     For runs whose steps are not multiples. Each checkpoint counts for its nearest multiple; of two
-    that are equally close, the later counts. It gives way to a closer one only: a run that prunes
-    after each save keeps what it would keep had it never pruned. Seconds count from 1970 (UTC) to
-    when the save began, by the clock of its rank 0: `every_s=3600` means full hours.
+    that are equally close, the later counts. Only a closer checkpoint replaces it, so a run that
+    prunes after each save keeps the same as a run that never pruned. Seconds count from 1970 (UTC)
+    to when the save began, by the clock of its rank 0: `every_s=3600` means full hours.
     """
 
     every_steps: int | None = None
@@ -133,7 +135,7 @@ class KeepClosest(RetentionPolicy):
         groups: dict[float, list[tuple[float, float, int]]] = {}
         for index, candidate in enumerate(candidates):
             if (position := self._position(candidate)) is not None:
-                # The higher of two that are equally near. Whole numbers stay exact.
+                # The higher of two multiples that are equally near. Whole numbers stay exact.
                 multiple = (2 * position + interval) // (2 * interval) * interval
                 rank = (-abs(position - multiple), position, index)
                 groups.setdefault(multiple, []).append(rank)
@@ -141,7 +143,7 @@ class KeepClosest(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names of the closest, each with its distance."""
-        unknown = [one.name for one in candidates if self._position(one) is None]
+        unknown = [candidate.name for candidate in candidates if self._position(candidate) is None]
         kept = dict.fromkeys(unknown, f"{self}: when its save began is not known")
         unit = "steps" if self.every_s is None else "s"
         for *_, (distance, _, index) in self._ranked(candidates):
@@ -162,8 +164,8 @@ class KeepClosest(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keep the `n` whose recorded `metric` is smallest ("min") or largest ("max").
 
-    Of equal ones the later step is better. One without the metric, or with a value that is not
-    finite, is never best: training that diverged would be. Damaged ones do not count.
+    Of equal values the later step is better. A checkpoint without the metric, or with a value that
+    is not finite, is never best: diverged training would be. Damaged checkpoints do not count.
     """
 
     metric: str
@@ -177,19 +179,19 @@ class KeepBest(RetentionPolicy):
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the best names, the best first."""
         sign = 1.0 if self.mode == "max" else -1.0
-        values = [one.metrics.get(self.metric, math.nan) for one in candidates]
-        finite = [place for place, value in enumerate(values) if math.isfinite(value)]
-        best = sorted(finite, key=lambda place: (sign * values[place], place))[: -self.n - 1 : -1]
+        values = [candidate.metrics.get(self.metric, math.nan) for candidate in candidates]
+        finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+        best = sorted(finite, key=lambda index: (sign * values[index], index))[: -self.n - 1 : -1]
         return {
-            candidates[place].name: f"{self}: {self.metric} is {values[place]:g}" for place in best
+            candidates[index].name: f"{self}: {self.metric} is {values[index]:g}" for index in best
         }
 
 
 @dataclass(frozen=True, slots=True)
 class KeepNewerThan(RetentionPolicy):
-    """Keep those that were committed less than `age` (seconds or `timedelta`) ago.
+    """Keep the checkpoints that were committed less than `age` (seconds or `timedelta`) ago.
 
-    The storage's clock counts, then and now; one whose age cannot be told is kept.
+    Both times are of the storage's clock; a checkpoint of unknown age is kept.
     """
 
     age: float | timedelta
@@ -204,13 +206,13 @@ class KeepNewerThan(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the young names."""
-        found = {}
-        for one in candidates:
-            if one.age_s is None:
-                found[one.name] = f"{self}: the storage does not tell its age"
-            elif one.age_s < self.age_s:
-                found[one.name] = f"{self}: {one.age_s:.0f} s old"
-        return found
+        kept = {}
+        for candidate in candidates:
+            if candidate.age_s is None:
+                kept[candidate.name] = f"{self}: the storage does not tell its age"
+            elif candidate.age_s < self.age_s:
+                kept[candidate.name] = f"{self}: {candidate.age_s:.0f} s old"
+        return kept
 
     def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
         """Return nothing: each age is judged alone."""
@@ -228,8 +230,10 @@ class KeepAny(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names, each with the first reason."""
-        pairs = [pair for one in reversed(self.policies) for pair in one.kept(candidates).items()]
-        return dict(pairs)
+        kept: dict[str, str] = {}
+        for policy in reversed(self.policies):
+            kept |= policy.kept(candidates)
+        return kept
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.policies))
@@ -260,18 +264,18 @@ def _check_count(policy: object, n: object) -> None:
 
 def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
     """Return single policies, `|` and nesting resolved. Raises `InvalidInputError` for none."""
-    given: object = keep.policies if isinstance(keep, KeepAny) else keep
-    if isinstance(given, RetentionPolicy):
-        return (given,)
-    found: tuple[RetentionPolicy, ...] = ()
-    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
-        found = tuple(policy for one in given for policy in policies_of(one))
-    if not found:
+    value: object = keep.policies if isinstance(keep, KeepAny) else keep
+    if isinstance(value, RetentionPolicy):
+        return (value,)
+    policies: tuple[RetentionPolicy, ...] = ()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        policies = tuple(policy for item in value for policy in policies_of(item))
+    if not policies:
         raise InvalidInputError(
             f"{keep!r} is no policy of retention, so nothing would be kept.",
             next_step="Give one or more, such as KeepLatest(3); or keep=None, which keeps all.",
         )
-    return found
+    return policies
 
 
 def begun_s(info: CheckpointInfo | None) -> float:

@@ -1,4 +1,4 @@
-"""Resuming: the newest checkpoint that can be loaded whole, the same one on every rank."""
+"""Resuming: the newest checkpoint that can be loaded, the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from ckpt_storage.inspect.verify import check_part, part_bytes
 from ckpt_storage.options import check_choice
 from ckpt_storage.store.deadline import Deadline
 
-from .retention import FolderState
-from .root import USELESS, Root, damage_of, newest_first, newest_of
+from .folders import FolderState, damage_of
+from .listing import find_newest, newest_first
+from .root import UNUSABLE, Root
+from .selection import Selection
 
 log = logging.getLogger("ckpt_storage")
 
 Check = Literal["read", "deep"]
-"""read: what is loaded is checked on its way. deep: before that the ranks read every byte."""
+"""read: loaded bytes are verified. deep: before that, the ranks verify the whole checkpoint."""
 
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_S = 16 << 20
-"""Of one rank that checks. Who is slower, and longer at it than a load may take, hangs."""
+"""A rank that verifies more slowly, and for longer than a load may take, counts as hanging."""
 
-_MOST_AGAIN = 5
-"""How often a checkpoint may be saved anew while it is loaded."""
+_MAX_RELOADS = 5
+"""How often a checkpoint may be replaced while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,11 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was loaded, and what was newer but of no use, newest first."""
+    """The checkpoint that was loaded, and the newer ones that could not be, newest first.
+
+    `step` is 0 for a checkpoint of another root that neither recorded a step nor is named after
+    one.
+    """
 
     info: CheckpointInfo
     step: int
@@ -61,14 +67,18 @@ class Restored:
 
 
 _Choice = tuple[CheckpointInfo | None, int, list[SkippedCheckpoint]]
-"""What the coordinator chose, the number of its root, and what it passed over."""
+"""The coordinator's choice: a checkpoint, the index of its root, and those it skipped."""
 
 Load = Callable[..., None]
-"""Loads what lies at a URL, with `storage_options`, on all ranks, and raises on all of them."""
+"""Loads the checkpoint at a URL, with `storage_options`, on all ranks, and raises on all."""
 
 
 class Resumer:
-    """One restore on one rank, together with the others; with `step` of that step only."""
+    """One restore on one rank, together with the others.
+
+    By default of the newest checkpoint below `roots`. `select`, called where all ranks get its
+    error, returns the roots of one checkpoint and its name; `selected` says which in messages.
+    """
 
     def __init__(
         self,
@@ -76,50 +86,60 @@ class Resumer:
         roots: Sequence[Root],
         *,
         check: Check = "read",
-        step: int | None = None,
+        selected: str = "the newest",
+        select: Callable[[], Selection] | None = None,
     ) -> None:
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
-        self._step = step
+        self._selected = selected
+        self._select = select
+        self._name: str | None = None
         self._timeouts = roots[0].timeouts
         self._url = " and ".join(root.location.url for root in roots)
         self._tried: set[tuple[Root, str]] = set()
         self._problem: CheckpointError | None = None
-        self._again_count = 0
+        self._reload_count = 0
         self._release: Callable[[], None] = lambda: None
 
     def first(self) -> CheckpointInfo | None:
-        """Return on all ranks what a restore would try first."""
-        return self._told(lambda deadline: newest_of(self._roots, deadline))
+        """Return on all ranks the checkpoint that a restore would try first."""
+        return self._agree(lambda deadline: find_newest(self._roots, deadline))
 
     def run(self, load: Load) -> Restored | None:
-        """Load the newest that can be; return None if nothing was ever committed.
+        """Load the newest that can be loaded; return None if nothing was ever committed.
 
-        Training must not begin anew unnoticed: raises if there are some and none can be loaded.
+        Raises if there are checkpoints and none can be loaded: training must not start over
+        unnoticed.
         """
         skipped: list[SkippedCheckpoint] = []
         try:
             while True:
                 self._release()
-                info, place, passed = self._told(self._next)
+                info, root_index, passed = self._agree(self._next)
                 skipped += passed
                 if info is None:
                     break
-                root = self._roots[place]
-                problem, now_id = self._try(load, root, info)
-                if problem is None and now_id == info.save_id:
-                    root.found_sound(info.name, info.save_id)
+                root = self._roots[root_index]
+                problem, present_id = self._try(load, root, info)
+                if problem is None and present_id == info.save_id:
+                    root.record_sound(info.name, info.save_id)
                     if skipped and self._ranks.is_coordinator:
-                        why = [f"{one.name} could not be loaded ({one.reason})" for one in skipped]
-                        text = "Resumed from %s, and not from what comes first: %s"
-                        log.warning(text, info.url, "; ".join(why))
-                    return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
-                if problem is None or now_id not in {"gone", info.save_id}:
-                    self._again(root, info)
+                        reasons = [
+                            f"{checkpoint.name} could not be loaded ({checkpoint.reason})"
+                            for checkpoint in skipped
+                        ]
+                        log.warning(
+                            "Resumed from %s, and not from what comes first: %s",
+                            *(info.url, "; ".join(reasons)),
+                        )
+                    step = root.names.step_of(info.name) if info.step is None else info.step
+                    return Restored(info=info, step=step or 0, skipped=tuple(skipped))
+                if problem is None or present_id not in {"gone", info.save_id}:
+                    self._retry(root, info)
                     continue
                 if isinstance(problem, IntegrityError):
-                    root.found_damaged(info, str(problem))
+                    root.record_damaged(info, str(problem))
                 skipped.append(_skipped(info, problem))
         finally:
             self._release()
@@ -129,79 +149,84 @@ class Resumer:
                 f"loaded. {skipped[0].name}: {skipped[0].reason}",
                 path=self._url,
                 phase="load",
-                next_step="Run verify on them, and restore one from a copy; an empty root begins "
-                "anew.",
+                next_step="Run verify on them, and restore one from a copy; an empty root starts "
+                "over.",
             )
-        if self._step is None:
+        if self._name is None:
             return None
-        what = f"There is no checkpoint of step {self._step} below {self._url}."
-        raise CheckpointNotFoundError(what, path=self._url, next_step="all() lists what is there.")
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of {self._selected} below {self._url}.",
+            path=self._url,
+            next_step="ckpt_storage.list_checkpoints(root) lists those that are there.",
+        )
 
-    def _told(self, choose: Callable[[Deadline], _T]) -> _T:
-        """Return on all ranks what the coordinator chooses; all came with equal arguments."""
+    def _agree(self, choose: Callable[[Deadline], _T]) -> _T:
+        """Return on all ranks what `choose` returns on the coordinator; compares the arguments."""
         what = f"the choice of a checkpoint below {self._url}"
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
-            operation.meet({"check": self._check, "the step": str(self._step)})
-            if self._step is not None:
-                self._roots[0].names.name_of(self._step)  # what is no step is refused on each rank
+            operation.meet({"check": self._check, "the checkpoint": self._selected})
+            if self._select is not None and self._name is None:
+                self._roots, self._name = self._select()
+                self._url = " and ".join(root.location.url for root in self._roots)
             deadline = operation.phase("load")
-            chosen = choose(deadline) if operation.is_coordinator else None
-            found: _T = operation.broadcast(chosen)  # type: ignore[assignment]  # the coordinator's
-        return found
+            choice = choose(deadline) if operation.is_coordinator else None
+            agreed: _T = operation.broadcast(choice)  # type: ignore[assignment]  # the coordinator's
+        return agreed
 
-    def _again(self, root: Root, info: CheckpointInfo) -> None:
-        """Let a checkpoint be chosen once more: which save of it was loaded is not known."""
-        self._again_count += 1
-        if self._again_count > _MOST_AGAIN:
+    def _retry(self, root: Root, info: CheckpointInfo) -> None:
+        """Have a checkpoint chosen once more: another save replaced it while it was loaded."""
+        self._reload_count += 1
+        if self._reload_count > _MAX_RELOADS:
             raise CheckpointInProgressError(
-                f"{info.url} was saved anew {self._again_count} times while it was loaded.",
+                f"{info.url} was replaced {self._reload_count} times while it was loaded.",
                 path=info.url,
                 phase="load",
-                next_step="Find out which job overwrites it, and restore when it has ended.",
+                next_step="Find out which job overwrites it, and restore when that has ended.",
             )
-        log.info("%s was saved anew while it was loaded; it is loaded again", info.url)
+        log.info("%s was replaced while it was loaded; it is loaded again", info.url)
         self._tried.discard((root, info.name))
 
     def _next(self, deadline: Deadline) -> _Choice:
-        """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
+        """Return the newest usable checkpoint that was not tried yet, marked as in use."""
         skipped: list[SkippedCheckpoint] = []
         candidates = newest_first(self._roots, deadline)
-        if self._step is not None:
-            name = self._roots[0].names.name_of(self._step)
-            meant = FolderState(name=name, step=self._step, status="committed")
-            candidates = iter([(root, meant) for root in self._roots])
-        for root, found in candidates:
-            if (root, found.name) in self._tried:
+        if self._name is not None:
+            step = self._roots[0].names.step_of(self._name)
+            named = FolderState(name=self._name, step=step, status="committed")
+            candidates = iter([(root, named) for root in self._roots])
+        for root, listed in candidates:
+            if (root, listed.name) in self._tried:
                 continue
-            self._tried.add((root, found.name))
-            now = found
-            if found.status in {"committed", "foreign"}:
-                # Kept from our own pruner; what is there then counts.
-                by, limit_s = "it is being loaded", deadline.remaining_s()
-                self._release = root.uses.take(found.name, by, timeout_s=limit_s)
-                now = root.look_at(found.name, deadline)
-            # Another copy of the step that is meant may do, whatever is wrong with this one.
-            problem = damage_of(now) if self._step is None else now.problem
-            if problem is None and now.info is not None:
-                return now.info, self._roots.index(root), skipped
+            self._tried.add((root, listed.name))
+            state = listed
+            if listed.status in {"committed", "foreign"}:
+                # Read again once this manager's pruner cannot delete it.
+                self._release = root.in_use.acquire(
+                    listed.name, "it is being loaded", timeout_s=deadline.remaining_s()
+                )
+                state = root.read_state(listed.name, deadline)
+            # The other root may have a copy of a named checkpoint, whatever the problem here.
+            problem = damage_of(state) if self._name is None else state.problem
+            if problem is None and state.info is not None:
+                return state.info, self._roots.index(root), skipped
             self._release()
             if problem is not None:
-                skipped.append(_skipped(now, problem))
+                skipped.append(_skipped(state, problem))
                 self._problem = self._problem or problem
-        if self._step is not None and self._problem is not None:
+        if self._name is not None and self._problem is not None:
             raise self._problem
         return None, 0, skipped
 
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
-        """Read every byte, each rank a part, in bounded time; raises on all what one rank finds."""
+        """Read every byte, split over the ranks, in bounded time; an error is raised on all."""
         rank, count = self._ranks.rank, self._ranks.world_size
         what = f"the check of {info.url}"
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
             deadline = operation.phase("load")
             sizes = part_bytes(root.open(deadline, info.name), count)
-            # Alike on all ranks: who has little to read waits for who has most.
+            # The same on all ranks: a rank with few bytes waits for the rank with most.
             limit_s = max(self._timeouts.load, max(sizes) / _SLOWEST_BYTES_PER_S)
             deadline = operation.phase("load", limit_s, total_bytes=sizes[rank])
             check_part(root.open(deadline, info.name), rank, count, deep=True)
@@ -210,7 +235,7 @@ class Resumer:
     def _try(
         self, load: Load, root: Root, info: CheckpointInfo
     ) -> tuple[CheckpointError | None, str | None]:
-        """Load; return on all ranks why it is of no use, and the save there then, or "gone"."""
+        """Load; return on all ranks why it is unusable, and the save there now, or "gone"."""
         error: CheckpointError | None = None
         try:
             if self._check == "deep":
@@ -219,34 +244,40 @@ class Resumer:
             load(place.target, storage_options=place.storage_options)
         except CheckpointError as failure:
             error = failure
-        # One rank may have failed in what others ended well: all say how it went.
+        # A rank may have failed where others succeeded, so all exchange their outcomes.
         what = f"the outcome of loading {info.url}"
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             operation.meet(_terms_of(info))
-            errors = operation.all_gather(None if error is None else picklable_copy(error))
-            found: list[CheckpointError] = [one for one in errors if one is not None]
-            # A rank that was told of another's failure while it read says only that.
-            causes = [one for one in found if not _is_echo(one)] or found
-            grave = next((one for one in causes if not isinstance(one, USELESS)), None)
-            now_id: str | None = None
-            if operation.is_coordinator and grave is None:
-                now = root.look_at(info.name, operation.phase("load")).info
-                now_id = "gone" if now is None else now.save_id
-            now_id = operation.broadcast(now_id)
-        if grave is not None:
-            is_own = error is not None and not isinstance(error, USELESS) and not _is_echo(error)
-            raise error if error is not None and is_own else grave
-        return (causes[0] if causes else None), now_id
+            outcomes = operation.all_gather(None if error is None else picklable_copy(error))
+            errors: list[CheckpointError] = [outcome for outcome in outcomes if outcome is not None]
+            causes = [failure for failure in errors if not _is_relayed(failure)] or errors
+            fatal = next((cause for cause in causes if not isinstance(cause, UNUSABLE)), None)
+            present_id: str | None = None
+            if operation.is_coordinator and fatal is None:
+                present = root.read_state(info.name, operation.phase("load")).info
+                present_id = "gone" if present is None else present.save_id
+            present_id = operation.broadcast(present_id)
+        if fatal is not None:
+            is_own = (
+                error is not None and not isinstance(error, UNUSABLE) and not _is_relayed(error)
+            )
+            raise error if error is not None and is_own else fatal
+        return (causes[0] if causes else None), present_id
 
 
-def _skipped(one: FolderState | CheckpointInfo, problem: CheckpointError) -> SkippedCheckpoint:
-    return SkippedCheckpoint(name=one.name, url=one.url, reason=str(problem), save_id=one.save_id)
+def _skipped(checkpoint: FolderState | CheckpointInfo, problem: Exception) -> SkippedCheckpoint:
+    return SkippedCheckpoint(
+        name=checkpoint.name,
+        url=checkpoint.url,
+        reason=str(problem),
+        save_id=checkpoint.save_id,
+    )
 
 
 def _terms_of(info: CheckpointInfo) -> dict[str, str]:
     return {"the checkpoint": str(info.save_id or info.name)}
 
 
-def _is_echo(error: CheckpointError) -> bool:
-    """Return whether this is the news of another rank's failure, which that rank tells itself."""
+def _is_relayed(error: CheckpointError) -> bool:
+    """Return whether the error reports the failure of another rank, which reports it itself."""
     return isinstance(error, RankFailedError) and not error.is_silent

@@ -62,8 +62,9 @@ class StepSave:
         """
         if self._argument_error is not None:
             raise self._argument_error
-        limit_s = self._options.timeouts.plan
-        self._release = self._root.uses.take(self._name, "it is being saved", timeout_s=limit_s)
+        self._release = self._root.in_use.acquire(
+            self._name, "it is being saved", timeout_s=self._options.timeouts.plan
+        )
 
     def run(self, ranks: RankGroup, state: Mapping[str, Any]) -> CheckpointInfo:
         """Save now, and return what was committed; as `ckpt_storage.save`."""
@@ -76,7 +77,7 @@ class StepSave:
         try:
             committed = save_on(ranks, prepared_state, self._target, self._options)
         except CheckpointError as error:
-            # A save that fails after its commit has made a checkpoint.
+            # A save may fail after its commit.
             committed = getattr(error, "info", None)
             raise
         finally:
@@ -107,12 +108,12 @@ class StepSave:
         return handle
 
     def _finish(self, save_id: str | None) -> None:
-        """Record the outcome, the committed save or None; then the name may be deleted."""
+        """Record the committed save, or None; then the name may be deleted."""
         self._root.forget(self._name)
         try:
             if save_id is not None:
                 # The save has verified every file before its commit.
-                self._root.found_sound(self._name, save_id)
+                self._root.record_sound(self._name, save_id)
                 self._on_commit(self._name)
         finally:
             self._release()

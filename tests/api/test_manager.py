@@ -35,7 +35,8 @@ from ckpt_storage import (
     errors,
 )
 from ckpt_storage.manager.job import BackgroundJob
-from ckpt_storage.manager.root import Root, Uses
+from ckpt_storage.manager.names_in_use import NamesInUse
+from ckpt_storage.manager.root import Root
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.ranges import RangeReader
@@ -58,6 +59,51 @@ def test_saves_land_under_the_names_of_their_steps(tmp_path: Path) -> None:
     assert cases.names_in(tmp_path) == ["run.0007", "run.12345"]
     with pytest.raises(errors.InvalidInputError, match="closed"):
         manager.save(8, cases.state_of(8))
+
+
+def test_step_of_is_the_inverse_of_url_of(tmp_path: Path) -> None:
+    """Steps of the root and its mirror have URLs and paths; nothing else below or beside has."""
+    with cases.manager_of(tmp_path / "run", mirror=tmp_path / "mirror") as manager:
+        urls: list[str | Path] = [manager.url_of(7), manager.target_of(7), f"{manager.url_of(7)}/"]
+        urls += [tmp_path / "run/step-00000007", tmp_path / "mirror/step-00000007"]
+        assert [manager.step_of(url) for url in urls] == [7] * 5
+        others = ["run", "run/step-7", "run/best", "run/step-00000007/hf", "other/step-00000007"]
+        assert [manager.step_of(tmp_path / other) for other in others] == [None] * 5
+        with pytest.raises(errors.InvalidInputError):
+            manager.step_of("s4://b/step-00000007")
+
+
+def test_a_url_of_another_root_is_restored(tmp_path: Path) -> None:
+    """Its step is the recorded one, or that of its name; the root of the manager is not read."""
+    with cases.manager_of(tmp_path / "old", names="at-{step}") as old:
+        cases.save(old, 5)
+    plain = {**cases.state_of(6)}
+    ckpt_storage.save(plain, tmp_path / "old/step-00000006", sync_files=False)
+    ckpt_storage.save(plain, tmp_path / "old/last", sync_files=False)
+    with cases.manager_of(tmp_path / "new") as manager:
+        cases.save(manager, 9)
+        for url, step in (("old/at-5", 5), ("old/step-00000006", 6), ("new/step-00000009", 9)):
+            assert cases.restore(manager, url=tmp_path / url).step == step
+        assert cases.restore(manager, url=f"file://{tmp_path}/old/at-5", check="deep").step == 5
+        last = manager.restore(cases.blank(), url=tmp_path / "old/last")
+        assert last is not None
+        assert (last.step, last.info.name, last.info.step) == (0, "last", None)
+
+
+def test_a_url_that_cannot_be_restored_is_an_error(tmp_path: Path) -> None:
+    """No other checkpoint takes the place of one that is missing or damaged."""
+    with cases.manager_of(tmp_path / "run") as manager:
+        cases.save(manager, 1)
+        cases.save(manager, 2)
+        cases.damage(tmp_path / "run/step-00000002")
+        with pytest.raises(errors.IntegrityError):
+            manager.restore(cases.blank(), url=manager.url_of(2))
+        with pytest.raises(errors.CheckpointNotFoundError, match="step-00000003"):
+            manager.restore(cases.blank(), url=manager.url_of(3))
+        with pytest.raises(errors.InvalidInputError, match="both"):
+            manager.restore(cases.blank(), url=manager.url_of(1), step=1)
+        with pytest.raises(errors.InvalidInputError, match="folder of a root"):
+            manager.restore(cases.blank(), url="memory://alone")
 
 
 def test_metrics_are_kept_with_the_commit(tmp_path: Path) -> None:
@@ -277,7 +323,7 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
     manager.save_async(1, cases.state_of(1))
     with pytest.raises(errors.CheckpointExistsError):
         manager.close()
-    assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
+    assert manager._root.in_use.reasons() == {}  # noqa: SLF001  # nothing public tells
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -324,7 +370,7 @@ def test_a_preemption_save_is_begun_though_an_earlier_save_failed(tmp_path: Path
     assert any(f"{step:08d} has begun all the same" in note for note in caught.value.__notes__)
     manager.close()
     assert cases.names_in(tmp_path) == [f"step-{step:08d}"]
-    assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
+    assert manager._root.in_use.reasons() == {}  # noqa: SLF001  # nothing public tells
 
 
 def test_a_prune_that_fails_does_not_stop_training(
@@ -336,7 +382,7 @@ def test_a_prune_that_fails_does_not_stop_training(
         assert manager.wait_pruned(60)
         refuse = mock.Mock(side_effect=errors.StorageError("no listing today", kind="permission"))
         with monkeypatch.context() as patch:
-            patch.setattr(Root, "folders", refuse)
+            patch.setattr(Root, "list_folders", refuse)
             cases.save(manager, 3)
             assert manager.wait_pruned(60)
         assert "no listing today" in caplog.text
@@ -424,24 +470,24 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
 
 
 def test_a_user_waits_until_a_deletion_has_ended() -> None:
-    """`take` returns as soon as the name is no longer being deleted, and no deletion begins."""
-    uses = Uses()
+    """`acquire` returns once the name is no longer being deleted, and no deletion begins."""
+    uses = NamesInUse()
     with ThreadPoolExecutor(1) as pool:
-        with uses.deleting("x") as may, uses.deleting("x") as other:
+        with uses.reserved_for_deletion("x") as may, uses.reserved_for_deletion("x") as other:
             assert (may, other) == (True, False)
-            taking = pool.submit(uses.take, "x", "it is being saved", timeout_s=LONG_S)
+            taking = pool.submit(uses.acquire, "x", "it is being saved", timeout_s=LONG_S)
             with pytest.raises(TimeoutError):
                 taking.result(0.05)
         first = taking.result(LONG_S / 6)
-    assert uses.now() == {"x": "it is being saved"}
-    end = uses.take("x", "it is being loaded", timeout_s=1)
+    assert uses.reasons() == {"x": "it is being saved"}
+    end = uses.acquire("x", "it is being loaded", timeout_s=1)
     first()
     first()
-    assert uses.now() == {"x": "it is being loaded"}
-    with uses.deleting("x") as may:
+    assert uses.reasons() == {"x": "it is being loaded"}
+    with uses.reserved_for_deletion("x") as may:
         assert not may
     end()
-    assert uses.now() == {}
+    assert uses.reasons() == {}
 
 
 def overwrite(root: Path, marker: int) -> str | None:
@@ -514,7 +560,7 @@ def test_what_is_overwritten_again_and_again_is_an_error(
     with cases.manager_of(tmp_path) as manager:
         slow = mock.Mock(side_effect=lambda *_, **__: overwrite(tmp_path, 3))
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
-        with pytest.raises(errors.CheckpointInProgressError, match="saved anew"):
+        with pytest.raises(errors.CheckpointInProgressError, match="was replaced 6 times"):
             manager.restore(cases.blank())
 
 
@@ -522,16 +568,16 @@ def test_damage_between_two_looks_does_not_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record that is damaged after the choice is skipped; without an older one it raises."""
-    take = Uses.take
+    take = NamesInUse.acquire
 
-    def cut(uses: Uses, name: str, *given: Any, **more: Any) -> Any:
+    def cut(uses: NamesInUse, name: str, *given: Any, **more: Any) -> Any:
         slot = tmp_path / name / "commits/00000001.json"
         slot.write_bytes(slot.read_bytes()[:-5])
         return take(uses, name, *given, **more)
 
     cases.saved(tmp_path, 2)
     with cases.manager_of(tmp_path) as manager:
-        monkeypatch.setattr(Uses, "take", cut)
+        monkeypatch.setattr(NamesInUse, "acquire", cut)
         with pytest.raises(errors.IntegrityError, match="None of the 1 committed"):
             manager.restore(cases.blank())
 
@@ -544,7 +590,7 @@ def test_a_restore_that_fails_leaves_nothing_in_use(
     away = mock.Mock(side_effect=errors.StorageError("The storage is away.", kind="connection"))
     with cases.manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(Root, "look_at", away)
+            patch.setattr(Root, "read_state", away)
             with pytest.raises(errors.StorageError, match="away"):
                 manager.restore(cases.blank(), step=1)
         assert cases.pruned(manager).deleted == ("step-00000001",)

@@ -237,3 +237,24 @@ def test_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path, how: str
         os.kill(child_pid, signal.SIGKILL)
     assert cases.left_of(set(printed[2:])) == set()
     assert errors.count("is lost") == (0 if "killed" in how else 1)
+
+
+def _trainer_of_a_hanging_import(_number: int, folder: Path) -> None:
+    script = folder / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    sys.modules["__main__"].__file__ = str(script)  # a worker imports the script of its trainer
+    saver = AsyncSaver()
+    _say(saver.worker_pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_starting_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path) -> None:
+    """An import that hangs in a new worker does not outlive a trainer that is killed."""
+    _, printed, errors = nursery.run(tmp_path, _trainer_of_a_hanging_import, tmp_path)
+    pid = int(printed[0])
+    try:
+        cases.until(lambda: not is_alive(pid), "the end of the worker", limit_s=cases.SLACK_S)
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    assert errors == ""

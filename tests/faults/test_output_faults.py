@@ -326,7 +326,7 @@ def one_turn(run: Path) -> None:
     mirror = Mirror(fast, slow, KeepLatest(2))
     with contextlib.suppress(CheckpointError):  # a manager prunes all the same
         mirror.fill(Deadline("commit", 60))
-    Pruner(fast, KeepLatest(1), others=mirror.waiting).prune(Deadline("commit", 60))
+    Pruner(fast, KeepLatest(1), protect=mirror.pending).prune(Deadline("commit", 60))
 
 
 def _steps_in(root: Path) -> set[int]:

@@ -230,12 +230,12 @@ def test_the_mirror_is_asked_for_the_save_that_the_last_look_found() -> None:
     """The best was saved anew, worse, after it was read and copied: that save has no copy yet."""
     store = saved(1, 2, 3, loss_1=0.5, loss_2=0.1, loss_3=0.9)
     root, copied = cases.DiskRoot(store), set(cases.heads(store.disk.files).values())
-    root.look([*map(cases.name_of, (1, 2, 3))], cases.FAR, fresh=True)
+    root.read_states([*map(cases.name_of, (1, 2, 3))], cases.FAR, fresh=True)
     anew = cases.save(store, 2, loss=2.0)
-    root.found_sound(cases.name_of(4), cases.save(store, 4, loss=1.0))
+    root.record_sound(cases.name_of(4), cases.save(store, 4, loss=1.0))
     keep = KeepLatest(1) | KeepBest("loss", "min")
     one = Pruner(
-        root, keep, others=lambda found, _: {f.name: "" for f in found if f.save_id not in copied}
+        root, keep, protect=lambda found, _: {f.name: "" for f in found if f.save_id not in copied}
     )
     assert one.prune(cases.FAR).deleted == (cases.name_of(3),)
     assert cases.heads(store.disk.files)[2] == anew
@@ -245,10 +245,10 @@ def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
     """As many sound ones are looked for as the policy counts, past those known to be damaged."""
     store = saved(1, 2, 3, 4, 5)
     root = cases.DiskRoot(store)
-    root.found_sound(cases.name_of(4), cases.heads(store.disk.files)[4])
-    five = root.look_at(cases.name_of(5), cases.FAR).info
+    root.record_sound(cases.name_of(4), cases.heads(store.disk.files)[4])
+    five = root.read_state(cases.name_of(5), cases.FAR).info
     assert five is not None
-    root.found_damaged(five, "cut")
+    root.record_damaged(five, "cut")
     one = Pruner(root, KeepLatest(2) | KeepEvery(3))
     assert one.prune(cases.FAR).deleted == tuple(map(cases.name_of, (1, 2)))
     assert _steps_in(store) == {3, 4, 5}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import saver_cases as cases
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from dcp_cases import same
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
-from ckpt_storage.background import link
-from ckpt_storage.background.worker import worker_main
+from ckpt_storage.background import worker_process
+from ckpt_storage.coordination.liveness import worker_keys
 from ckpt_storage.testing.ranks import RankPool
 
 Cell = tuple[cases.Where, int]
@@ -161,19 +162,17 @@ def test_worker_that_is_ended_while_it_idles_costs_no_save(tmp_path: Path) -> No
 
 def _never_starts(rank: int, folder: str) -> list[str]:
     """Let no worker of rank 1 start at all; return what is raised, and that the saver recovers."""
-    with (
-        mock.patch.object(link, "worker_main", _dies if rank == 1 else worker_main),
-        cases.quick_saver("process", on_error="warn") as saver,
-    ):
-        error = cases.save_step(saver, folder, rank, 0).exception(cases.END_S)
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    with cases.quick_saver("process", on_error="warn") as saver:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(worker_process, "start_process", lambda *_: subprocess.Popen(command))
+                os.kill(saver.worker_pid or 0, signal.SIGKILL)
+                cases.until(lambda: saver.worker_pid is None, "the end of the first worker")
+            error = cases.save_step(saver, folder, rank, 0).exception(cases.END_S)
         assert isinstance(error, CheckpointError)
-        link.__dict__["worker_main"] = worker_main
         cases.save_step(saver, folder, rank, 1).result(cases.END_S)
     return [type(error).__name__, str(error)]
-
-
-def _dies(*_args: object) -> None:
-    os._exit(3)
 
 
 def test_worker_that_never_starts_is_told_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -183,3 +182,57 @@ def test_worker_that_never_starts_is_told_on_all_ranks(ranks: RankPool, tmp_path
     assert "exit code 3" in first[1]
     assert "exit code 3" in second[1]
     assert "__main__" in second[1]
+
+
+def _starts_late(rank: int, folder: str, *, is_cancelled: bool) -> SaveState:
+    """Save while the worker of rank 1 is starting, for longer than ranks wait for one another."""
+    gate = Path(folder) / "gate"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases.ForkedWorker, "gate", gate if rank == 1 else None)
+        timeout = cases.quick_timeouts(plan=5.0)
+        with cases.quick_saver("process", timeout=timeout, on_error="warn") as saver:
+            pid = saver.worker_pid
+            handle = cases.save_step(saver, folder, rank, 0)
+            if is_cancelled and rank == 0:
+                handle.cancel()
+            if not is_cancelled:
+                time.sleep(10.0)  # the fault itself: beyond the deadline, and what ranks add to it
+                gate.touch()
+            handle.exception(cases.END_S)
+            dist.barrier()
+            gate.touch()
+            if is_cancelled:
+                cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+            assert saver.worker_pid == pid
+    return handle.state
+
+
+def test_start_of_a_worker_does_not_count_as_planning(ranks: RankPool, tmp_path: Path) -> None:
+    """The first save commits, however long the worker of one rank takes to start."""
+    ended = ranks.run(partial(_starts_late, is_cancelled=False), str(tmp_path), world_size=2)
+    assert ended == [SaveState.COMMITTED] * 2
+
+
+def test_cancel_while_a_worker_starts_waits_for_no_worker(ranks: RankPool, tmp_path: Path) -> None:
+    """The save is cancelled on all ranks before the worker has started, and the next commits."""
+    ended = ranks.run(partial(_starts_late, is_cancelled=True), str(tmp_path), world_size=2)
+    assert ended == [SaveState.CANCELLED] * 2
+
+
+def _heartbeat(rank: int, folder: str) -> bool:
+    """Return whether the worker keeps its rank alive during the first save."""
+    with cases.quick_saver("process") as saver:
+        hold = cases.Hold(folder, "write", rank)
+        handle = cases.save_step(saver, folder, rank, 0, planner=cases.held(hold))
+        hold.reached()
+        lane = saver._queue.ranks.lane  # noqa: SLF001  # where the coordinator looks
+        keys, key = worker_keys(lane.keys.client), lane.heartbeat_key(rank)
+        cases.until(lambda: keys.get(key, cases.END_S), "a heartbeat", limit_s=10.0)
+        hold.go()
+        handle.result(cases.END_S)
+    return True
+
+
+def test_workers_send_heartbeats_in_the_first_save(ranks: RankPool, tmp_path: Path) -> None:
+    """They are where the coordinator looks for them, so a busy trainer is not taken for dead."""
+    assert ranks.run(_heartbeat, str(tmp_path), world_size=2) == [True, True]

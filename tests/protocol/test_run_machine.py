@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, CheckpointManager
+from ckpt_storage.manager.listing import find_newest
 from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.manager.root import Root, newest_of
+from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location, probe
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
@@ -113,7 +114,7 @@ class Run(RuleBasedStateMachine):
     def prune(self, count: int, is_mirrored: bool, cut: int | None) -> None:  # noqa: FBT001
         mirror = Mirror(self.fast_root, self.slow_root, None)
         with self.dying(cut):
-            more: dict[str, Any] = {"others": mirror.waiting} if is_mirrored else {}
+            more: dict[str, Any] = {"protect": mirror.pending} if is_mirrored else {}
             Pruner(self.fast_root, KeepLatest(count), **more).prune(Deadline("commit", 60))
         now, newest = seen_in(self.folder / "fast"), set(sorted(self.fast)[-count:])
         waiting = {one for one, mark in self.fast.items() if self.slow.get(one) != mark}
@@ -159,7 +160,7 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def the_newest_of_both_is_found(self) -> None:
         """What would be resumed from is the highest step of both roots, the later save of it."""
-        found = newest_of([self.fast_root, self.slow_root], Deadline("load", 60))
+        found = find_newest([self.fast_root, self.slow_root], Deadline("load", 60))
         both = {**self.slow, **self.fast}
         assert (None if found is None else found.step) == max(both, default=None)
         if found is not None and found.step is not None:

@@ -100,10 +100,10 @@ def test_what_one_rank_refuses_is_told_to_all(
     waits = Timeouts(plan=2.0 if what == "claim" else 60.0)
     wrong = what if rank == bad_rank else ""
     with CheckpointManager(tmp_path, timeout=waits, mode="thread") as manager:
-        uses = manager._root.uses  # noqa: SLF001  # nothing public stops in the middle
+        uses = manager._root.in_use  # noqa: SLF001  # nothing public stops in the middle
         metrics: Any = {"loss": None if wrong == "metrics" else 1.0}
         given: Any = -1 if wrong == "step" else 7, state_of(7)
-        claimed = uses.deleting("step-00000007") if wrong == "claim" else nullcontext()
+        claimed = uses.reserved_for_deletion("step-00000007") if wrong == "claim" else nullcontext()
         with claimed, pytest.raises(errors.CheckpointError) as caught:  # noqa: PT012  # one of two calls
             if in_background:
                 manager.save_async(*given, metrics=metrics, sync_files=False).result(60)

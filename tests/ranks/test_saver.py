@@ -380,7 +380,7 @@ def test_copy_that_takes_too_long_harms_no_later_save(
         hold.reached()
         slow.go.set()
         until(
-            lambda: not any(t.name == "ckpt_storage-stage" for t in threading.enumerate()),
+            lambda: not any(t.name == "ckpt-storage stage" for t in threading.enumerate()),
             "the end of the late copy",
         )
         hold.go()

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import load
 from ckpt_storage.background import staging
-from ckpt_storage.background.staging import Arena, Arenas, Kind, StagingJob
+from ckpt_storage.background.arenas import Arena, Arenas, Kind
+from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves import devices
 
@@ -54,7 +55,7 @@ def copied(state: Any, arenas: Arenas) -> StagingJob:
 
 
 def starts_of(staged: StagingJob) -> dict[str, int]:
-    return {index.fqn: row[0] for index, row in staged.staged.rows.items()}
+    return {index.fqn: place.start for index, place in staged.staged.places.items()}
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -116,7 +117,7 @@ def test_the_same_elements_are_copied_once() -> None:
         del state["subclass"]  # a plan with one is not kept
         first, again = copied(state, arenas), copied(state, arenas)
         assert first.arena is staged.arena
-        assert again.staged.kept is first.staged.kept
+        assert again.staged.cached is first.staged.cached
     starts = starts_of(staged)
     assert len({starts[name] for name in ("whole", "again", "parameter", "subclass")}) == 1
     assert len(set(starts.values())) == 3
@@ -289,7 +290,7 @@ def test_an_arena_that_a_device_may_still_write_to_is_not_reused(
     """If the streams do not end, or their device is lost, the memory stays mapped and unused."""
     retired: list[object] = []
     monkeypatch.setattr(staging, "_SYNCHRONIZE_S", 0.05)
-    monkeypatch.setattr(staging, "_written_by_devices", retired)
+    monkeypatch.setattr("ckpt_storage.background.arenas._RETIRED", retired)
     cuda.failing |= {"synchronize"} | ({"query"} if is_lost else set())
     cuda.is_idle = False
     with contextlib.closing(Arenas()) as arenas:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,12 +28,15 @@ _Job = tuple[str, Callable[..., object], tuple[Any, ...]]
 
 
 class Nursery:
-    """Starts forks of a process that has imported `modules`; a context manager, which ends all."""
+    """Starts forks of a process that has imported `modules`; a context manager, which ends all.
 
-    def __init__(self, *modules: str) -> None:
+    `flags` are those of the interpreter.
+    """
+
+    def __init__(self, *modules: str, flags: Sequence[str] = ("-W", "ignore")) -> None:
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, *modules],
+            [sys.executable, *flags, __file__, *modules],
             stdin=subprocess.PIPE,
             env={**os.environ, **path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )

@@ -177,7 +177,7 @@ def pruner(store: tools.DictStore, keep: Keep, **options: Any) -> Pruner:
     """Return a pruner that trusts what is there."""
     root = DiskRoot(store)
     for step, save_id in heads(store.disk.files).items():
-        root.found_sound(name_of(step), save_id)
+        root.record_sound(name_of(step), save_id)
     return Pruner(root, keep, **options)
 
 

@@ -11,11 +11,13 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
-from ckpt_storage.background import link
+from ckpt_storage.background import worker_process
+from ckpt_storage.background.priorities import IoClass
+from ckpt_storage.background.start import run_worker
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.member import Member
 from ckpt_storage.saves import session
@@ -225,16 +229,46 @@ class ExitingPlanner(DefaultSavePlanner):
         sys.exit(3)
 
 
-def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSaver:
-    """Return a saver with deadlines that suit a test.
+class ForkedWorker:
+    """A worker that is forked from a server which has imported torch: as `subprocess.Popen`."""
 
-    Its workers are forks of a server that has imported torch, which costs seconds a process.
-    """
-    if mode == "process" and link.START_METHOD == "spawn":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["ckpt_storage.background.worker"]
+    gate: Path | None = None
+    """It starts once this file exists."""
+
+    def __init__(self, pipe_fd: int, nice: int | None, io_class: IoClass | None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ckpt_storage.background.worker"])
+        pipe = Connection(os.dup(pipe_fd))
+        self._process = context.Process(
+            target=_run_worker, args=(self.gate, pipe, nice, io_class), daemon=True
         )
-        link.START_METHOD = "forkserver"
+        self._process.start()
+        pipe.close()
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._process.exitcode if self.returncode is None else self.returncode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("worker", timeout)
+        return code
+
+
+def _run_worker(
+    gate: Path | None, pipe: Connection, nice: int | None, io_class: IoClass | None
+) -> None:
+    if gate is not None:
+        until(gate.exists, "the start of the worker")
+    run_worker(pipe.fileno(), os.getppid(), nice, io_class)
+
+
+def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSaver:
+    """Return a saver with deadlines that suit a test, and workers that start in no time."""
+    worker_process.__dict__["start_process"] = ForkedWorker
     return AsyncSaver(mode=mode, **{"timeout": quick_timeouts(), **options})
 
 

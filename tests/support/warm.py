@@ -1,4 +1,4 @@
-"""Scripts in processes that need not import torch again: each is forked from one that has.
+"""Scripts in processes that need not import torch again: forks of a `Nursery`.
 
 A script runs as `python script.py` would: its own arguments, environment, folder, output and exit
 code. What happens before it imports torch is not tested this way; such tests start an interpreter.
@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
+import functools
 import os
 import runpy
-import signal
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Mapping
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from nursery import Nursery, ended
 from servers import free_port
 
 __all__ = ["run_script"]
 
-_PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "ckpt_storage.loads.load",
-    "ckpt_storage.saves.save",
-    "s3fs",
-]
+
+@functools.cache
+def _nursery() -> Nursery:
+    """Return the nursery of this process, which ends with it."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    modules = ("torch.distributed.checkpoint", "ckpt_storage.loads.load", "ckpt_storage.saves.save")
+    return stack.enter_context(Nursery(*modules, "s3fs", "warm", flags=()))
 
 
 def run_script(
@@ -51,62 +48,26 @@ def run_script(
         group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         group |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
         places = [{**group, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    end = time.monotonic() + deadline_s
-    outputs = [folder / f"output-{number}.txt" for number in range(len(places))]
-    processes: list[ForkServerProcess] = []
-    with contextlib.ExitStack() as stack:
-        for place, output in zip(places, outputs, strict=True):
-            job = str(script), [*arguments], str(folder), {**environment, **place}, str(output)
-            processes.append(context.Process(target=_run, args=job, daemon=False))
-            stack.callback(_kill, processes[-1])
-            processes[-1].start()
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-    text = "".join(one.read_text(errors="replace") for one in outputs if one.exists())
+    logs = [folder / f"output-{number}" for number in range(len(places))]
+    for place, log in zip(places, logs, strict=True):
+        for ending in ("out", "err", "code"):
+            Path(f"{log}.{ending}").unlink(missing_ok=True)
+        job = str(script), arguments, str(folder), {**environment, **place}
+        _nursery().start(log, _run, *job)
+    codes = ended(logs, deadline_s)
+    outputs = [Path(f"{log}.out") for log in logs]
+    text = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
     assert None not in codes, f"did not end within {deadline_s} s:\n{text}"
     return next((code for code in codes if code), 0), text
 
 
-def _kill(process: ForkServerProcess) -> None:
-    """End it and what it started."""
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-    process.join(10)
-
-
-def _run(
-    script: str, arguments: list[str], folder: str, environment: dict[str, str], output: str
-) -> None:
-    """Become the interpreter that runs a script; never returns."""
-    os.setsid()
-    with open(output, "wb") as file:  # noqa: PTH123  # a descriptor is what is wanted
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def _run(script: str, arguments: tuple[str, ...], folder: str, environment: dict[str, str]) -> None:
+    """Run a script in a new fork, which ends as an interpreter does."""
+    os.dup2(1, 2)  # one output
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:0] = [item for item in environment.get("PYTHONPATH", "").split(os.pathsep) if item]
     sys.path.insert(0, str(Path(script).parent))
     sys.argv = [script, *arguments]
-    # A child of multiprocessing has one; an interpreter that a shell starts has none.
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # no public way
-    code = 0
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001  # as the interpreter does
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # what an interpreter does at its end
-    atexit._run_exitfuncs()  # noqa: SLF001  # as above
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    runpy.run_path(script, run_name="__main__")

@@ -21,7 +21,7 @@ from ckpt_storage import (
     SaveState,
     StorageError,
 )
-from ckpt_storage.background import handle as handles
+from ckpt_storage.background import interpreter_exit
 from ckpt_storage.background.handle import SaveStatus
 from ckpt_storage.coordination.liveness import Heartbeats, RankProgress
 from ckpt_storage.options import Phase, Timeouts
@@ -194,13 +194,13 @@ def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
 
 def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is staged while another commits is waited for from the end of that one on."""
-    monkeypatch.setattr(handles, "STALL_S", 2.0)
+    monkeypatch.setattr(interpreter_exit, "STALL_S", 2.0)
     first, second = (SaveStatus(f"file:///{name}", 0, limit_s=9.0) for name in "ab")
     for save in (first, second):
-        handles.flush_at_exit(save, 60.0, Timeouts())
+        interpreter_exit.flush_at_exit(save, 60.0, Timeouts())
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
-    assert handles.flush([first, second]) == []
+    assert interpreter_exit.flush([first, second]) == []
 
 
 def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveStatus) -> None:
@@ -212,11 +212,11 @@ def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveS
         go.wait(10)
 
     status.add_done_callback(slow)
-    handles.flush_at_exit(status, 60.0, Timeouts())
+    interpreter_exit.flush_at_exit(status, 60.0, Timeouts())
     thread = threading.Thread(target=status.succeed, args=[INFO])
     thread.start()
     called.wait(10)
-    lost = handles.flush([status])
+    lost = interpreter_exit.flush([status])
     go.set()
     thread.join()
     assert lost == []

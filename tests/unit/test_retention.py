@@ -14,26 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.manager.names import StepNames
-from ckpt_storage.manager.policies import (
+from ckpt_storage import (
     Candidate,
-    KeepAny,
+    CheckpointInfo,
+    InvalidInputError,
     KeepBest,
     KeepClosest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
-    RetentionPolicy,
-    policies_of,
-)
-from ckpt_storage.manager.retention import (
-    FolderState,
     PruneReport,
-    counted_by,
-    plan_retention,
+    RetentionPolicy,
 )
+from ckpt_storage.manager.folders import FolderState
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.policies import KeepAny, policies_of
+from ckpt_storage.manager.retention import plan_retention, supports_of
 
 
 def info(
@@ -345,9 +341,9 @@ def test_a_plan_rests_on_the_closest_only_where_others_are_there() -> None:
         FolderState(name=f"step-{step}", step=step, status="committed", info=info(step))
         for step in (10, 19, 20, 31, 50)
     ]
-    assert counted_by(KeepClosest(every_steps=10), folders) == {"step-20", "step-50"}
-    assert counted_by(KeepEvery(10) | KeepNewerThan(9), folders) == {"step-50"}
-    assert counted_by(KeepLatest(2), folders) == {"step-31", "step-50"}
+    assert supports_of(KeepClosest(every_steps=10), folders) == {"step-20", "step-50"}
+    assert supports_of(KeepEvery(10) | KeepNewerThan(9), folders) == {"step-50"}
+    assert supports_of(KeepLatest(2), folders) == {"step-31", "step-50"}
 
 
 class KeepOdd(RetentionPolicy):
