@@ -23,15 +23,40 @@ class Mutant:
 
 
 _CLI = "tests/api/test_cli.py"
+_COMMIT = "tests/protocol/test_commit.py"
 _COMPARED = "tests/api/test_checkpoint_numbers.py"
+_CONSOLIDATION = "tests/unit/test_consolidation.py"
+_CONVERT = "tests/api/test_convert.py"
+_COPY = "tests/api/test_copy.py"
+_DAMAGED = "tests/format/test_damage_documents.py"
+_DAMAGED_FILES = "tests/api/test_damage_files.py"
+_DOCUMENTS = "tests/format/test_documents.py"
 _HANDLE = "tests/unit/test_handle.py"
 _HOSTILE = "tests/format/test_interop_hostile.py"
+_IDENTITY = "tests/unit/test_identity.py"
+_LISTED = "tests/stores/test_listed_names.py"
+_LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
+_MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_OVERWRITE = "tests/api/test_overwrite.py"
+_POSIX = "tests/protocol/test_posix_faults.py"
 _PRUNE = "tests/protocol/test_prune.py"
+_REFUSED = "tests/api/test_refused_states.py"
+_REMOTE = "tests/stores/test_store_remote_faults.py"
+_REPLACED = "tests/protocol/test_replaced_files.py"
 _RETENTION = "tests/unit/test_retention.py"
+_RETRY = "tests/stores/test_store_retry.py"
+_ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
+_SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
+_STAGING = "tests/ranks/test_staging.py"
+_STOCK = "tests/format/test_stockmeta.py"
+_TENSORS = "tests/format/test_tensorfile.py"
+_TRANSFER = "tests/stores/test_transfer.py"
+_UPKEEP = "tests/protocol/test_commit_upkeep.py"
 _WORKER = "tests/unit/test_worker_save.py"
+_WRITER = "tests/stores/test_filewriter.py"
 
 _MANAGER_MUTANTS = [
     Mutant(
@@ -386,19 +411,29 @@ _BACKGROUND_MUTANTS = [
         "self._call(callback, Exception)",
         [_HANDLE],
     ),
-    Mutant("background/arenas.py", "if arena.is_retired:", "if arena.size_bytes < 0:", [_HANDLE]),
+    Mutant(
+        "background/arenas.py",
+        "if arena.is_retired:",
+        "if arena.size_bytes < 0:",
+        [f"{_STAGING}::test_an_arena_that_a_device_may_still_write_to_is_not_reused"],
+    ),
     Mutant(
         "background/arenas.py",
         "if arena.size_bytes >= need_bytes:",
         "if arena.size_bytes > need_bytes:",
-        [_HANDLE],
+        ["tests/unit/test_arenas.py"],
     ),
-    Mutant("background/arenas.py", "if self._is_closed:", "if self._kind is None:", [_HANDLE]),
+    Mutant(
+        "background/arenas.py",
+        "if self._is_closed:",
+        "if self._kind is None:",
+        ["tests/unit/test_arenas.py"],
+    ),
     Mutant(
         "background/save_queue.py",
         "if is_read or not staging.done():",
         "if not staging.done():",
-        [_HANDLE],
+        ["tests/unit/test_arenas.py"],
     ),
     Mutant(
         "background/priorities.py",
@@ -450,9 +485,811 @@ _BACKGROUND_MUTANTS = [
     ),
 ]
 
+_STORE_MUTANTS = [
+    Mutant(
+        "store/backends/drafts.py",
+        "self._posix.fsync(fd)",
+        "self._posix.fstat(fd)",
+        [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
+    ),
+    Mutant(
+        "store/backends/drafts.py",
+        "self._posix.sync_names(self._folder)",
+        "self._posix.stat(self._folder)",
+        [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
+    ),
+    Mutant(
+        "store/backends/drafts.py",
+        "if found.st_size != total_bytes:",
+        "if found.st_size > total_bytes:",
+        [f"{_POSIX}::test_a_write_that_was_not_carried_out_is_noticed"],
+    ),
+    Mutant(
+        "store/backends/drafts.py",
+        "if (found.st_dev, found.st_ino) == self._identity:",
+        "if found.st_ino and self._identity:",
+        [f"{_POSIX}::test_a_lost_link_is_not_confused_with_a_backup"],
+    ),
+    Mutant(
+        "store/backends/drafts.py",
+        "if alone and self._user_count:",
+        "if alone and self._user_count < 0:",
+        [_RETRY, _POSIX],
+    ),
+    Mutant(
+        "store/backends/drafts.py",
+        "{target_name[:_KEPT_NAME_CHARS]}",
+        "{target_name}",
+        [f"{_LOCAL}::test_a_long_name_leaves_room_for_the_temporary_one"],
+    ),
+    Mutant(
+        "store/backends/local.py",
+        "if not is_near or folder.startswith",
+        "if folder.startswith",
+        [f"{_SHARED_UPLOAD}::test_a_token_names_no_file_elsewhere"],
+    ),
+    Mutant(
+        "store/backends/local.py",
+        "for folder in folders if self._sync else ():",
+        "for folder in ():",
+        [f"{_POSIX}::test_a_delete_is_durable_when_it_returns"],
+    ),
+    Mutant(
+        "store/backends/local.py",
+        'if self._leads_out(self._full(prefix.strip("/"))):',
+        'if prefix == "..":',
+        [_LISTED],
+    ),
+    Mutant(
+        "store/backends/local.py",
+        "if max_bytes is not None and found.st_size > max_bytes:",
+        "if max_bytes is not None and found.st_size < 0:",
+        ["tests/stores/test_bounded_reads.py"],
+    ),
+    Mutant(
+        "store/backends/local.py",
+        "if _version_of(self._posix.stat(full)) != version:",
+        "if not version:",
+        [_LOCAL],
+    ),
+    Mutant(
+        "store/backends/posix.py",
+        "os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW",
+        "os.O_WRONLY | os.O_CLOEXEC",
+        [_SHARED_UPLOAD, _LOCAL],
+    ),
+    Mutant(
+        "store/backends/posix.py",
+        "if self.is_link(path):",
+        'if path == "":',
+        [f"{_LOCAL}::test_delete_folder_follows_no_link"],
+    ),
+    Mutant(
+        "store/calls.py",
+        "and failure.kind not in _NEVER",
+        "and failure.kind not in ()",
+        [f"{_RETRY}::test_what_may_help_is_repeated_and_nothing_else"],
+    ),
+    Mutant(
+        "store/calls.py",
+        'and (repeat != "if-nothing-done" or nothing_was_done(failure))',
+        'and (repeat != "never" or nothing_was_done(failure))',
+        [f"{_RETRY}::test_a_lost_answer_to_a_conditional_put_is_settled"],
+    ),
+    Mutant(
+        "store/calls.py",
+        "cause = cause.__cause__\n",
+        "cause = cause.__cause__ or cause.__context__\n",
+        [f"{_RETRY}::test_a_refused_connection_proves_that_nothing_was_done"],
+    ),
+    Mutant(
+        "store/calls.py",
+        "if delay_s >= self._left_s():",
+        "if self._left_s() <= 0:",
+        [f"{_RETRY}::test_delays_grow_with_full_jitter_and_end_with_the_deadline"],
+    ),
+    Mutant(
+        "store/calls.py",
+        "if len(self._refreshed) == seen_count:",
+        "if len(self._refreshed) >= seen_count:",
+        [
+            f"{_RETRY}::test_expired_credentials_are_refreshed_once",
+            f"{_REMOTE}::test_expired_credentials_are_looked_up_again",
+        ],
+    ),
+    Mutant(
+        "store/store.py",
+        'if not in_doubt and (found == "nothing" or not unsynced):',
+        "if not in_doubt:",
+        [f"{_COMMIT}::test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not"],
+    ),
+    Mutant(
+        "store/store.py",
+        'if found == "ours" and not unsynced:',
+        'if found == "ours":',
+        [f"{_COMMIT}::test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not"],
+    ),
+    Mutant(
+        "store/store.py",
+        'return "nothing" if version is not None and found.version == version else "other"',
+        'return "other"',
+        [f"{_RETRY}::test_a_lost_answer_to_a_conditional_put_is_settled"],
+    ),
+    Mutant("store/store.py", "if total_bytes >= stop:", "if total_bytes > stop:", [_REMOTE]),
+    Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
+    Mutant(
+        "store/store.py",
+        "lent.release()",
+        "lent.tobytes",
+        [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
+    ),
+    Mutant(
+        "store/redaction.py",
+        "key=len, reverse=True)",
+        "key=len)",
+        ["tests/servers/test_location.py"],
+    ),
+    Mutant(
+        "store/upload.py",
+        'if self._state == "aborted" and self._is_owner:',
+        'if self._state == "never" and self._is_owner:',
+        [f"{_SHARED_UPLOAD}::test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing"],
+    ),
+    Mutant(
+        "store/upload.py",
+        "if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):",
+        "if not isinstance(error, CheckpointError):",
+        [f"{_RETRY}::test_an_upload_with_a_part_under_way_cannot_complete"],
+    ),
+    Mutant(
+        "store/upload.py",
+        "if ours_bytes == total_bytes:",
+        "if ours_bytes is not None:",
+        [_REMOTE, _RETRY],
+    ),
+    Mutant(
+        "store/backends/s3.py",
+        'page.get("NextUploadIdMarker", "")',
+        '""',
+        [f"{_REMOTE}::test_listings_and_uploads_of_many_pages_are_whole"],
+    ),
+    Mutant(
+        "store/backends/s3.py",
+        'if item["Key"] == key or item["Key"].startswith(below):',
+        'if item["Key"].startswith(key):',
+        [_REMOTE],
+    ),
+    Mutant(
+        "store/backends/s3.py",
+        "CopySourceIfMatch=etag)",
+        "CopySourceIfNoneMatch=etag[1:])",
+        [f"{_SHARED_UPLOAD}::test_a_source_that_changes_between_copies_is_noticed"],
+    ),
+    Mutant(
+        "store/deadline.py",
+        "if is_late and self.remaining_s() < _CUT_S:",
+        "if is_late:",
+        [_TRANSFER, _RETRY],
+    ),
+    Mutant(
+        "store/deadline.py",
+        "self._beside.failed(self.failure() or error)",
+        "self._beside.failed(error)",
+        ["tests/unit/test_relay.py"],
+    ),
+    Mutant(
+        "store/threads.py",
+        "        if worker.is_abandoned:\n            raise",
+        "        if worker.moved_s < 0:\n            raise",
+        [f"{_RETRY}::test_a_hanging_operation_is_given_up_and_named"],
+    ),
+]
+
+_TRANSFER_MUTANTS = [
+    Mutant(
+        "transfer/pacing.py",
+        "self._limit = max(1, self._limit // 2)",
+        "self._limit = max(1, self._limit - 1)",
+        [f"{_WRITER}::test_a_slow_down_halves_the_number_once_for_all_that_were_under_way"],
+    ),
+    Mutant(
+        "transfer/pacing.py",
+        "self._late_count = self._limit - 1",
+        "self._late_count = 0",
+        [f"{_WRITER}::test_a_slow_down_halves_the_number_once_for_all_that_were_under_way"],
+    ),
+    Mutant(
+        "transfer/pacing.py",
+        "while self._queue[0] is not turn or self.held_bytes",
+        "while self.held_bytes",
+        [f"{_WRITER}::test_claims_are_served_in_their_order"],
+    ),
+    Mutant(
+        "transfer/pacing.py",
+        "self._limit = min(self._most, self._limit + 1)",
+        "self._limit = self._limit + 1",
+        [f"{_WRITER}::test_a_slow_down_halves_the_number_once_for_all_that_were_under_way"],
+    ),
+    Mutant(
+        "transfer/ranges.py",
+        "                self.given_up.set()",
+        "                self.given_up.is_set()",
+        [f"{_TRANSFER}::test_a_failed_load_touches_no_target_after_it_was_raised"],
+    ),
+    Mutant(
+        "transfer/ranges.py",
+        "judged = stop if stop == length else stop - stop % read.block_bytes",
+        "judged = stop",
+        [_TRANSFER],
+    ),
+    Mutant(
+        "transfer/ranges.py",
+        "if read.check is not None and self._piece_bytes is None",
+        "if read.check is not None and self._piece_bytes",
+        [_TRANSFER],
+    ),
+    Mutant(
+        "transfer/chunks.py",
+        "if total != math.prod(read.chunk_sizes) * read.item_bytes:",
+        "if total < math.prod(read.chunk_sizes) * read.item_bytes:",
+        ["tests/unit/test_chunks.py"],
+    ),
+    Mutant(
+        "transfer/chunks.py",
+        "inner_start = start + -start % block",
+        "inner_start = start",
+        ["tests/unit/test_chunks.py::test_every_selection_gets_what_slicing_gives"],
+    ),
+    Mutant(
+        "transfer/chunks.py",
+        "low, high = max(start, run.start), min",
+        "low, high = start, min",
+        ["tests/unit/test_chunks.py::test_every_selection_gets_what_slicing_gives"],
+    ),
+    Mutant(
+        "transfer/workers.py", "if not self._cancelled:", "if self._threads:", [_TRANSFER, _WRITER]
+    ),
+    Mutant(
+        "transfer/writing.py",
+        "most = options.thread_count if capabilities.parallel_parts else 1",
+        "most = options.thread_count",
+        [_WRITER],
+    ),
+    Mutant(
+        "transfer/writing.py",
+        "return 2 if capabilities.is_remote and not capabilities.streams_parts else 1",
+        "return 1",
+        [_TRANSFER, _WRITER],
+    ),
+]
+
+_COMMIT_MUTANTS = [
+    Mutant(
+        "commit/attempt.py",
+        "elif any(shown) and is_foreign(store, found):",
+        "elif any(shown) and head:",
+        ["tests/api/test_dcp_bad_input.py::test_a_taken_id_is_refused_whoever_took_it"],
+    ),
+    Mutant(
+        "commit/attempt.py",
+        "if time.time() - grant.began_s > _MOST_AGE_S:",
+        "if grant.began_s < 0:",
+        [f"{_UPKEEP}::test_an_attempt_of_days_ago_is_not_committed"],
+    ),
+    Mutant(
+        "commit/attempt.py",
+        'if holder.type != "fence" or grant.save_id in holder.fenced:',
+        'if holder.type != "fence":',
+        [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
+    ),
+    Mutant(
+        "commit/attempt.py",
+        'if holder.type != "fence" or grant',
+        "if grant",
+        [f"{_COMMIT}::test_a_slot_that_another_holds_is_lost_to_it"],
+    ),
+    Mutant(
+        "commit/publishing.py",
+        "if named is not None and named.slot >= head.slot:",
+        "if named is not None and named.slot > head.slot:",
+        [_UPKEEP],
+    ),
+    Mutant(
+        "commit/publishing.py",
+        "slot_s is not None and stock_s >= slot_s:",
+        "slot_s is not None and stock_s > slot_s:",
+        ["tests/api/test_stock_metadata.py::test_a_stock_save_of_the_same_second_is_a_newer_one"],
+    ),
+    Mutant(
+        "commit/publishing.py",
+        "if not has_put or named is None or named.slot > last_slot:",
+        "if not has_put or named is None or named.slot:",
+        [_COMMIT, _UPKEEP],
+    ),
+    Mutant(
+        "commit/publishing.py",
+        "return found.last is None or read_footer(store) is None",
+        "return read_footer(store) is None",
+        [_PRUNE],
+    ),
+    Mutant(
+        "commit/slotlog.py",
+        "return holder, holder.write_id == record.write_id",
+        "return holder, holder.save_id == record.save_id",
+        [_COMMIT, _UPKEEP],
+    ),
+    Mutant(
+        "commit/slotlog.py",
+        'if error.kind not in {"exists", "unknown"}:',
+        'if error.kind not in {"exists"}:',
+        [f"{_COMMIT}::test_a_commit_ends_as_its_answers_say"],
+    ),
+    Mutant(
+        "commit/slotlog.py",
+        'head.type != "commit" or head.save_id != reference.save_id:',
+        'head.type != "commit":',
+        [f"{_COMMIT}::test_a_head_that_leads_astray_is_refused"],
+    ),
+    Mutant(
+        "commit/slotlog.py",
+        "if reference.size_bytes > most_bytes:",
+        "if reference.size_bytes < 0:",
+        [_DAMAGED, "tests/stores/test_bounded_reads.py"],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        'if path.endswith(".distcp")])',
+        'if path.endswith(".none")])',
+        [f"{_UPKEEP}::test_shards_go_first_and_the_manifest_last"],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "if now_s - time_s >= min_age_s]",
+        "if now_s >= time_s]",
+        [f"{_UPKEEP}::test_age_is_told_by_the_storages_clock"],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "freed = [save_id for save_id in dead if save_id not in commits]",
+        "freed = list(dead)",
+        [_UPKEEP, _COMMIT],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "if named is not None and named.slot < record.slot:",
+        "if named is not None:",
+        [_UPKEEP],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "if age_s is None or age_s < TOMBSTONE_AGE_S / 2:",
+        "if age_s is None or age_s < TOMBSTONE_AGE_S:",
+        [_UPKEEP],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "if last is None or max(slots) > found.last_slot:",
+        "if last is None:",
+        [_UPKEEP],
+    ),
+    Mutant(
+        "commit/cleaning.py",
+        "if named is None or save_id != named.save_id]",
+        "if save_id]",
+        [_UPKEEP],
+    ),
+    Mutant(
+        "commit/assembly.py",
+        "if found is None or found.size_bytes != ref.size_bytes:",
+        "if found is None:",
+        ["tests/unit/test_assemble.py", _UPKEEP],
+    ),
+    Mutant(
+        "commit/assembly.py",
+        "held and len(held) == len(tensor.boxes):",
+        "held:",
+        ["tests/unit/test_assemble.py"],
+    ),
+    Mutant(
+        "commit/assembly.py",
+        "if missing or len(reports) != world_size:",
+        "if missing:",
+        ["tests/unit/test_assemble.py"],
+    ),
+    Mutant(
+        "commit/report.py",
+        "np.flatnonzero(self._codes[numbers] != codes)[:1]",
+        "np.flatnonzero(self._codes[numbers] != codes)[:0]",
+        ["tests/unit/test_assemble.py::test_what_is_wrong_is_said"],
+    ),
+]
+
+_FORMAT_MUTANTS = [
+    Mutant(
+        "format/names.py",
+        "if _DRIVE_OR_URL.match(path):",
+        'if path == ":":',
+        [f"{_LISTED}::test_an_unsafe_name_has_one"],
+    ),
+    Mutant(
+        "format/names.py",
+        'frozenset({"", ".", ".."})',
+        'frozenset({"", ".."})',
+        [f"{_LISTED}::test_an_unsafe_name_has_one"],
+    ),
+    Mutant(
+        "format/names.py",
+        "if _SCHEME.match(path) else None)",
+        "if not path else None)",
+        ["tests/format/test_named_files.py"],
+    ),
+    Mutant("format/safetensors.py", "if entry.start != end:", "if entry.start < end:", [_TENSORS]),
+    Mutant(
+        "format/safetensors.py",
+        "if end != file_bytes - data_offset:",
+        "if end > file_bytes - data_offset:",
+        [_TENSORS],
+    ),
+    Mutant(
+        "format/safetensors.py",
+        "if end - start != prod(shape) * kind.item_bytes:",
+        "if end - start < prod(shape) * kind.item_bytes:",
+        [_TENSORS],
+    ),
+    Mutant(
+        "format/documents.py",
+        "if len(found) != len(pairs):",
+        "if len(found) > len(pairs):",
+        [_DOCUMENTS],
+    ),
+    Mutant(
+        "format/documents.py",
+        "or not inflater.eof or inflater.unused_data:",
+        "or not inflater.eof:",
+        [f"{_DOCUMENTS}::test_what_is_packed_otherwise_than_it_says_is_refused"],
+    ),
+    Mutant(
+        "format/documents.py",
+        "if self.allowance.left_bytes < 0:",
+        "if size_bytes < 0:",
+        [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],
+    ),
+    Mutant(
+        "format/inert_pickle.py",
+        "if machine.metastack or machine.stack:",
+        "if machine.metastack:",
+        [_STOCK, _HOSTILE],
+    ),
+    Mutant(
+        "format/inert_pickle.py",
+        "if len(self.metastack) >= _MAX_MARKS:",
+        "if len(self.metastack) < 0:",
+        [_STOCK],
+    ),
+    Mutant(
+        "format/inert_pickle.py",
+        "(str(name), False, True)) if _NUMBER.fullmatch(name):",
+        "(str(name), False, True)) if name:",
+        [f"{_HOSTILE}::test_everything_else_is_refused"],
+    ),
+    Mutant(
+        "format/inert_pickle.py",
+        "target.state is not None or state is None:",
+        "state is None:",
+        [_STOCK, _HOSTILE],
+    ),
+    Mutant(
+        "format/commit_record.py",
+        "if not all(map(is_save_id, record.fenced)):",
+        "if not all(record.fenced):",
+        [f"{_DAMAGED}::test_a_record_cannot_make_a_deletion_leave_the_checkpoint"],
+    ),
+    Mutant(
+        "format/commit_record.py",
+        "record.previous and record.previous.slot >= slot",
+        "record.previous and record.previous.slot > slot",
+        [f"{_DAMAGED}::test_a_document_that_cannot_be_is_refused"],
+    ),
+    Mutant(
+        "format/commit_record.py",
+        'if get.count("slot") != slot:',
+        'if get.count("slot") < 0:',
+        [_DAMAGED],
+    ),
+    Mutant(
+        "format/rank_manifest.py",
+        "good &= (stop <= np.uint64(size_bytes)) & (",
+        "good &= (",
+        [_MANIFESTS],
+    ),
+    Mutant(
+        "format/rank_manifest.py",
+        "good = (before <= start) & (start <= payload)",
+        "good = (start <= payload)",
+        [f"{_MANIFESTS}::test_items_that_overlap_are_refused"],
+    ),
+    Mutant(
+        "format/rank_manifest.py",
+        "(at.astype(np.uint64) for at in positions)",
+        "(at for at in positions)",
+        [f"{_MANIFESTS}::test_a_payload_whose_length_wraps_around_is_refused"],
+    ),
+    Mutant(
+        "format/exports.py",
+        "return path == INDEX_NAME or is_weight_file(path) or",
+        "return is_weight_file(path) or",
+        [_PRUNE, "tests/protocol/test_posix_faults.py"],
+    ),
+]
+
+_SOURCE_MUTANTS = [
+    Mutant(
+        "source/filemarks.py",
+        "if now[path] != self.of[path]:",
+        "if now[path][0] != self.of[path][0]:",
+        [f"{_OPENED}::test_files_that_another_writer_replaced_are_noticed"],
+    ),
+    Mutant(
+        "source/model.py",
+        "if found.save_id != save_id:",
+        "if not found.save_id:",
+        [_DAMAGED_FILES, _DAMAGED],
+    ),
+    Mutant(
+        "source/model.py",
+        "if found.rank != rank:",
+        "if found.rank < 0:",
+        [_DAMAGED_FILES, _DAMAGED],
+    ),
+    Mutant(
+        "source/model.py",
+        "if found != wanted or listed != box:",
+        "if found != wanted:",
+        [f"{_DAMAGED}::test_documents_that_contradict_each_other_are_found"],
+    ),
+    Mutant(
+        "source/model.py",
+        "if head is not None and head.save_id == save_id:",
+        "if head is not None:",
+        [_OVERWRITE],
+    ),
+    Mutant(
+        "source/foreign.py",
+        "    if flaw is not None:",
+        "    if flaw is None is None:",
+        [f"{_HOSTILE}::test_a_stock_checkpoint_with_a_gap_is_refused"],
+    ),
+    Mutant(
+        "source/foreign.py",
+        "if parsed.shape != place.sizes:",
+        "if len(parsed.shape) != len(place.sizes):",
+        [_HOSTILE],
+    ),
+    Mutant(
+        "source/opening.py",
+        'if local is not None and f"{SAVES}/" not in names:',
+        "if local is not None:",
+        ["tests/api/test_dcp_bad_input.py"],
+    ),
+    Mutant(
+        "source/opening.py",
+        "            if not looks_left:",
+        "            if looks_left:",
+        [_OVERWRITE, _REPLACED],
+    ),
+]
+
+_SAVES_MUTANTS = [
+    Mutant(
+        "saves/outcome.py",
+        'Row("*", "committing", "unexpected", "*", "raise unknown")',
+        'Row("*", "committing", "unexpected", "*", "raise")',
+        ["tests/unit/test_save_outcome.py"],
+    ),
+    Mutant(
+        "saves/outcome.py",
+        '"committed", "raise with info")',
+        '"committed", "return")',
+        ["tests/unit/test_save_outcome.py"],
+    ),
+    Mutant("saves/shardfile.py", "if found != length:", "if found < length:", [_WRITER, _REFUSED]),
+    Mutant(
+        "saves/shardfile.py",
+        "_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES]",
+        "_ZEROS[0]",
+        [_WRITER, "tests/format/test_golden_v1.py"],
+    ),
+    Mutant(
+        "saves/items.py",
+        "lazy = tensor.is_conj() or tensor.is_neg()",
+        "lazy = tensor.is_conj()",
+        [_REFUSED],
+    ),
+    Mutant(
+        "saves/session.py",
+        'if error.kind != "no-space" or not self._has_freed(grant, deadline):',
+        "if error.kind:",
+        ["tests/api/test_full_disk.py::test_a_save_without_space_frees_what_a_dead_one_left"],
+    ),
+    Mutant(
+        "saves/session.py",
+        'if self.options.unsafe_values == "refuse":',
+        'if self.options.unsafe_values == "never":',
+        [f"{_REFUSED}::test_a_value_that_only_pickle_holds_is_named"],
+    ),
+    Mutant(
+        "saves/session.py",
+        "self.discard(grant.save_id, is_whole=True)",
+        "self.discard(grant.save_id, is_whole=False)",
+        [
+            "tests/api/test_requests.py::test_an_attempt_that_cannot_be_claimed_leaves_nothing",
+            "tests/api/test_full_disk.py",
+        ],
+    ),
+]
+
+_COORDINATION_MUTANTS = [
+    Mutant("coordination/identity.py", "lowest = min(stepped", "lowest = max(stepped", [_IDENTITY]),
+    Mutant(
+        "coordination/identity.py",
+        "and (self.step == other.step or None in (self.step, other.step))",
+        "and self.step == other.step",
+        [_IDENTITY],
+    ),
+    Mutant(
+        "coordination/identity.py",
+        "if identity in left_behind and before.get(rank) != identity:",
+        "if identity in left_behind:",
+        [_IDENTITY],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "if count == 0 or connection is None or keys.client.connection is not connection:",
+        "if count < 0:",
+        [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "if count == self._world_size - 1:",
+        "if count == self._world_size:",
+        [
+            f"{_ROUNDS}::test_a_save_costs_a_member_twelve_requests_at_most",
+            "tests/protocol/test_messages.py",
+        ],
+    ),
+    Mutant(
+        "coordination/liveness.py",
+        "> self._allowed_looks and self._is_silent(rank):",
+        "> self._allowed_looks:",
+        [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
+    ),
+    Mutant(
+        "coordination/liveness.py",
+        "idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)",
+        "idle_s=slowest.idle_s)",
+        [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],
+    ),
+    Mutant(
+        "coordination/failures.py",
+        "is_general = failure.is_decision or not",
+        "is_general = not",
+        [
+            "tests/protocol/test_coordination.py::test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all"
+        ],
+    ),
+]
+
+_DCP_MUTANTS = [
+    Mutant(
+        "dcp/border.py",
+        "pickle.loads(pickle.dumps(error))",
+        "pickle.dumps(error)",
+        ["tests/ranks/test_rank_errors.py"],
+    ),
+    Mutant(
+        "dcp/writer.py",
+        'if not kwargs.get("use_collectives", True):',
+        'if kwargs.get("use_collectives") == 0.5:',
+        ["tests/api/test_dcp_bad_input.py"],
+    ),
+    Mutant(
+        "dcp/writer.py",
+        "            of.pending = None\n",
+        "            of.asked = True\n",
+        ["tests/api/test_dcp_bad_input.py"],
+    ),
+]
+
+_LOADS_MUTANTS = [
+    Mutant(
+        "loads/items.py",
+        "if not self._allow_lossy and not torch.can_cast(_dtype(stored)[0], target.dtype):",
+        "if False:",
+        [f"{_REFUSED}::test_a_cast_that_changes_the_kind_of_value_needs_leave"],
+    ),
+    Mutant(
+        "loads/items.py",
+        "                if known != number:",
+        "                if known is None:",
+        [f"{_REFUSED}::test_one_target_for_two_values_needs_leave"],
+    ),
+    Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
+    Mutant(
+        "loads/items.py",
+        "with torch.inference_mode(self.tensor.is_inference()):",
+        "with torch.inference_mode(False):",
+        [f"{_REFUSED}::test_targets_of_inference_mode_are_filled"],
+    ),
+    Mutant(
+        "loads/resolving.py",
+        "is not getattr(torchs, n) or n in own for n in _RESOLVING):",
+        "is not getattr(torchs, n) for n in _RESOLVING):",
+        [_REFUSED],
+    ),
+]
+
+_INTEGRATIONS_MUTANTS = [
+    Mutant(
+        "integrations/packing.py",
+        "if head == OUTLINE or is_taken(head) else head",
+        "if head == OUTLINE else head",
+        ["tests/api/test_integration_packing.py"],
+    ),
+    Mutant(
+        "integrations/packing.py",
+        "while name in tensors:",
+        "while not name:",
+        ["tests/api/test_integration_packing.py"],
+    ),
+    Mutant(
+        "integrations/packing.py",
+        "if fqn in known or not self._wanted(fqn):",
+        "if fqn in known:",
+        ["tests/api/test_integration_packing.py"],
+    ),
+]
+
+_OPTIONS_MUTANTS = [
+    Mutant(
+        "errors.py",
+        '{**vars(self), "args": self.args}',
+        "{**vars(self)}",
+        ["tests/unit/test_public_surface.py::test_an_error_survives_every_copy"],
+    ),
+    Mutant(
+        "options.py",
+        "rank_count = max(1, int(told))",
+        "rank_count = int(told)",
+        [f"{_TRANSFER}::test_ranks_of_a_node_share_what_is_the_default"],
+    ),
+    Mutant(
+        "options.py",
+        '0 < value < float("inf")',
+        '0 <= value < float("inf")',
+        ["tests/api/test_dcp_bad_input.py"],
+    ),
+    Mutant(
+        "options.py",
+        "if self.memory_limit_bytes < self.part_bytes:",
+        "if self.memory_limit_bytes < 0:",
+        ["tests/api/test_dcp_bad_input.py"],
+    ),
+]
+
 MUTANTS: list[Mutant] = [
     *_MANAGER_MUTANTS,
     *_CLI_MUTANTS,
     *_INSPECT_MUTANTS,
     *_BACKGROUND_MUTANTS,
+    *_STORE_MUTANTS,
+    *_TRANSFER_MUTANTS,
+    *_COMMIT_MUTANTS,
+    *_FORMAT_MUTANTS,
+    *_SOURCE_MUTANTS,
+    *_SAVES_MUTANTS,
+    *_COORDINATION_MUTANTS,
+    *_DCP_MUTANTS,
+    *_LOADS_MUTANTS,
+    *_INTEGRATIONS_MUTANTS,
+    *_OPTIONS_MUTANTS,
 ]

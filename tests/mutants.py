@@ -35,7 +35,10 @@ _LIMIT_S = 600.0
 """Past pytest's own limit for a test, so that a test that hangs mostly fails."""
 _GOAL = 0.95
 _IMPORTED = ("torch.distributed.checkpoint", "hypothesis", "s3fs", "safetensors", "warm_pytest")
-"""Neither the package nor what imports it: each fork imports its own copy."""
+"""What forks need not import again: neither the package nor what imports it."""
+_PYTEST = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+# Plugins are imported before pytest can rewrite what they assert.
+_PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 Outcome = Literal["killed", "hung", "survived", "not applied"]
 
@@ -100,7 +103,7 @@ class Copy:
         """Return the exit code of pytest, None if it did not end in time, and what it printed."""
         self._run_count += 1
         log = Path(f"{self._folder}-run-{self._run_count}")
-        arguments = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+        arguments = [*_PYTEST, *tests]
         self._nursery.start(log, run_pytest, str(self._folder), arguments)
         (code,) = ended([log], limit_s)
         output = Path(f"{log}.out").read_text(errors="replace")
