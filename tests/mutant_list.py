@@ -212,7 +212,12 @@ _CLI_MUTANTS = [
     Mutant(
         "cli/app.py", "_say(scrub(told))", "_say(told)", [f"{_CLI}::test_secrets_are_never_printed"]
     ),
-    Mutant("cli/output.py", "click.echo(shown(line))", "click.echo(line)", [_CLI]),
+    Mutant(
+        "cli/output.py",
+        "click.echo(shown(line))",
+        "click.echo(line)",
+        [f"{_CLI}::test_no_name_that_is_printed_reaches_the_terminal_as_it_is"],
+    ),
     Mutant(
         "cli/output.py",
         'if found & {f"{COMMITS}/", STOCK_METADATA}:',
@@ -242,7 +247,7 @@ _CLI_MUTANTS = [
         "cli/values.py",
         "{shown(tensor.fqn)}  {tensor.dtype}",
         "{tensor.fqn}  {tensor.dtype}",
-        ["tests/api/test_cli_cat.py"],
+        [f"{_CLI}::test_no_name_that_is_printed_reaches_the_terminal_as_it_is"],
     ),
     Mutant(
         "cli/values.py",
@@ -254,7 +259,7 @@ _CLI_MUTANTS = [
         "cli/look.py",
         "return COULD_NOT_RUN if problems else SOUND",
         "return SOUND",
-        ["tests/stores/test_bounded_reads.py::test_a_folder_that_may_not_be_read_is_not_hidden"],
+        [f"{_CLI}::test_ls_with_a_folder_that_may_not_be_read_exits_with_two"],
     ),
     Mutant(
         "cli/look.py",
@@ -266,7 +271,7 @@ _CLI_MUTANTS = [
         "cli/change.py",
         "return FOUND if report.failed_exports else SOUND",
         "return SOUND",
-        ["tests/api/test_copy.py::test_a_damaged_export_does_not_cost_the_copy"],
+        [f"{_CLI}::test_cp_that_leaves_a_damaged_export_out_exits_with_one"],
     ),
 ]
 
@@ -275,7 +280,7 @@ _INSPECT_MUTANTS = [
         "inspect/reading.py",
         "if held_count != array.size:",
         "if held_count > array.size:",
-        [_HOSTILE],
+        [f"{_OPENED}::test_elements_that_no_chunk_holds_are_not_made_up"],
     ),
     Mutant(
         "inspect/numbers.py",
@@ -330,7 +335,7 @@ _INSPECT_MUTANTS = [
         "inspect/views.py",
         "c if c.isprintable() else",
         "c if c >= ' ' else",
-        [f"{_COMPARED}::test_hostile_names_are_shown"],
+        [f"{_CLI}::test_no_name_that_is_printed_reaches_the_terminal_as_it_is"],
     ),
     Mutant(
         "inspect/verify.py",
@@ -348,25 +353,25 @@ _INSPECT_MUTANTS = [
         "inspect/verify.py",
         "if {file.path: file.ref() for file in document.files} != refs:",
         "if len(document.files) != len(refs):",
-        ["tests/api/test_damage_files.py"],
+        [f"{_DAMAGED}::test_documents_that_contradict_each_other_are_found"],
     ),
     Mutant(
         "inspect/checks.py",
         "if index == BLOCKER:",
         'if index == b"":',
-        ["tests/api/test_consolidate_alone.py"],
+        ["tests/api/test_copy.py::test_a_damaged_export_does_not_cost_the_copy"],
     ),
     Mutant(
         "inspect/checks.py",
         "if not is_as_written or tag.names",
         "if tag.names",
-        ["tests/api/test_consolidate_alone.py::test_every_byte_of_an_export_counts"],
+        ["tests/api/test_consolidate_alone.py::test_an_index_of_other_bytes_is_found"],
     ),
     Mutant(
         "inspect/checks.py",
         "if found.size_bytes < end:",
         "if found.size_bytes <= end:",
-        ["tests/api/test_stock_metadata.py"],
+        [f"{_OPENED}::test_a_sound_checkpoint_of_any_format_is_called_so"],
     ),
     Mutant(
         "inspect/checks.py",
@@ -1055,8 +1060,8 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/foreign.py",
-        "    if flaw is not None:",
-        "    if flaw is None is None:",
+        "boxes, flaw = _tiles(tensor.boxes, tensor.shape)",
+        "boxes, flaw = _tiles(tensor.boxes, tensor.shape)[0], None",
         [f"{_HOSTILE}::test_a_stock_checkpoint_with_a_gap_is_refused"],
     ),
     Mutant(
